@@ -1,0 +1,128 @@
+"""Every message that crosses a process survives the trip: proto(dataclass) → bytes → dataclass, for random values."""
+
+import dataclasses
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wire import convert, messages, timeline
+from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
+
+
+def as_float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
+
+
+text = st.text(max_size=12)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+unit = st.floats(0, 1, width=32)
+token_ids = st.lists(uint32, max_size=5).map(tuple)
+
+refs = st.builds(messages.RequestRef, text, uint32)
+leases = st.builds(messages.Lease, text, uint32, uint64)
+peers = st.builds(messages.PeerRef, text, uint64)
+sampling = st.builds(messages.SamplingParams, uint32, unit, uint32, unit, unit, uint64, token_ids, st.booleans())
+edges = st.lists(st.builds(timeline.EdgeStamp, st.sampled_from(timeline.Edge), st.integers(0, 2**62)), max_size=3).map(
+    tuple
+)
+transfers = st.builds(timeline.TransferStats, uint64, uint32, text, uint64)
+errors = st.builds(messages.ErrorDetail, text, text, st.floats(0, 9))
+events = st.builds(
+    messages.RequestEvent,
+    refs,
+    uint32,
+    token_ids,
+    st.none() | st.sampled_from(messages.FinishReason),
+    st.none() | errors,
+    edges,
+    st.none() | transfers,
+)
+loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32)
+descriptions = st.builds(
+    messages.PeerDescription, peers, st.binary(max_size=9), uint64, uint64, uint32, uint32, st.sampled_from(["DRAM"])
+)
+destinations = st.builds(messages.Destination, peers, text, leases)
+workers = st.builds(
+    messages.WorkerInfo,
+    peers,
+    st.sampled_from(messages.Role),
+    text,
+    st.builds(messages.ModelFacts, text, uint32, uint32, token_ids, text),
+    uint32,
+    uint32,
+    uint32,
+    uint32,
+    text,
+    text,
+)
+facts = st.dictionaries(text, text, max_size=3).map(lambda d: tuple(sorted(d.items())))
+
+CASES: dict[str, tuple[Any, type]] = {
+    "sampling": (sampling, types_pb2.SamplingParams),
+    "transfer": (transfers, types_pb2.TransferStats),
+    "error": (errors, types_pb2.ErrorDetail),
+    "timeline": (st.builds(timeline.Timeline, edges, st.none() | transfers, text, text), inference_pb2.Timeline),
+    "ref": (refs, worker_pb2.RequestRef),
+    "lease": (leases, worker_pb2.Lease),
+    "reservation": (st.builds(messages.Reservation, text, refs, token_ids, sampling, peers), worker_pb2.ReserveRequest),
+    "granted": (st.builds(messages.GrantedLease, leases, st.floats(0, 60)), worker_pb2.ReserveResponse),
+    "destination": (destinations, worker_pb2.Destination),
+    "prefill_task": (
+        st.builds(messages.PrefillTask, text, refs, token_ids, sampling, st.none() | destinations),
+        worker_pb2.PrefillRequest,
+    ),
+    "event": (events, worker_pb2.RequestEvent),
+    "load": (loads, worker_pb2.WorkerLoad),
+    "step_events": (
+        st.builds(messages.StepEvents, uint64, st.lists(events, max_size=3).map(tuple), loads),
+        worker_pb2.StepEvents,
+    ),
+    "inspection": (
+        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, uint64),
+        worker_pb2.InspectResponse,
+    ),
+    "description": (descriptions, worker_pb2.PeerDescription),
+    "handshake": (st.builds(messages.Handshake, uint32, text, facts, descriptions), worker_pb2.ConnectPeerRequest),
+    "notice": (
+        st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32),
+        worker_pb2.TransferNotice,
+    ),
+    "worker_info": (workers, cluster_pb2.WorkerInfo),
+    "membership": (
+        st.builds(messages.Membership, uint64, st.lists(workers, max_size=3).map(tuple)),
+        cluster_pb2.Membership,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@given(data=st.data())
+def test_round_trip(name: str, data: st.DataObject) -> None:
+    strategy, message_type = CASES[name]
+    value = data.draw(strategy)
+    to_proto, from_proto = getattr(convert, f"{name}_to_proto"), getattr(convert, f"{name}_from_proto")
+    assert from_proto(message_type.FromString(to_proto(value).SerializeToString())) == value
+
+
+def test_every_pair_is_tested() -> None:
+    pairs = {n.removesuffix("_to_proto") for n in dir(convert) if n.endswith("_to_proto")}
+    assert pairs - {"finish", "edges"} == set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(timeline.Edge, types_pb2.Edge), (messages.FinishReason, types_pb2.FinishReason)]
+)
+def test_enums_have_the_schema_s_members(mine: Any, theirs: Any) -> None:
+    prefix = "EDGE_" if mine is timeline.Edge else "FINISH_REASON_"
+    schema = {name.removeprefix(prefix): number for name, number in theirs.items() if number}
+    assert schema == {member.name: int(member) for member in mine}
+
+
+def test_every_dataclass_is_frozen() -> None:
+    classes = [c for m in (messages, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)]
+    assert classes
+    assert all(c.__dataclass_params__.frozen for c in classes)  # type: ignore[union-attr]

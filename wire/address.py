@@ -1,0 +1,18 @@
+"""Where a server listens, as text."""
+
+import ipaddress
+import socket
+
+
+def address_of(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets, as URLs and gRPC want it."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`, an address or a name."""
+    try:
+        found = socket.getaddrinfo(host or "0.0.0.0", None, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)

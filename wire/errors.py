@@ -1,0 +1,150 @@
+"""Every failure that crosses a room's door, with its gRPC and HTTP status, in one place.
+
+Each message is one sentence that says what is wrong and what the reader can do.
+"""
+
+from typing import ClassVar
+
+import grpc
+
+
+class TandemError(Exception):
+    """Base of all typed errors. `code` is stable and travels on the wire as `ErrorDetail.code`."""
+
+    code: ClassVar[str] = "INTERNAL"
+    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class InvalidArgument(TandemError):
+    """A field of the request is wrong; the message names the field and the limit."""
+
+    code = "INVALID_ARGUMENT"
+    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    http_status = 400
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+    def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
+        """Survive the way from an actor to its caller."""
+        return InvalidArgument, (self.field, self.message.removeprefix(f"{self.field}: "))
+
+
+class Unauthenticated(TandemError):
+    """The caller's token is missing or wrong."""
+
+    code = "UNAUTHENTICATED"
+    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    http_status = 401
+
+
+class NotFound(TandemError):
+    """The named model or request does not exist here."""
+
+    code = "NOT_FOUND"
+    grpc_status = grpc.StatusCode.NOT_FOUND
+    http_status = 404
+
+
+class DeadlineExceeded(TandemError):
+    """A wait ended at its deadline."""
+
+    code = "DEADLINE_EXCEEDED"
+    grpc_status = grpc.StatusCode.DEADLINE_EXCEEDED
+    http_status = 504
+
+
+class ResourceExhausted(TandemError):
+    """No room now; `retry_after_s` says when to come back."""
+
+    code = "RESOURCE_EXHAUSTED"
+    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    http_status = 429
+
+
+class Unavailable(TandemError):
+    """A worker or the whole cluster is away; the request was not finished."""
+
+    code = "UNAVAILABLE"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class Cancelled(TandemError):
+    """The client or its router cancelled the request."""
+
+    code = "CANCELLED"
+    grpc_status = grpc.StatusCode.CANCELLED
+    http_status = 499
+
+
+class FailedPrecondition(TandemError):
+    """Two parts do not fit together: versions, model, dtype or layout differ."""
+
+    code = "FAILED_PRECONDITION"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 412
+
+
+class StaleEpoch(TandemError):
+    """The message names a lease or an attempt that is over; it was dropped."""
+
+    code = "STALE_EPOCH"
+    grpc_status = grpc.StatusCode.ABORTED
+    http_status = 409
+
+
+class TransferFailed(TandemError):
+    """KV pages did not arrive whole."""
+
+    code = "TRANSFER_FAILED"
+    grpc_status = grpc.StatusCode.UNAVAILABLE
+    http_status = 503
+
+
+class ModelError(TandemError):
+    """The model on disk cannot be served; the message says what is wrong and in which file."""
+
+    code = "MODEL_ERROR"
+    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    http_status = 500
+
+
+class Internal(TandemError):
+    """A defect of Tandem; the request failed alone."""
+
+
+_BY_CODE: dict[str, type[TandemError]] = {
+    cls.code: cls
+    for cls in (
+        Unauthenticated, NotFound, DeadlineExceeded, ResourceExhausted, Unavailable, Cancelled,
+        FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
+    )
+}  # fmt: skip
+
+
+def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemError:
+    """The typed error for a `code` that came over the wire; an unknown code is an `Internal` that names it."""
+    if code == InvalidArgument.code:
+        field, _, rest = message.partition(": ")
+        return InvalidArgument(field, rest)
+    cls = _BY_CODE.get(code)
+    if cls is None:
+        return Internal(f"{code}: {message}")
+    return cls(message, retry_after_s=retry_after_s)
+
+
+def from_status(status: grpc.StatusCode, message: str) -> TandemError:
+    """The typed error for a bare gRPC status, from a peer that names no code of its own."""
+    classes: tuple[type[TandemError], ...] = (InvalidArgument, *_BY_CODE.values())
+    for cls in classes:
+        if cls.grpc_status is status:
+            return from_code(cls.code, message)
+    return Internal(f"{status.name}: {message}")

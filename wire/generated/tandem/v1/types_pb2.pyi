@@ -1,0 +1,102 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_ABORT: _ClassVar[FinishReason]
+    FINISH_REASON_ERROR: _ClassVar[FinishReason]
+
+class Edge(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EDGE_UNSPECIFIED: _ClassVar[Edge]
+    EDGE_RECEIVED: _ClassVar[Edge]
+    EDGE_TOKENIZED: _ClassVar[Edge]
+    EDGE_PLACED: _ClassVar[Edge]
+    EDGE_RESERVED: _ClassVar[Edge]
+    EDGE_PREFILL_QUEUED: _ClassVar[Edge]
+    EDGE_PREFILL_STARTED: _ClassVar[Edge]
+    EDGE_PREFILL_FINISHED: _ClassVar[Edge]
+    EDGE_TRANSFER_STARTED: _ClassVar[Edge]
+    EDGE_TRANSFER_FINISHED: _ClassVar[Edge]
+    EDGE_FIRST_TOKEN: _ClassVar[Edge]
+    EDGE_DECODE_ADMITTED: _ClassVar[Edge]
+    EDGE_DECODE_STARTED: _ClassVar[Edge]
+    EDGE_FINISHED: _ClassVar[Edge]
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_ABORT: FinishReason
+FINISH_REASON_ERROR: FinishReason
+EDGE_UNSPECIFIED: Edge
+EDGE_RECEIVED: Edge
+EDGE_TOKENIZED: Edge
+EDGE_PLACED: Edge
+EDGE_RESERVED: Edge
+EDGE_PREFILL_QUEUED: Edge
+EDGE_PREFILL_STARTED: Edge
+EDGE_PREFILL_FINISHED: Edge
+EDGE_TRANSFER_STARTED: Edge
+EDGE_TRANSFER_FINISHED: Edge
+EDGE_FIRST_TOKEN: Edge
+EDGE_DECODE_ADMITTED: Edge
+EDGE_DECODE_STARTED: Edge
+EDGE_FINISHED: Edge
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    ignore_eos: bool
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ...) -> None: ...
+
+class EdgeStamp(_message.Message):
+    __slots__ = ("edge", "unix_nanos")
+    EDGE_FIELD_NUMBER: _ClassVar[int]
+    UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
+    edge: Edge
+    unix_nanos: int
+    def __init__(self, edge: _Optional[_Union[Edge, str]] = ..., unix_nanos: _Optional[int] = ...) -> None: ...
+
+class TransferStats(_message.Message):
+    __slots__ = ("bytes", "pages", "backend", "duration_nanos")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    DURATION_NANOS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    pages: int
+    backend: str
+    duration_nanos: int
+    def __init__(self, bytes: _Optional[int] = ..., pages: _Optional[int] = ..., backend: _Optional[str] = ..., duration_nanos: _Optional[int] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("code", "message", "retry_after_s")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    code: str
+    message: str
+    retry_after_s: float
+    def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,299 @@
+from wire.generated.tandem.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Lease(_message.Message):
+    __slots__ = ("request_id", "attempt", "epoch")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    epoch: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("router_id",)
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    def __init__(self, router_id: _Optional[str] = ...) -> None: ...
+
+class StepEvents(_message.Message):
+    __slots__ = ("step", "events", "load")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
+    load: WorkerLoad
+    def __init__(self, step: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class RequestEvent(_message.Message):
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _types_pb2.FinishReason
+    error: _types_pb2.ErrorDetail
+    edges: _containers.RepeatedCompositeFieldContainer[_types_pb2.EdgeStamp]
+    transfer: _types_pb2.TransferStats
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ...) -> None: ...
+
+class WorkerLoad(_message.Message):
+    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total")
+    PREFILL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    prefill_requests: int
+    prefill_tokens: int
+    decode_requests: int
+    pages_used: int
+    pages_total: int
+    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _types_pb2.SamplingParams
+    prefill_worker_id: str
+    prefill_incarnation: int
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("lease", "duration_s")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    duration_s: float
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ...) -> None: ...
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    request_id: str
+    attempt: int
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _types_pb2.SamplingParams
+    destination: Destination
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ...) -> None: ...
+
+class Destination(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "address", "lease")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    address: str
+    lease: Lease
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbortWorkRequest(_message.Message):
+    __slots__ = ("router_id", "requests")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    requests: _containers.RepeatedCompositeFieldContainer[RequestRef]
+    def __init__(self, router_id: _Optional[str] = ..., requests: _Optional[_Iterable[_Union[RequestRef, _Mapping]]] = ...) -> None: ...
+
+class RequestRef(_message.Message):
+    __slots__ = ("request_id", "attempt")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    attempt: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class AbortWorkResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class HeartbeatRequest(_message.Message):
+    __slots__ = ("leases",)
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class HeartbeatResponse(_message.Message):
+    __slots__ = ("unknown",)
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    unknown: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, unknown: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("grace_s",)
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    grace_s: float
+    def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("remaining",)
+    REMAINING_FIELD_NUMBER: _ClassVar[int]
+    remaining: int
+    def __init__(self, remaining: _Optional[int] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FREE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_OWNED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_SHARED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_ADVERTISED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    PAGES_PROMISED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    pages_total: int
+    pages_free: int
+    pages_owned: int
+    pages_shared: int
+    pages_advertised: int
+    pages_quarantined: int
+    pages_promised: int
+    requests: int
+    leases: int
+    integrity_error: str
+    fenced: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ...) -> None: ...
+
+class ConnectPeerRequest(_message.Message):
+    __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "peer")
+    class CompatibilityFactsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    COMPATIBILITY_FACTS_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    compatibility_hash: str
+    compatibility_facts: _containers.ScalarMap[str, str]
+    peer: PeerDescription
+    def __init__(self, protocol_version: _Optional[int] = ..., compatibility_hash: _Optional[str] = ..., compatibility_facts: _Optional[_Mapping[str, str]] = ..., peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
+
+class ConnectPeerResponse(_message.Message):
+    __slots__ = ("peer",)
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    peer: PeerDescription
+    def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
+
+class PeerDescription(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    BASE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    agent_metadata: bytes
+    base_address: int
+    page_bytes: int
+    pages: int
+    device_id: int
+    memory: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
+
+class AllotPagesRequest(_message.Message):
+    __slots__ = ("lease", "pages", "prefill_worker_id", "prefill_incarnation")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    pages: int
+    prefill_worker_id: str
+    prefill_incarnation: int
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., pages: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+
+class AllotPagesResponse(_message.Message):
+    __slots__ = ("page_ids",)
+    PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    page_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, page_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReleaseLeaseRequest(_message.Message):
+    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    prefill_worker_id: str
+    prefill_incarnation: int
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+
+class ReleaseLeaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TransferNotice(_message.Message):
+    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "token_hash", "pages", "first_token_id", "next_draw")
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_HASH_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    NEXT_DRAW_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    prefill_worker_id: str
+    prefill_incarnation: int
+    token_hash: bytes
+    pages: int
+    first_token_id: int
+    next_draw: int
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ...) -> None: ...

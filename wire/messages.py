@@ -1,0 +1,259 @@
+"""What rooms say to each other: frozen dataclasses, one for each message of `proto/` that leaves a servicer.
+
+The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand the types.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+import numpy as np
+
+from wire.timeline import EdgeStamp, TransferStats
+
+
+class Role(StrEnum):
+    """Which halves of a worker take work."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class FinishReason(IntEnum):
+    """Why a generation ended, numbered as in `tandem.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen; already validated. `temperature` 0 is greedy, `top_k` 0 keeps all."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDetail:
+    """A failure on the wire: the code of a `TandemError`, its sentence and its retry hint in seconds."""
+
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRef:
+    """One try at one request: attempts count from 1."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A decode worker's promise to one attempt; `epoch` grows with each lease it grants and fences what is late."""
+
+    request_id: str
+    attempt: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLease:
+    """A lease and how many seconds it lives without a heartbeat."""
+
+    lease: Lease
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRef:
+    """One run of one worker process."""
+
+    worker_id: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them."""
+
+    router_id: str
+    ref: RequestRef
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    prefill: PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a prefilled request goes: a decode worker, its gRPC address and its lease."""
+
+    peer: PeerRef
+    address: str
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTask:
+    """Router to prefill: build this prompt's KV and sample its first token. No destination: the first is the last."""
+
+    router_id: str
+    ref: RequestRef
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    destination: Destination | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """What happened to one request in a step; `token_ids[0]` is token number `first_index` of the answer."""
+
+    ref: RequestRef
+    first_index: int = 0
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: ErrorDetail | None = None
+    edges: tuple[EdgeStamp, ...] = ()
+    transfer: TransferStats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedEvent:
+    """An event on its way out of a worker, and the router it is for."""
+
+    router_id: str
+    event: RequestEvent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's load after a step; tokens and pages are counts."""
+
+    prefill_requests: int
+    prefill_tokens: int
+    decode_requests: int
+    pages_used: int
+    pages_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """One step's events for one router."""
+
+    step: int
+    events: tuple[RequestEvent, ...]
+    load: WorkerLoad
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What routers need to know of the loaded model; `max_context` counts prompt and answer, in tokens."""
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker that serves, as it registers with the controller."""
+
+    peer: PeerRef
+    role: Role
+    address: str
+    model: ModelFacts
+    pages_total: int
+    page_tokens: int
+    max_batch_requests: int
+    max_step_tokens: int
+    device: str
+    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """All serving workers; `revision` grows with each change."""
+
+    revision: int
+    workers: tuple[WorkerInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDescription:
+    """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count."""
+
+    peer: PeerRef
+    agent_metadata: bytes
+    base_address: int
+    page_bytes: int
+    pages: int
+    device_id: int
+    memory: str
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """One side's introduction; version and hash are compared before the rest is looked at."""
+
+    protocol_version: int
+    compatibility_hash: str
+    compatibility_facts: tuple[tuple[str, str], ...]
+    description: PeerDescription
+
+
+@dataclass(frozen=True, slots=True)
+class TransferNotice:
+    """Goes with the last write: what arrived, stamped, and how to go on (first token, next random draw)."""
+
+    lease: Lease
+    prefill: PeerRef
+    token_hash: bytes
+    pages: int
+    first_token_id: int
+    next_draw: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInspection:
+    """Page counts by state, open work, and what `check_integrity()` found ("" = sound)."""
+
+    peer: PeerRef
+    pages_total: int
+    pages_free: int
+    pages_owned: int
+    pages_shared: int
+    pages_advertised: int
+    pages_quarantined: int
+    pages_promised: int
+    requests: int
+    leases: int
+    integrity_error: str
+    fenced: int
+
+
+def hash_token_ids(token_ids: Sequence[int]) -> bytes:
+    """SHA-256 over token ids as little-endian unsigned 32-bit integers; 32 bytes."""
+    return hashlib.sha256(np.asarray(token_ids, dtype="<u4").tobytes()).digest()
