@@ -1,0 +1,94 @@
+"""The KV cache's memory: one block-major tensor, in which a page is one contiguous range over all layers."""
+
+import mmap
+
+import psutil
+import torch
+from torch import Tensor
+
+from engine.models.config import ModelConfig
+from wire.errors import InvalidArgument
+
+GIB = 1 << 30
+
+
+class PagedCache:
+    """[pages, layers, 2, kv_heads, page_tokens, head_dim], zeroed; keys at index 0 of the third dimension, values at 1.
+
+    Owns the memory: addresses handed to a transfer are good as long as this object lives.
+    """
+
+    def __init__(
+        self, config: ModelConfig, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """As many whole pages as fit into `capacity_bytes`; InvalidArgument if not one does, or `device` has less."""
+        self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
+        self.page_tokens = page_tokens
+        self.item_bytes = dtype.itemsize
+        self.pages = capacity_bytes // self.page_bytes
+        if self.pages < 1:
+            raise InvalidArgument(
+                "kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {self.page_bytes} bytes."
+            )
+        shape = (self.pages, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
+        self.tensor = _zeros(shape, dtype, device)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.layers * 2 * self.kv_heads * self.page_tokens * self.head_dim * self.item_bytes
+
+    @property
+    def base_address(self) -> int:
+        """First byte of page 0 in this process; on a GPU, a device address."""
+        return self.tensor.data_ptr()
+
+    @property
+    def dtype(self) -> str:
+        """Element type in torch's spelling, e.g. `bfloat16`."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def memory(self) -> str:
+        """`DRAM` or `VRAM`."""
+        return "VRAM" if self.tensor.is_cuda else "DRAM"
+
+    @property
+    def device_id(self) -> int:
+        """GPU ordinal; 0 for host memory."""
+        return self.tensor.device.index or 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """InvalidArgument if the memory is not there."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # The operating system may promise more than it has, and kill the worker once the pages are written.
+        if size <= _free_bytes(device):
+            return _host_zeros(shape, dtype)
+    except (OSError, torch.OutOfMemoryError) as error:
+        raise _too_large(size, device) from error
+    raise _too_large(size, device)
+
+
+def _too_large(size: int, device: torch.device) -> InvalidArgument:
+    wanted, free = size / GIB, _free_bytes(device) / GIB
+    return InvalidArgument(
+        "kv_cache_bytes",
+        f"{wanted:.2f} GiB do not fit into the {free:.2f} GiB that are free on {device}; choose a smaller KV cache.",
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    return int(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
+
+
+def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Fresh private pages of the operating system: zero, aligned, and resident only once they are touched."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

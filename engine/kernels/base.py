@@ -1,0 +1,111 @@
+"""The seam to the hardware: everything a Llama-family layer computes, fused the way fast implementations want it.
+
+`reference.py` is the plain PyTorch implementation, on any device, and the yardstick of all others. T is the number of
+tokens in the step over all rows, R the number of rows. Every tensor is contiguous unless said otherwise; `hidden`
+is the residual stream [T, hidden_size] in the model's dtype.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepLayout:
+    """Where a step's tokens live, shared by all layers; all int32 on the device unless said otherwise.
+
+    positions     [T]     position of each token in its request
+    slots         [T]     int64: page_id · page_tokens + offset, where each token's KV is stored
+    row_starts    [R + 1] token t of the step belongs to row r when row_starts[r] <= t < row_starts[r + 1]
+    context_lens  [R]     tokens in the cache once this step's are stored
+    page_table    [R, max_pages] page ids of each row, padded with 0
+    max_row_tokens, max_context: host ints, the largest row and the largest context
+    decode_only: every row has one token
+    """
+
+    positions: Tensor
+    slots: Tensor
+    row_starts: Tensor
+    context_lens: Tensor
+    page_table: Tensor
+    max_row_tokens: int
+    max_context: int
+
+    @property
+    def decode_only(self) -> bool:
+        return self.max_row_tokens == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight [out, in], row-major, and its bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Heads and scale of attention; `window` is the number of latest positions a token sees, None = all."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+
+
+class Kernels(ABC):
+    """One implementation of a layer's arithmetic. Holds no request state and may cache scratch memory."""
+
+    def prepare(self, linear: Linear) -> Linear:
+        """Called once for each weight after loading; may repack it. The default keeps it."""
+        return linear
+
+    @abstractmethod
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]."""
+
+    @abstractmethod
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """RMSNorm(hidden) · weightᵀ + bias → [T, out]: the stacked q/k/v product, and the output layer."""
+
+    @abstractmethod
+    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        """silu(g) · u with [g | u] = RMSNorm(hidden) · gate_upᵀ (gate rows first) → [T, intermediate]."""
+
+    @abstractmethod
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        """hidden += x · weightᵀ + bias, in place: attention's and the MLP's output products."""
+
+    @abstractmethod
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        """Per-head RMSNorm of q and k where given, rotary embedding, and the store of k and v into the cache.
+
+        qkv   [T, (heads + 2·kv_heads)·head_dim]; may be overwritten
+        rope  [max_context, head_dim] float32: cos of the first half of the dimensions, then sin, scaling included
+        cache [pages, layers, 2, kv_heads, page_tokens, head_dim]: written at `layout.slots`
+        → q [T, heads, head_dim], which may be a view into qkv
+        """
+
+    @abstractmethod
+    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+        """Causal attention of each row's tokens over its pages; q [T, heads, head_dim] → [T, heads·head_dim]."""
+
+
+def is_cpu(device: torch.device) -> bool:
+    """Whether `device` is host memory."""
+    return device.type == "cpu"

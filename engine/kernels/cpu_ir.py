@@ -1,0 +1,317 @@
+"""Vector code as LLVM IR, so that every result has one order of accumulation.
+
+A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
+eight; then a request's numbers would depend on its neighbours. Here a sum runs in 16 lanes folded by halves, whatever
+is around it. LLVM lowers the 16 lanes to what the host has (AVX-512, AVX2, NEON); nothing is tied to one instruction
+set, but that pairs of bfloat16 are multiplied at once where the host can.
+
+Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits
+of bfloat16. All arithmetic is float32.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+
+LANES = 16
+F32 = ir.FloatType()
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+VEC = ir.VectorType(F32, LANES)
+
+Builder = Any
+Value = Any
+Codegen = Callable[[Any, Builder, Any, Any], Value]
+
+
+def pointer(builder: Builder, address: Value, kind: Any) -> Value:
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def tag_bytes(tag: Any) -> int:
+    return 4 if tag == types.float32 else 2
+
+
+def widen(builder: Builder, bits: Value, wide: Any, integers: Any) -> Value:
+    """bfloat16 bits → float32: the upper half of the word."""
+    shift = ir.Constant(integers, 16 if integers is I32 else [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(bits, integers), shift), wide)
+
+
+def load_element(builder: Builder, address: Value, tag: Any) -> Value:
+    if tag == types.float32:
+        return builder.load(pointer(builder, address, F32), align=4)
+    return widen(builder, builder.load(pointer(builder, address, I16), align=2), F32, I32)
+
+
+def load_vector(builder: Builder, address: Value, tag: Any) -> Value:
+    if tag == types.float32:
+        return builder.load(pointer(builder, address, VEC), align=4)
+    bits = builder.load(pointer(builder, address, ir.VectorType(I16, LANES)), align=2)
+    return widen(builder, bits, VEC, ir.VectorType(I32, LANES))
+
+
+def store_rounded(builder: Builder, address: Value, value: Value, tag: Any) -> None:
+    """Store one float32 or sixteen as `tag` elements, rounded to nearest, ties to even."""
+    item = tag_bytes(tag)
+    if tag == types.float32:
+        builder.store(value, pointer(builder, address, value.type), align=item)
+        return
+    wide, narrow = like(value, I32), like(value, I16)
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, constant(wide, 0x7FFF))), constant(wide, 16))
+    # Rounding up the bits of a NaN could carry into infinity.
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    kept = builder.select(is_nan, constant(wide, 0x7FC0), rounded)
+    builder.store(builder.trunc(kept, narrow), pointer(builder, address, narrow), align=item)
+
+
+def like(value: Value, element: Any) -> Any:
+    """`element`, or the vector type of as many as `value` has."""
+    return ir.VectorType(element, LANES) if isinstance(value.type, ir.VectorType) else element
+
+
+def constant(kind: Any, value: float) -> Value:
+    """`value`, in every lane if `kind` is a vector type; floats are rounded to float32."""
+    vector = isinstance(kind, ir.VectorType)
+    element = kind.element if vector else kind
+    exact = float(np.float32(value)) if element == F32 else value
+    return ir.Constant(kind, [exact] * LANES if vector else exact)
+
+
+def multiply_add(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    """a · b + c, in one rounding where the host can."""
+    name = "llvm.fmuladd.v16f32" if c.type == VEC else "llvm.fmuladd.f32"
+    kind = ir.FunctionType(c.type, [c.type] * 3)
+    return builder.call(builder.module.declare_intrinsic(name, fnty=kind), [a, b, c])
+
+
+def prefetch(builder: Builder, address: Value) -> None:
+    """Ask for the line at `address`, which need not be mapped, in the second-level cache."""
+    byte = ir.IntType(8)
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), I32, I32, I32])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
+    builder.call(fetch, [pointer(builder, address, byte), I32(0), I32(2), I32(1)])
+
+
+def fold(builder: Builder, vectors: list[Value], combine: Callable[[Value, Value], Value]) -> Value:
+    """Each vector's lanes combined into one, the results side by side; their number is a power of two up to 16.
+
+    Lanes i and i + half are combined until one is left; vectors share the instructions once they are narrow enough.
+    """
+    width = LANES
+    while width > 1:
+        width //= 2
+        if len(vectors) > 1:
+            vectors = [
+                combine(*_halves(builder, first, second, width))
+                for first, second in zip(vectors[::2], vectors[1::2], strict=True)
+            ]
+        else:
+            vectors = [combine(*_halves(builder, vectors[0], None, width))]
+    return vectors[0]
+
+
+def _halves(builder: Builder, first: Value, second: Value | None, width: int) -> tuple[Value, Value]:
+    """The lower and the upper `width` lanes of every group of 2 · `width` lanes of one vector or two."""
+    lanes = first.type.count * (1 if second is None else 2)
+    other = ir.Constant(first.type, ir.Undefined) if second is None else second
+    lower = [lane for lane in range(lanes) if lane % (2 * width) < width]
+    kind = ir.VectorType(I32, len(lower))
+    return (
+        builder.shuffle_vector(first, other, ir.Constant(kind, lower)),
+        builder.shuffle_vector(first, other, ir.Constant(kind, [lane + width for lane in lower])),
+    )
+
+
+def splat(builder: Builder, scalar: Value) -> Value:
+    undefined = ir.Constant(VEC, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, I32(0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, LANES), [0] * LANES))
+
+
+def loop(
+    builder: Builder, start: Value, stop: Value, step: int, carried: list[Value], body: Callable[..., list[Value]]
+) -> list[Value]:
+    """for (i = start; i < stop; i += step) carried = body(i, *carried), not unrolled: bodies are large as they are."""
+    entry = builder.block
+    head = builder.append_basic_block("head")
+    inside = builder.append_basic_block("inside")
+    after = builder.append_basic_block("after")
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(I64)
+    phis = [builder.phi(value.type) for value in carried]
+    index.add_incoming(start, entry)
+    for phi, value in zip(phis, carried, strict=True):
+        phi.add_incoming(value, entry)
+    builder.cbranch(builder.icmp_signed("<", index, stop), inside, after)
+    builder.position_at_end(inside)
+    results = body(index, *phis)
+    last = builder.block
+    index.add_incoming(builder.add(index, I64(step)), last)
+    for phi, value in zip(phis, results, strict=True):
+        phi.add_incoming(value, last)
+    builder.branch(head).set_metadata("llvm.loop", _not_unrolled(builder.module))
+    builder.position_at_end(after)
+    return phis
+
+
+def _not_unrolled(module: Any) -> Any:
+    """Metadata of one loop; LLVM wants its first operand to be the node itself."""
+    rule = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.disable")])
+    node = ir.values.MDValue(module, [rule], name=str(len(module.metadata)))
+    node.operands = (node, rule)
+    return node
+
+
+def row_addresses(builder: Builder, base: Value, stride: Value, rows: int) -> list[Value]:
+    return [builder.add(base, builder.mul(stride, I64(row))) for row in range(rows)]
+
+
+def at(builder: Builder, base: Value, index: Value, item_bytes: int) -> Value:
+    return builder.add(base, builder.mul(index, I64(item_bytes)))
+
+
+def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
+    """A mask of `lanes` bits whose first `count` are set."""
+    kind = ir.VectorType(I32, lanes)
+    undefined = ir.Constant(kind, ir.Undefined)
+    one = builder.insert_element(undefined, builder.trunc(count, I32), I32(0))
+    every = builder.shuffle_vector(one, undefined, ir.Constant(kind, [0] * lanes))
+    return builder.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
+
+
+def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
+    """A vector whose unset lanes are 0 and whose memory is not touched."""
+    lanes = mask.type.count
+    element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
+    kind = ir.VectorType(element, lanes)
+    signature = ir.FunctionType(kind, [kind.as_pointer(), I32, mask.type, kind])
+    name = f"llvm.masked.load.v{lanes}{suffix}.p0"
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    zeros = ir.Constant(kind, [0.0 if element is F32 else 0] * lanes)
+    loaded = builder.call(function, [pointer(builder, address, kind), I32(2 if element is I16 else 4), mask, zeros])
+    if tag == types.float32:
+        return loaded
+    if pairs:
+        return builder.bitcast(loaded, ir.VectorType(BFloatType(), lanes))
+    return widen(builder, loaded, VEC, ir.VectorType(I32, LANES))
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """Code that is emitted once in each module and called; `emit(builder, tag, args)` writes its body."""
+
+    name: str
+    emit: Callable[[Builder, Any, Any], None]
+
+    def call(self, builder: Builder, tag: Any, args: Sequence[Value]) -> None:
+        symbol = f"tandem_{self.name}_{tag}"
+        function = builder.module.globals.get(symbol)
+        if function is None:
+            kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+            function = ir.Function(builder.module, kind, symbol)
+            function.linkage = "internal"
+            function.attributes.add("noinline")
+            inside = ir.IRBuilder(function.append_basic_block("entry"))
+            self.emit(inside, tag, function.args)
+            inside.ret_void()
+        builder.call(function, args)
+
+
+def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[Value, int], None]) -> None:
+    """body(i, size) for consecutive pieces of 0 .. stop: the largest size as often as it fits, then the next, …, 1."""
+    start: Value = I64(0)
+    for size in sizes:
+        end = builder.add(start, builder.and_(builder.sub(stop, start), I64(-size)))
+
+        def once(i: Value, size: int = size) -> list[Value]:
+            body(i, size)
+            return []
+
+        loop(builder, start, end, size, [], once)
+        start = end
+
+
+def has_pair_products() -> bool:
+    """Whether the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
+    chosen = numba.config.CPU_FEATURES
+    if chosen is not None:
+        return "+avx512bf16" in str(chosen)
+    return bool(get_host_cpu_features().get("avx512bf16", False))
+
+
+def multiplies_pairs(tag: Any) -> bool:
+    """Whether products of `tag` elements are made two at a time."""
+    return bool(tag != types.float32) and has_pair_products()
+
+
+def unit_bytes(tag: Any) -> int:
+    """Bytes in memory of what one lane multiplies at once."""
+    return 4 if multiplies_pairs(tag) else tag_bytes(tag)
+
+
+def load_unit(builder: Builder, address: Value, tag: Any) -> Value:
+    """What one lane multiplies at once, in 32 bits."""
+    return load_element(builder, address, types.float32 if multiplies_pairs(tag) else tag)
+
+
+def load_units(builder: Builder, address: Value, tag: Any) -> Value:
+    """Sixteen neighbouring units."""
+    return load_vector(builder, address, types.float32 if multiplies_pairs(tag) else tag)
+
+
+class BFloatType(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloatType)
+
+    def __hash__(self) -> int:
+        return hash(BFloatType)
+
+
+def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
+    kind = ir.VectorType(BFloatType(), 2 * LANES)
+    return builder.load(pointer(builder, address, kind), align=2)
+
+
+def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
+    """c + the products of a's and b's neighbouring lanes, two by two."""
+    kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
+    return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
+
+
+def exponential(builder: Builder, x: Value) -> Value:
+    """e^x of one float32 or sixteen, within 2 ulp; 0 below -87, e^88 above 88.
+
+    x = n·ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts (Cody and Waite), and a minimax polynomial in r.
+    """
+    kind, integers = x.type, like(x, I32)
+
+    def number(value: float) -> Value:
+        return constant(kind, value)
+
+    name = "llvm.rint.v16f32" if kind == VEC else "llvm.rint.f32"
+    rint = builder.module.declare_intrinsic(name, fnty=ir.FunctionType(kind, [kind]))
+    capped = builder.select(builder.fcmp_ordered(">", x, number(88.0)), number(88.0), x)
+    floored = builder.select(builder.fcmp_ordered("<", capped, number(-87.0)), number(-87.0), capped)
+    n = builder.call(rint, [builder.fmul(floored, number(1.4426950408889634))])
+    r = multiply_add(builder, n, number(-0.693359375), floored)
+    r = multiply_add(builder, n, number(2.12194440e-4), r)
+    value = number(1.9875691500e-4)
+    for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5, 1.0, 1.0):
+        value = multiply_add(builder, value, r, number(coefficient))
+    exponent = builder.add(builder.fptosi(n, integers), constant(integers, 127))
+    scaled = builder.fmul(value, builder.bitcast(builder.shl(exponent, constant(integers, 23)), kind))
+    return builder.select(builder.fcmp_ordered("<", x, number(-87.0)), number(0.0), scaled)

@@ -1,0 +1,202 @@
+"""A GGUF file becomes a model folder, once, in the user's cache and in float32, so that loading has one path."""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
+
+from engine.models.config import parse_model_config
+from engine.weights.checkpoint import Progress, check_model
+from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
+from engine.weights.safetensors_file import write_float32
+from wire.errors import ModelError
+
+Float32 = npt.NDArray[np.float32]
+
+_MAGIC = b"GGUF"
+_VERSION = b"1"
+"""Part of the cache's key: a change of what is written makes older folders stale."""
+_HASHED_BYTES = 1 << 20
+
+
+def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """A checked folder in Hugging Face layout: `path` itself, or what its GGUF file is converted to.
+
+    The conversion is kept below `cache_dir` (default: tandem/models in the XDG cache folder), in a folder named as the
+    file, and appears there whole or not at all. Raises ModelError for anything that cannot be served.
+    """
+    if path.is_dir():
+        check_model(path)
+        return path
+    if not path.is_file():
+        raise ModelError(
+            f"{path} does not exist; give a folder in Hugging Face layout or a GGUF file "
+            "(Tandem does not download models)."
+        )
+    home = (cache_dir or default_cache()) / _fingerprint(path)
+    folder = home / path.stem
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        with (home / "lock").open("w") as lock:
+            # Two starts at once must not convert twice; the second waits for the first.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_sound(folder):
+                _convert(path, folder, progress)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be converted into {folder}: {error}.") from error
+    return folder
+
+
+def default_cache() -> Path:
+    """Where conversions are kept: $XDG_CACHE_HOME or ~/.cache, then tandem/models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "models"
+
+
+def _fingerprint(path: Path) -> str:
+    """Names the file's contents without reading all of it: size, time of change and the first MiB."""
+    status = path.stat()
+    digest = hashlib.blake2b(_VERSION + f"{status.st_size} {status.st_mtime_ns}".encode(), digest_size=8)
+    with path.open("rb") as stream:
+        start = stream.read(_HASHED_BYTES)
+    if not start.startswith(_MAGIC):
+        raise ModelError(f"{path} is not a GGUF file; give a GGUF file or a folder in Hugging Face layout.")
+    digest.update(start)
+    return digest.hexdigest()
+
+
+def _is_sound(folder: Path) -> bool:
+    """Whether an earlier conversion is there and whole; one that a full disk or a power cut broke is done again."""
+    if not folder.is_dir():
+        return False
+    try:
+        check_model(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def _convert(path: Path, folder: Path, progress: Progress | None) -> None:
+    """Writes into a hidden neighbour and renames it. The caller holds the lock, so leftovers are nobody's."""
+    for leftover in [*folder.parent.glob(".partial-*"), folder]:
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
+    try:
+        _write_folder(path, partial, progress)
+        check_model(partial)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error.message}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_folder(path: Path, folder: Path, progress: Progress | None) -> None:
+    reader = _open(path)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(ROPE_FACTORS, None)
+    if "token_embd.weight" not in tensors:
+        raise ModelError("it has no token embedding; convert the model to GGUF again.")
+
+    def read(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    vocab_size = int(tensors["token_embd.weight"].shape[1])
+    config = huggingface_config(read, vocab_size, tensors, None if factors is None else _dequantize(factors))
+    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": eos_token_ids(read) or None}
+    parse_model_config(config, generation)
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps(generation, indent=2), encoding="utf-8")
+    # GGUF counts dimensions from the fastest; files from the slowest.
+    shapes = {huggingface_name(name): tuple(map(int, tensor.shape[::-1])) for name, tensor in tensors.items()}
+    write_float32(folder / "model.safetensors", shapes, _weights(list(tensors.values()), config, progress))
+    _write_tokenizer(path, folder, progress)
+
+
+class _Reader(GGUFReader):  # type: ignore[misc]  # its package has no types
+    """Compares the file's size with what its header promises before tensors are mapped."""
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        needed = max((start_offs + _end(field) for field in fields), default=start_offs)
+        if self.data.size < needed:
+            raise ModelError(
+                f"the file is truncated: it has {self.data.size} bytes, its header speaks of {needed}; "
+                "download it again."
+            )
+        super()._build_tensors(start_offs, fields)
+
+
+def _end(field: ReaderField) -> int:
+    """Where a tensor ends, in bytes behind the start of all tensors."""
+    _, _, _, dims, raw_type, offset = field.parts
+    block_size, type_size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
+    return int(offset[0]) + int(math.prod(map(int, dims)) * type_size) // int(block_size)
+
+
+def _open(path: Path) -> GGUFReader:
+    try:
+        return _Reader(path)
+    except ModelError:
+        raise
+    except Exception as error:  # the reader has no error of its own: a cut file ends in whatever came next
+        size = path.stat().st_size
+        raise ModelError(
+            f"the file is truncated or corrupt: its header cannot be read, it has {size} bytes; download it again."
+        ) from error
+
+
+def _weights(tensors: list[ReaderTensor], config: dict[str, Any], progress: Progress | None) -> Iterator[Float32]:
+    total = sum(int(tensor.n_elements) for tensor in tensors)
+    done = 0
+    for tensor in tensors:
+        weight = _dequantize(tensor)
+        if config["model_type"] == "llama" and ".attn_q." in tensor.name:
+            weight = _unpermute(weight, config["num_attention_heads"])
+        elif config["model_type"] == "llama" and ".attn_k." in tensor.name:
+            weight = _unpermute(weight, config["num_key_value_heads"])
+        yield weight
+        done += int(tensor.n_elements)
+        if progress is not None:
+            progress("converting weights", done / total)
+
+
+def _dequantize(tensor: ReaderTensor) -> Float32:
+    try:
+        weight: Float32 = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    except NotImplementedError as error:
+        kind = tensor.tensor_type.name
+        raise ModelError(f"tensor {tensor.name} is stored as {kind}, which cannot be dequantized.") from error
+    return weight
+
+
+def _unpermute(weight: Float32, heads: int) -> Float32:
+    """Llama's q and k rows are stored with RoPE's pairs side by side; checkpoints keep the halves apart."""
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, half, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_tokenizer(path: Path, folder: Path, progress: Progress | None) -> None:
+    # Seconds to import, and needed in a conversion alone.
+    from transformers import AutoTokenizer
+
+    if progress is not None:
+        progress("converting tokenizer", 0.0)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        # The chat template belongs into tokenizer_config.json, where every reader looks.
+        tokenizer.save_pretrained(folder, save_jinja_files=False)
+    except Exception as error:  # any part of another library may fail on a foreign file
+        raise ModelError(f"its tokenizer cannot be converted ({error}).") from error
+    if progress is not None:
+        progress("converting tokenizer", 1.0)

@@ -1,0 +1,78 @@
+"""The safetensors format, read and written without holding a file in memory.
+
+A file is an 8-byte little-endian header length, the header (JSON: name → dtype, shape, byte range), then the tensors.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from wire.errors import ModelError
+
+_LARGEST_HEADER = 100_000_000  # the limit of the reference implementation
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor as its file's header has it: `dtype` in the format's spelling, `start` its first byte in the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """All tensors of a file, checked against the file's size; ModelError names a truncated or corrupt file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+            raise ModelError(f"{file} is truncated or no safetensors file; download it again.")
+        raw = stream.read(length)
+    try:
+        parsed = json.loads(raw)
+        parsed.pop("__metadata__", None)
+        entries = {name: _entry(file, 8 + length, described) for name, described in parsed.items()}
+        end = max((8 + length + described["data_offsets"][1] for described in parsed.values()), default=8 + length)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelError(f"{file} has a corrupt safetensors header ({error}); download it again.") from error
+    if end != size:
+        raise ModelError(f"{file} is truncated or corrupt: it has {size} bytes, its header speaks of {end}.")
+    return entries
+
+
+def _entry(file: Path, data_start: int, described: Mapping[str, object]) -> TensorEntry:
+    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if not (isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list)):
+        raise ValueError("an entry is malformed")
+    wanted = _ITEM_BYTES.get(dtype)
+    if wanted is not None and offsets[1] - offsets[0] != wanted * math.prod(shape):
+        raise ValueError("a tensor's bytes do not match its shape")
+    return TensorEntry(file=file, dtype=dtype, shape=tuple(shape), start=data_start + offsets[0])
+
+
+def write_float32(
+    file: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[npt.NDArray[np.float32]]
+) -> None:
+    """Writes `tensors`, which come one at a time in the order of `shapes`."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)  # readers map the file: keep the data aligned
+    with file.open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for shape, tensor in zip(shapes.values(), tensors, strict=True):
+            if tensor.shape != shape or tensor.dtype != np.float32:
+                raise ValueError(f"expected float32 {shape}, got {tensor.dtype} {tensor.shape}")
+            stream.write(np.ascontiguousarray(tensor).data)

@@ -1,0 +1,126 @@
+"""config.json in both of transformers' spellings, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.layers.rope import rope_frequencies, rope_table
+from engine.models.config import ModelConfig, RopeConfig, load_model_config, parse_model_config
+from tests.factories import FAMILIES
+from wire.errors import ModelError
+
+SCALINGS = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": FAMILIES["llama3"]["rope_scaling"],
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_stretched": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 64},
+    "yarn_mscale": {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 16.0},
+    "yarn_loose": {"rope_type": "yarn", "factor": 4.0, "truncate": False, "attention_factor": 1.5},
+}
+
+
+def parse(config: dict[str, object], generation: dict[str, object] | None = None) -> ModelConfig:
+    return parse_model_config(config, generation or {})
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_frequencies_are_those_of_transformers(scaling: str) -> None:
+    config = FAMILIES["llama2"] | {"rope_scaling": dict(SCALINGS[scaling])}
+    theirs = AutoConfig.for_model(**FAMILIES["llama2"] | {"rope_scaling": dict(SCALINGS[scaling])})
+    wanted, attention_factor = ROPE_INIT_FUNCTIONS[str(SCALINGS[scaling]["rope_type"])](theirs, torch.device("cpu"))
+    parsed = parse(config)
+    torch.testing.assert_close(rope_frequencies(parsed.rope, parsed.head_dim), wanted, rtol=1e-6, atol=0)
+    assert parsed.rope.attention_factor == pytest.approx(attention_factor)
+
+
+def test_table_holds_cosines_then_sines() -> None:
+    table = rope_table(RopeConfig(theta=100.0, attention_factor=2.0), 4, 10, torch.device("cpu"))
+    angles = torch.arange(10.0)[:, None] * torch.tensor([1.0, 0.1])
+    torch.testing.assert_close(table, 2 * torch.cat((angles.cos(), angles.sin()), dim=1))
+    assert table.dtype is torch.float32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_spellings_mean_the_same(family: str, tmp_path: Path) -> None:
+    old = FAMILIES[family]
+    # transformers writes its own, new spelling.
+    AutoConfig.for_model(**old).save_pretrained(tmp_path)
+    assert "rope_parameters" in json.loads((tmp_path / "config.json").read_text())
+    new = load_model_config(tmp_path)
+    assert {**_fields(new), "dtype": None} == {**_fields(parse(old)), "dtype": None}
+
+
+def test_generation_config_names_the_end_of_a_turn() -> None:
+    assert parse(FAMILIES["llama3"]).eos_token_ids == (2,)
+    assert parse(FAMILIES["llama3"], {"eos_token_id": [2, 7]}).eos_token_ids == (2, 7)
+    assert parse(FAMILIES["llama3"] | {"eos_token_id": None}).eos_token_ids == ()
+
+
+def test_yarn_stretches_the_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert parse(FAMILIES["qwen3"] | {"rope_scaling": yarn}).max_context == 2048
+
+
+def test_windows_follow_each_family() -> None:
+    assert parse(FAMILIES["mistral"]).windows == (12, 12, 12)
+    assert parse(FAMILIES["mistral"] | {"sliding_window": None}).windows == (None, None, None)
+    assert parse(FAMILIES["qwen2"]).windows == (None, None, None)
+    assert parse(FAMILIES["qwen2_windows"]).windows == (None, 9, 9)
+    assert parse(FAMILIES["llama2"] | {"sliding_window": 4}).windows == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            r"MambaForCausalLM .*llama, mistral, qwen2, qwen3",
+        ),
+        ({"model_type": None}, "not supported"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide into 3"),
+        ({"head_dim": 15}, "odd"),
+        ({"vocab_size": 0}, "at least 1"),
+        ({"hidden_size": "wide"}, "invalid literal"),
+        ({"rope_scaling": "yes"}, "not a complete model configuration"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_what_is_refused_is_named(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama2"] | changes))
+    with pytest.raises(ModelError, match=words) as caught:
+        load_model_config(tmp_path)
+    assert str(tmp_path / "config.json") in caught.value.message
+
+
+@pytest.mark.parametrize("missing", ["hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings"])
+def test_missing_fields_are_named(missing: str, tmp_path: Path) -> None:
+    config = {key: value for key, value in FAMILIES["llama2"].items() if key != missing}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=f"'{missing}' is missing"):
+        load_model_config(tmp_path)
+
+
+@pytest.mark.parametrize("contents", ["{", "[]", "\0\0"])
+def test_broken_json_is_named(contents: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(contents)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        load_model_config(tmp_path)
+
+
+def test_missing_folder_and_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        load_model_config(tmp_path)
+    with pytest.raises(ModelError, match="is not a folder"):
+        load_model_config(tmp_path / "nowhere")
+
+
+def _fields(config: ModelConfig) -> dict[str, object]:
+    return {name: getattr(config, name) for name in ModelConfig.__slots__}

@@ -1,0 +1,143 @@
+"""Loading, limits and facts of the runner, and seeded sampling through it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import StepBatch, StepRow
+from engine.model_runner import ModelRunner
+from tests.factories import draw, row, tiny_engine_config, write_tiny_model
+from wire.errors import Internal, InvalidArgument, ModelError
+
+IDS = list(range(10, 30))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-llama", "llama3")
+
+
+@pytest.fixture
+def runner(folder: Path) -> ModelRunner:
+    return ModelRunner.load(tiny_engine_config(folder))
+
+
+def test_facts(folder: Path, runner: ModelRunner) -> None:
+    facts = runner.facts
+    assert (facts.name, facts.vocab_size, facts.eos_token_ids, facts.dtype) == ("tiny-llama", 160, (2,), "float32")
+    assert facts.max_context == 512
+    assert (runner.device_name, runner.page_tokens) == ("cpu", 16)
+    assert ModelRunner.load(tiny_engine_config(folder), name="mine").facts.name == "mine"
+
+
+def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
+    page_bytes = 3 * 2 * 2 * 16 * 16 * 4
+    small = ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=3 * page_bytes + 1))
+    assert (small.cache.pages, small.pool.counts().total, small.facts.max_context) == (3, 3, 48)
+    with pytest.raises(InvalidArgument, match=f"kv_cache_bytes.*{page_bytes}"):
+        ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=page_bytes - 1))
+
+
+def test_cache_is_zero_aligned_and_described(runner: ModelRunner) -> None:
+    cache = runner.cache
+    assert cache.tensor.shape == (cache.pages, 3, 2, 2, 16, 16)
+    assert cache.base_address == cache.tensor.data_ptr()
+    assert cache.base_address % 4096 == 0
+    assert not cache.tensor.any()
+    assert cache.page_bytes == cache.tensor[0].nbytes == cache.tensor.stride(0) * cache.item_bytes
+    assert (cache.dtype, cache.memory, cache.device_id) == ("float32", "DRAM", 0)
+
+
+def test_compatibility_facts_differ_where_kv_does(folder: Path, runner: ModelRunner, tmp_path: Path) -> None:
+    facts = runner.compatibility_facts()
+    assert ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=2 << 20)).compatibility_facts() == facts
+    other = write_tiny_model(tmp_path / "other", "llama3", vocab_size=161)
+    for name, config in {
+        "page_tokens": tiny_engine_config(folder, page_tokens=32),
+        "dtype": tiny_engine_config(folder, dtype="bfloat16"),
+        "model": tiny_engine_config(other),
+    }.items():
+        theirs = ModelRunner.load(config).compatibility_facts()
+        assert [mine[0] for mine, their in zip(facts, theirs, strict=True) if mine != their] == [name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"device": "tpu"}, "device: 'tpu' is not known; use cpu, cuda or cuda:N"),
+        ({"device": "cpu:1"}, "not known"),
+        ({"device": "cuda:x"}, "not known"),
+        ({"device": "cuda:99"}, "device: 'cuda:99' is not there"),
+        ({"dtype": "int8"}, "dtype: 'int8' is not supported; use auto, float32, bfloat16, float16"),
+        ({"page_tokens": 0}, "page_tokens: 0"),
+    ],
+)
+def test_bad_settings_are_refused(folder: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        ModelRunner.load(tiny_engine_config(folder, **changes))
+
+
+def test_a_missing_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="is not a folder"):
+        ModelRunner.load(tiny_engine_config(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "at least one row"),
+        ([row([], 0, [0])], "at least one token"),
+        ([row([160], 0, [0])], "token id is outside"),
+        ([row([-1], 0, [0])], "token id is outside"),
+        ([row([1], 0, [99999])], "page id is outside"),
+        ([row([1], 0, [-1])], "page id is outside"),
+        ([row([1] * 17, 0, [0])], "brings 1 pages"),
+        ([row([1], -1, [0])], "from -1"),
+        ([row([1], 512, list(range(33)))], "context is 512"),
+    ],
+)
+def test_malformed_steps_are_refused(runner: ModelRunner, rows: list[StepRow], words: str) -> None:
+    with pytest.raises(Internal, match=words):
+        runner.run(StepBatch(rows))
+    # The next step works.
+    assert runner.run(StepBatch([row(IDS, 0, [0, 1])])).token_ids[0] is not None
+
+
+def test_a_step_larger_than_any_before(folder: Path) -> None:
+    """The packer's buffer grows, and a small step after a large one sees nothing of it."""
+    runner = ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=4 << 20))
+    alone = runner.logits(StepBatch([row(IDS, 0, [0, 1])])).clone()
+    many = [row([5] * 200, 0, list(range(13 * i, 13 * i + 13))) for i in range(12)]
+    assert len(runner.run(StepBatch(many)).token_ids) == 12
+    torch.testing.assert_close(runner.logits(StepBatch([row(IDS, 0, [7, 3])])), alone)
+
+
+def test_seeded_rows_continue_elsewhere(folder: Path) -> None:
+    """Prefill on one runner, decode on another in company: the same tokens as alone."""
+
+    def generate(company: int) -> list[int | None]:
+        first, second = (ModelRunner.load(tiny_engine_config(folder)) for _ in range(2))
+        drawn = [dataclasses.replace(draw(temperature=0.9, top_p=0.95, seed=11), index=i) for i in range(12)]
+        found = list(first.run(StepBatch([StepRow(IDS, 0, [3, 1], drawn[0])])).token_ids)
+        second.cache.tensor[[9, 4]] = first.cache.tensor[[3, 1]]
+        for i in range(1, 12):
+            others = [StepRow([7], 0, [20 + j], draw(temperature=1.0, seed=j)) for j in range(company)]
+            mine = StepRow([found[-1] or 0], len(IDS) + i - 1, [9, 4], drawn[i])
+            found.append(second.run(StepBatch([*others, mine])).token_ids[-1])
+        return found
+
+    alone = generate(0)
+    assert generate(5) == alone
+    assert len(set(alone)) > 3
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_close(folder: Path, runner: ModelRunner, dtype: str) -> None:
+    half = ModelRunner.load(tiny_engine_config(folder, dtype=dtype))
+    batch = StepBatch([row(IDS, 0, [0, 1])])
+    wanted, found = runner.logits(batch), half.logits(batch)
+    assert found.dtype == getattr(torch, dtype)
+    assert (found.float() - wanted).abs().max() < 0.1 * wanted.std()

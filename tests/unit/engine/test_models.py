@@ -1,0 +1,110 @@
+"""Every family against transformers in float32: same folder, same logits, however the tokens are cut into steps."""
+
+import functools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.batch import StepBatch
+from engine.kernels.base import Kernels
+from engine.kernels.reference import ReferenceKernels
+from engine.model_runner import ModelRunner
+from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
+
+TOLERANCE = 2e-5
+PROMPT = 150
+
+
+class Case:
+    """A runner with NaN wherever nothing was written yet, pages in random order, and what transformers says."""
+
+    def __init__(self, folder: Path, page_tokens: int, kernels: Kernels | None) -> None:
+        config = tiny_engine_config(folder, page_tokens=page_tokens, kv_cache_bytes=4 << 20)
+        self.runner = ModelRunner.load(config, kernels=kernels)
+        self.runner.cache.tensor.fill_(float("nan"))
+        self._free = list(range(self.runner.cache.pages))
+        random.Random(page_tokens).shuffle(self._free)
+        self.expect = functools.cache(functools.partial(_logits, folder))
+
+    def pages(self, tokens: int) -> list[int]:
+        return [self._free.pop() for _ in range(-(-tokens // self.runner.page_tokens))]
+
+    def check(self, found: torch.Tensor, *ends: tuple[tuple[int, ...], int]) -> None:
+        """Each row of `found` is what transformers has after so many tokens of the given ids."""
+        wanted = torch.stack([self.expect(ids)[end - 1] for ids, end in ends])
+        torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def _logits(folder: Path, token_ids: tuple[int, ...]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+@functools.cache
+def _ids(seed: int, length: int) -> tuple[int, ...]:
+    rng = random.Random(seed)
+    return tuple(rng.randrange(160) for _ in range(length))
+
+
+KERNELS: dict[str, Callable[[], Kernels | None]] = {"reference": ReferenceKernels, "device": lambda: None}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), request.param, seed=7)
+
+
+@pytest.fixture(params=[16, 128])
+def page_tokens(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(params=sorted(KERNELS))
+def case(request: pytest.FixtureRequest, folder: Path, page_tokens: int) -> Case:
+    return Case(folder, page_tokens, KERNELS[request.param]())
+
+
+def test_one_chunk(case: Case) -> None:
+    ids = _ids(1, PROMPT)
+    case.check(case.runner.logits(StepBatch([row(list(ids), 0, case.pages(PROMPT))])), (ids, PROMPT))
+
+
+def test_chunks_and_decode(case: Case) -> None:
+    ids, pages = _ids(1, PROMPT), case.pages(PROMPT)
+    for start, end in ((0, 7), (7, 8), (8, 40), (40, 140)):
+        case.runner.run(StepBatch([row(list(ids[start:end]), start, pages, drawn=False)]))
+    for at in range(140, PROMPT):
+        case.check(case.runner.logits(StepBatch([row([ids[at]], at, pages)])), (ids, at + 1))
+
+
+def test_packed_with_others(case: Case) -> None:
+    """A decode row, two chunks that draw and one that does not, all in one step; then all decode together."""
+    a, b, c, d = _ids(1, PROMPT), _ids(2, 33), _ids(3, 70), _ids(4, 17)
+    at, bt, ct, dt = (case.pages(len(ids) + 1) for ids in (a, b, c, d))
+    case.runner.run(StepBatch([row(list(a[:100]), 0, at, drawn=False), row(list(c[:20]), 0, ct, drawn=False)]))
+    mixed = [
+        row([a[100]], 100, at),
+        row(list(b[:32]), 0, bt),
+        row(list(c[20:60]), 20, ct, drawn=False),
+        row(list(d[:16]), 0, dt),
+    ]
+    case.check(case.runner.logits(StepBatch(mixed)), (a, 101), (b, 32), (d, 16))
+    decode = [row([d[16]], 16, dt), row([a[101]], 101, at), row([c[60]], 60, ct), row([b[32]], 32, bt)]
+    case.check(case.runner.logits(StepBatch(decode)), (d, 17), (a, 102), (c, 61), (b, 33))
+
+
+def test_a_step_without_draws_has_no_logits(case: Case) -> None:
+    result = case.runner.run(StepBatch([row([5, 6], 0, case.pages(2), drawn=False)]))
+    assert list(result.token_ids) == [None]
+
+
+def test_run_is_greedy_argmax_of_logits(case: Case) -> None:
+    ids, pages = _ids(5, 30), case.pages(30)
+    result = case.runner.run(StepBatch([row(list(ids), 0, pages), row([3], 0, case.pages(1), drawn=False)]))
+    assert list(result.token_ids) == [int(case.expect(ids)[-1].argmax()), None]

@@ -1,0 +1,152 @@
+"""The pool against a model that is nothing but a dict of page → state, under any sequence of calls."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from engine.cache.page_pool import PagePool
+from wire.errors import Internal, ResourceExhausted, StaleEpoch
+from wire.messages import Lease, RequestRef
+
+TOTAL = 12
+owners = st.integers(0, 2).map(lambda number: RequestRef(f"r{number}", 1))
+leases = st.integers(0, 1).map(lambda number: Lease(f"r{number}", 1, number + 1))
+sizes = st.integers(0, 6)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    @initialize()
+    def start(self) -> None:
+        self.pool = PagePool(TOTAL)
+        self.state: dict[int, object] = dict.fromkeys(range(TOTAL), "free")
+        self.readers: dict[int, int] = {}
+        self.promised = 0
+
+    def held(self, state: object) -> list[int]:
+        return [page for page, each in self.state.items() if each == state]
+
+    def handed_out(self, pages: list[int], size: int, state: object) -> None:
+        assert len(pages) == size
+        for page in pages:
+            assert self.state[page] == "free"
+            self.state[page] = state
+
+    @rule(size=sizes)
+    def promise(self, size: int) -> None:
+        if size > len(self.held("free")) - self.promised:
+            with pytest.raises(ResourceExhausted):
+                self.pool.promise(size)
+        else:
+            self.pool.promise(size)
+            self.promised += size
+
+    @rule(size=sizes)
+    def unpromise(self, size: int) -> None:
+        if size > self.promised:
+            with pytest.raises(Internal):
+                self.pool.unpromise(size)
+        else:
+            self.pool.unpromise(size)
+            self.promised -= size
+
+    @rule(owner=owners, size=sizes, promised=st.booleans())
+    def allocate(self, owner: RequestRef, size: int, promised: bool) -> None:
+        if promised and size > self.promised:
+            with pytest.raises(Internal):
+                self.pool.allocate(owner, size, from_promise=True)
+        elif not promised and size > len(self.held("free")) - self.promised:
+            with pytest.raises(ResourceExhausted):
+                self.pool.allocate(owner, size)
+        else:
+            self.handed_out(self.pool.allocate(owner, size, from_promise=promised), size, owner)
+            self.promised -= size * promised
+
+    @rule(lease=leases, size=sizes)
+    def advertise(self, lease: Lease, size: int) -> None:
+        if self.held(("quarantined", lease)):
+            with pytest.raises(StaleEpoch):
+                self.pool.advertise(lease, size)
+        elif size > self.promised:
+            with pytest.raises(Internal):
+                self.pool.advertise(lease, size)
+        else:
+            self.handed_out(self.pool.advertise(lease, size), size, ("advertised", lease))
+            self.promised -= size
+
+    def move(self, call, source: object, target: object) -> None:
+        pages = self.held(source)
+        if not pages:
+            with pytest.raises(StaleEpoch):
+                call()
+            return
+        call()
+        self.state |= dict.fromkeys(pages, target)
+
+    @rule(lease=leases, owner=owners)
+    def adopt(self, lease: Lease, owner: RequestRef) -> None:
+        self.move(lambda: self.pool.adopt(lease, owner), ("advertised", lease), owner)
+
+    @rule(lease=leases)
+    def quarantine(self, lease: Lease) -> None:
+        self.move(lambda: self.pool.quarantine(lease), ("advertised", lease), ("quarantined", lease))
+
+    @rule(lease=leases)
+    def free_lease(self, lease: Lease) -> None:
+        self.move(lambda: self.pool.free_lease(lease), ("advertised", lease), "free")
+
+    @rule(lease=leases)
+    def free_quarantined(self, lease: Lease) -> None:
+        self.move(lambda: self.pool.free_quarantined(lease), ("quarantined", lease), "free")
+
+    @rule(owner=owners, data=st.data())
+    def free_some(self, owner: RequestRef, data: st.DataObject) -> None:
+        pages = data.draw(st.lists(st.sampled_from(range(TOTAL)), max_size=4))
+        if len(set(pages)) == len(pages) and set(pages) <= set(self.held(owner)):
+            assert self.pool.free(owner, pages) == len(pages)
+            self.state |= dict.fromkeys(pages, "free")
+        else:
+            with pytest.raises(Internal):
+                self.pool.free(owner, pages)
+
+    @rule(owner=owners)
+    def free_all(self, owner: RequestRef) -> None:
+        assert self.pool.free(owner) == len(self.held(owner))
+        self.state |= dict.fromkeys(self.held(owner), "free")
+
+    @rule(owner=owners, count=sizes)
+    def share(self, owner: RequestRef, count: int) -> None:
+        pages = self.held(owner)[:count]
+        self.pool.share(owner, pages)
+        self.state |= dict.fromkeys(pages, "shared")
+        self.readers |= dict.fromkeys(pages, 1)
+
+    @rule(count=sizes, more=st.booleans())
+    def read(self, count: int, more: bool) -> None:
+        pages = self.held("shared")[:count]
+        for page in pages:
+            self.readers[page] += 1 if more else -1
+        gone = [page for page in pages if self.readers[page] == 0]
+        if more:
+            self.pool.retain(pages)
+        else:
+            assert self.pool.release(pages) == len(gone)
+        self.state |= dict.fromkeys(gone, "free")
+
+    @invariant()
+    def agrees(self) -> None:
+        self.pool.check_integrity()
+        counts = self.pool.counts()
+        kinds = [each[0] if isinstance(each, tuple) else each for each in self.state.values()]
+        assert counts.free == kinds.count("free")
+        assert counts.shared == kinds.count("shared")
+        assert counts.advertised == kinds.count("advertised")
+        assert counts.quarantined == kinds.count("quarantined")
+        assert counts.owned == sum(isinstance(kind, RequestRef) for kind in kinds)
+        assert counts.promised == self.promised
+        for owner in (RequestRef(f"r{number}", 1) for number in range(3)):
+            assert sorted(self.pool._owned.get(owner, ())) == self.held(owner)
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -1,0 +1,165 @@
+"""The sampler against transformers' filters and against the distribution it claims to draw from."""
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from engine.batch import Draw
+from engine.sampler import draw_filtered, invert, keep_best, sample, uniform
+from tests.factories import draw
+from wire.messages import SamplingParams
+
+VOCAB = 3000
+
+
+def params(**changes: float) -> SamplingParams:
+    return draw(**({"temperature": 1.0} | changes)).sampling
+
+
+def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def transformers_probabilities(logits: torch.Tensor, chosen: SamplingParams) -> torch.Tensor:
+    """In the order of transformers' own generate."""
+    warpers = [TemperatureLogitsWarper(chosen.temperature)]
+    warpers += [TopKLogitsWarper(chosen.top_k)] if chosen.top_k else []
+    warpers += [TopPLogitsWarper(chosen.top_p)] if chosen.top_p < 1 else []
+    warpers += [MinPLogitsWarper(chosen.min_p)] if chosen.min_p else []
+    for warper in warpers:
+        logits = warper(torch.zeros(1, 1, dtype=torch.long), logits)
+    return logits.softmax(-1)
+
+
+MIXED = [
+    params(),
+    params(top_k=1),
+    params(top_k=40, temperature=0.7),
+    params(top_k=2500),
+    params(top_k=2 * VOCAB),
+    params(top_p=0.9),
+    params(top_p=1e-6),
+    params(top_p=0.99999, temperature=5.0),
+    params(min_p=0.05),
+    params(min_p=1.0),
+    params(min_p=1e-7, temperature=9.0),
+    params(top_k=50, top_p=0.8, min_p=0.02, temperature=1.3),
+    params(top_k=2000, top_p=0.95, temperature=4.0),
+]
+
+
+def kept(probabilities: torch.Tensor, chosen: list[SamplingParams]) -> torch.Tensor:
+    """What the filters keep, as probabilities under their token ids."""
+    weights, ids, settled = keep_best(probabilities, chosen, probabilities.shape[-1])
+    assert settled.all()
+    dense = torch.zeros_like(probabilities).scatter(-1, ids, weights)
+    return dense / dense.sum(-1, keepdim=True)
+
+
+def test_filters_are_those_of_transformers() -> None:
+    logits = random_logits(len(MIXED))
+    softened = torch.stack([(row / each.temperature).softmax(-1) for row, each in zip(logits, MIXED, strict=True)])
+    together = kept(softened, MIXED)
+    for index, chosen in enumerate(MIXED):
+        wanted = transformers_probabilities(logits[index : index + 1], chosen)
+        for found in (together[index : index + 1], kept(softened[index : index + 1], [chosen])):
+            assert torch.equal(found > 0, wanted > 0), chosen
+            torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-4)
+
+
+def test_any_number_of_candidates_draws_the_same() -> None:
+    """Ties included: logits of few distinct values, whose groups cross every boundary of candidates."""
+    coarse = (random_logits(len(MIXED), seed=3) * 2).round()
+    for logits in (coarse, random_logits(len(MIXED), seed=4)):
+        softened = torch.stack([(row / each.temperature).softmax(-1) for row, each in zip(logits, MIXED, strict=True)])
+        for number in (0.0, 0.3, 0.77, 0.999999):
+            numbers = torch.full((len(MIXED), 1), number, dtype=torch.float64)
+            whole = draw_filtered(softened, MIXED, numbers, candidates=())
+            for candidates in ((1,), (5, 200), (128, 1024), (2999,)):
+                assert torch.equal(draw_filtered(softened, MIXED, numbers, candidates), whole)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "count"),
+    [(params(top_k=3), 3), (params(top_p=0.5), 3), (params(min_p=0.5), 6), (params(top_k=4, top_p=0.6), 3)],
+)
+def test_ties_go_to_the_lowest_ids(chosen: SamplingParams, count: int) -> None:
+    assert kept(torch.full((1, 6), 1 / 6), [chosen])[0].nonzero().flatten().tolist() == list(range(count))
+
+
+def test_greedy_takes_the_lowest_of_equal_ids() -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, 3.0]])
+    assert sample(logits, [draw(), draw()]).tolist() == [1, 0]
+
+
+def test_inverse_cdf_picks_the_right_token_at_the_edges() -> None:
+    weights = torch.tensor([[0.0, 0.25, 0.0, 0.75, 0.0]])
+    almost_one = 1 - 2.0**-53
+    for number, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.9, 3), (almost_one, 3)):
+        assert invert(weights, torch.tensor([[number]], dtype=torch.float64)).item() == token
+    third = torch.full((1, 7), 1 / 7)
+    assert invert(third, torch.tensor([[almost_one]], dtype=torch.float64)).item() == 6
+
+
+def test_uniform_is_fixed_and_uniform() -> None:
+    assert uniform(0, 0) == uniform(0, 0)
+    assert len({uniform(seed, index) for seed in range(50) for index in range(50)}) == 2500
+    numbers = torch.tensor([uniform(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(4000)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    histogram = torch.histc(numbers, bins=20, min=0, max=1)
+    # 600 expected in each bin; Chi-square with 19 degrees of freedom exceeds 60 once in 300,000.
+    assert ((histogram - 600) ** 2 / 600).sum() < 60
+    lagged = torch.corrcoef(torch.stack((numbers[:-1], numbers[1:])))[0, 1]
+    assert abs(lagged) < 0.05
+
+
+def test_the_sequence_of_a_seed_never_changes() -> None:
+    """Workers of two versions serve one request in a rolling update: these numbers are a contract."""
+    assert [uniform(42, index) for index in range(3)] == [0.5961188718302076, 0.1603653875985772, 0.16639780398145976]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    chosen = params(temperature=0.8, top_k=4)
+    wanted = transformers_probabilities(logits[None], chosen)[0]
+    draws = [Draw(chosen, index) for index in range(8000)]
+    found = torch.bincount(sample(logits.expand(8000, 5), draws), minlength=5) / 8000
+    assert found[3] == 0
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0)
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    logits = random_logits(len(MIXED), seed=5)
+    draws = [Draw(SamplingParams(**_fields(each, seed=index)), 3 + index) for index, each in enumerate(MIXED)]
+    draws[3] = draw(temperature=0.0)
+    alone = [sample(logits[i : i + 1], draws[i : i + 1]).item() for i in range(len(draws))]
+    assert sample(logits, draws).tolist() == alone
+    order = torch.randperm(len(draws), generator=torch.Generator().manual_seed(1)).tolist()
+    assert sample(logits[order], [draws[i] for i in order]).tolist() == [alone[i] for i in order]
+
+
+def test_seeds_and_indices_give_different_draws() -> None:
+    logits = torch.zeros(64, 1000)
+    by_index = sample(logits, [draw(index=i, temperature=1.0, seed=9) for i in range(64)])
+    by_seed = sample(logits, [draw(temperature=1.0, seed=i) for i in range(64)])
+    assert len(set(by_index.tolist())) > 50
+    assert len(set(by_seed.tolist())) > 50
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1e6])
+def test_extreme_temperatures_stay_finite(temperature: float) -> None:
+    logits = torch.tensor([[1e4, -1e4, 9e3]])
+    token = sample(logits, [draw(temperature=temperature, seed=1)]).item()
+    assert token in ({0} if temperature < 1 else {0, 1, 2})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits(dtype: torch.dtype) -> None:
+    logits = random_logits(4).to(dtype)
+    draws = [draw(), draw(temperature=1.0, top_p=0.9), draw(temperature=1.0, top_k=5), draw(temperature=0.5)]
+    assert sample(logits, draws).tolist() == sample(logits.float(), draws).tolist()
+
+
+def _fields(chosen: SamplingParams, **changes: int) -> dict[str, float]:
+    return {name: getattr(chosen, name) for name in SamplingParams.__slots__} | changes
