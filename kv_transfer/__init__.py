@@ -1,0 +1,1 @@
+"""Moving KV pages between workers: one interface, NIXL behind it, an in-memory fake beside it."""

@@ -1,0 +1,94 @@
+"""The transfer seam. A prefill worker has a `Sender`, a decode worker a `Receiver`; both come from one `Transport`.
+
+Ownership: the sender only reads its own pages and writes the peer's pages it was allotted; it never frees. Local pages
+must stay untouched until the write is settled (`done` or `failed` — and quiet: after it is settled, no byte of it
+moves any more).
+
+Threads: every method may be called from any thread and returns without waiting for the network, except `close`.
+Callbacks run on the transport's own thread and must return at once.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from wire.messages import PeerDescription, PeerRef, TransferNotice
+
+NoticeHandler = Callable[[TransferNotice], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PageWrite:
+    """Write my `local_pages` onto `peer`'s `remote_pages`, one to one; then, if given, deliver `notice`.
+
+    The notice arrives after every byte of this write. A sender that needs earlier writes to have landed as well waits
+    for them before it posts the one with the notice.
+    """
+
+    peer: PeerRef
+    local_pages: Sequence[int]
+    remote_pages: Sequence[int]
+    notice: TransferNotice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """A settled write: bytes moved and how long it took from post to completion (ns)."""
+
+    bytes: int
+    duration_nanos: int
+
+
+class Sender(ABC):
+    """Writes this worker's pages into peers' memory."""
+
+    @abstractmethod
+    def add_peer(self, description: PeerDescription) -> None:
+        """Learn how to reach a peer; a later incarnation of the same worker replaces the earlier one."""
+
+    @abstractmethod
+    def remove_peer(self, peer: PeerRef) -> None:
+        """Forget a peer: metadata, descriptor lists, connections. Unknown peers are ignored.
+
+        For a peer whose process is over: writes in flight to it fail at once, as its memory is gone.
+        """
+
+    @abstractmethod
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        """Post a write. The future ends with `WriteDone`, or `TransferFailed` once the write is known to be quiet.
+
+        Past `deadline_s` (seconds from now) a write that has not begun fails, and one in flight fails when it comes to
+        rest; unless its notice has left, for then the peer goes on with the request. Cancelling the future does
+        nothing: a posted write is always waited for.
+        """
+
+
+class Receiver(ABC):
+    """Learns of writes into this worker's pages."""
+
+    @abstractmethod
+    def describe(self) -> PeerDescription:
+        """How peers reach this worker's pool."""
+
+    @abstractmethod
+    def expect(self, leases: int) -> None:
+        """How many leases may still see a notice or a write: 0 lets the transport rest, more makes it listen closely.
+
+        Revoked leases whose writer is not yet quiet count: over some wires a write only ends while the receiver looks.
+        """
+
+
+class Transport(Sender, Receiver):
+    """Both ends over one registration of the page pool."""
+
+    backend: str
+    """Name of the back end, e.g. `UCX`."""
+
+    @abstractmethod
+    def transport_name(self) -> str:
+        """Back end and the wire it found, for logs and `tandem status`, e.g. `UCX (cma)`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for writes in flight (bounded), deregister, stop the thread. Idempotent."""

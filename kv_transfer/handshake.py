@@ -1,0 +1,77 @@
+"""The introduction of two workers before any transfer: same protocol, same model, same page layout, or a refusal.
+
+The compatibility hash covers facts, (name, value) pairs in words. The engine's facts come in as they are (model
+revision, dtype, quantisation of the KV, …); the layout's are added here. Where the pool lies (host or device) and how
+many pages it has is not a fact: either side may differ.
+"""
+
+import hashlib
+from collections.abc import Iterable
+
+from kv_transfer.layout import KVLayout
+from wire.errors import FailedPrecondition
+from wire.messages import Handshake, PeerDescription
+
+PROTOCOL_VERSION = 1
+"""Grows with each change of meaning in the messages or bytes two workers exchange."""
+
+Facts = tuple[tuple[str, str], ...]
+
+
+def layout_facts(layout: KVLayout) -> Facts:
+    """What two pools must share so that a page of one is a page of the other."""
+    return (
+        ("layout", "pages, layers, k/v, kv_heads, page_tokens, head_dim"),
+        ("kv_dtype", layout.dtype),
+        ("item_bytes", str(layout.item_bytes)),
+        ("layers", str(layout.layers)),
+        ("kv_heads", str(layout.kv_heads)),
+        ("head_dim", str(layout.head_dim)),
+        ("page_tokens", str(layout.page_tokens)),
+    )
+
+
+def compatibility_hash(facts: Iterable[tuple[str, str]]) -> str:
+    """SHA-256 in hex over the facts, whatever their order; lengths are hashed too, so no two lists read alike."""
+    digest = hashlib.sha256()
+    for text in (part for fact in sorted(facts) for part in fact):
+        data = text.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def make_handshake(description: PeerDescription, engine_facts: Facts, layout: KVLayout) -> Handshake:
+    """This worker's introduction. ValueError when a fact is named twice."""
+    facts = tuple(sorted((*engine_facts, *layout_facts(layout))))
+    names = [name for name, _ in facts]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"facts named twice: {', '.join(twice)}")
+    return Handshake(PROTOCOL_VERSION, compatibility_hash(facts), facts, description)
+
+
+def check_compatible(mine: Handshake, theirs: Handshake) -> None:
+    """FailedPrecondition, naming every fact that differs and each side's value, unless the two fit together.
+
+    The version is compared first, then the hash; nothing else of `theirs` is looked at before both are equal.
+    """
+    if mine.protocol_version != theirs.protocol_version:
+        raise FailedPrecondition(
+            f"transfer protocol: {mine.description.peer.worker_id} speaks version {mine.protocol_version},"
+            f" the other side {theirs.protocol_version}; run the same release of Tandem on both"
+        )
+    if mine.compatibility_hash != theirs.compatibility_hash:
+        raise FailedPrecondition(_refusal(mine, theirs))
+
+
+def _refusal(mine: Handshake, theirs: Handshake) -> str:
+    ours, other = dict(mine.compatibility_facts), dict(theirs.compatibility_facts)
+    differing = [
+        f"{name} is {ours.get(name, 'absent')} on {mine.description.peer.worker_id}"
+        f" but {other.get(name, 'absent')} on {theirs.description.peer.worker_id}"
+        for name in sorted(ours.keys() | other.keys())
+        if ours.get(name) != other.get(name)
+    ]
+    if not differing:
+        return "compatibility hashes differ though the facts read the same; run the same release of Tandem on both"
+    return f"KV pages do not fit: {'; '.join(differing)}; start both workers with the same model and page settings"

@@ -1,0 +1,236 @@
+"""The fake beside NIXL: transports of one process that copy real bytes between real pools, under a tester's hand.
+
+    fabric = InMemoryFabric()
+    prefill = InMemoryTransport(fabric, prefill_layout, PeerRef("prefill-0", 1), prefill_notices.append)
+    decode = InMemoryTransport(fabric, decode_layout, PeerRef("decode-0", 1), decode_notices.append)
+    prefill.add_peer(decode.describe())
+    prefill.write(PageWrite(...), deadline_s=5.0).result(timeout=5.0)
+
+One thread of the fabric carries all writes, in the order they were posted, and calls the notice handlers. `settle()`
+waits until it has nothing left to do, so tests need no sleeping.
+"""
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.layout import KVLayout
+from wire.errors import FailedPrecondition, TransferFailed
+from wire.messages import PeerDescription, PeerRef
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A posted write."""
+
+    sender: PeerRef
+    write: PageWrite
+    posted_at: float
+    deadline: float
+    future: "Future[WriteDone]"
+
+
+class InMemoryFabric:
+    """The network between the transports of one process. Every switch acts on writes that have not landed yet."""
+
+    def __init__(self) -> None:
+        self._wake = threading.Condition()
+        self._ends: dict[PeerRef, InMemoryTransport] = {}
+        self._flights: deque[_Flight] = deque()
+        self._carrying = False
+        self._held = False
+        self._delay_s = 0.0
+        self._failures: deque[int] = deque()
+        self._lost_notices = 0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
+        self._thread.start()
+
+    def hold(self) -> None:
+        """Let nothing land any more; posted writes stay on the way, past their deadlines too."""
+        with self._wake:
+            self._held = True
+
+    def let_go(self, order: Callable[[list[PageWrite]], list[PageWrite]] | None = None) -> None:
+        """Let held writes land, in the order posted or in the one that `order` makes of them (`reversed` and so on)."""
+        with self._wake:
+            if order is not None:
+                by_write = {id(flight.write): flight for flight in self._flights}
+                self._flights = deque(by_write[id(write)] for write in order([f.write for f in self._flights]))
+            self._held = False
+            self._wake.notify_all()
+
+    def delay(self, seconds: float) -> None:
+        """Each write from now on takes so long to land; 0 = none."""
+        with self._wake:
+            self._delay_s = seconds
+
+    def fail_next(self, writes: int = 1, *, after_pages: int = 0) -> None:
+        """The next writes copy `after_pages` pages each, then fail, quiet, without a notice."""
+        with self._wake:
+            self._failures.extend([after_pages] * writes)
+
+    def drop_notices(self, notices: int = 1) -> None:
+        """The bytes of the next writes with a notice land, their notices never arrive."""
+        with self._wake:
+            self._lost_notices += notices
+
+    def kill(self, peer: PeerRef) -> None:
+        """The process of `peer` is gone: writes from and to it fail and nothing reaches its memory any more."""
+        with self._wake:
+            self._ends.pop(peer, None)
+        self.drop_flights(lambda flight: peer in (flight.sender, flight.write.peer), f"{peer.worker_id} is gone")
+
+    def settle(self, timeout_s: float = 10.0) -> None:
+        """Wait until everything posted has landed and every handler has returned; TimeoutError otherwise."""
+        with self._wake:
+            if not self._wake.wait_for(lambda: not self._flights and not self._carrying, timeout_s):
+                raise TimeoutError(f"{len(self._flights)} writes have not landed in {timeout_s} s")
+
+    def close(self) -> None:
+        """Stop the thread; what is on the way fails."""
+        with self._wake:
+            self._stopped = True
+            self._wake.notify_all()
+        self._thread.join()
+        self.drop_flights(lambda flight: True, "the fabric is closed")
+
+    def attach(self, end: "InMemoryTransport") -> None:
+        """Make a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
+        with self._wake:
+            self._ends[end.me] = end
+
+    def detach(self, end: "InMemoryTransport") -> None:
+        """Make a transport unreachable again."""
+        with self._wake:
+            if self._ends.get(end.me) is end:
+                del self._ends[end.me]
+
+    def post(self, flight: _Flight) -> None:
+        """Put a write on the way."""
+        with self._wake:
+            self._flights.append(flight)
+            self._wake.notify_all()
+
+    def drop_flights(self, lost: Callable[[_Flight], bool], why: str) -> None:
+        """Take writes off the way and fail them."""
+        with self._wake:
+            dropped = [flight for flight in self._flights if lost(flight)]
+            self._flights = deque(flight for flight in self._flights if not lost(flight))
+            self._wake.notify_all()
+        for flight in dropped:
+            flight.future.set_exception(TransferFailed(f"the write failed: {why}; prefill again"))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopped or (self._flights and not self._held))
+                if self._stopped:
+                    return
+                flight, delay_s = self._flights.popleft(), self._delay_s
+                self._carrying = True
+            time.sleep(delay_s)
+            try:
+                self._carry(flight)
+            except Exception as error:
+                flight.future.set_exception(TransferFailed(f"the write could not be carried: {error!r}"))
+            finally:
+                with self._wake:
+                    self._carrying = False
+                    self._wake.notify_all()
+
+    def _carry(self, flight: _Flight) -> None:
+        with self._wake:
+            sender, receiver = self._ends.get(flight.sender), self._ends.get(flight.write.peer)
+            fails_after = self._failures.popleft() if self._failures else None
+            heard = flight.write.notice is not None and self._lost_notices == 0
+            self._lost_notices -= flight.write.notice is not None and not heard
+        if sender is None or receiver is None:
+            flight.future.set_exception(TransferFailed("the write failed: the peer is gone; prefill again"))
+            return
+        pairs = list(zip(flight.write.local_pages, flight.write.remote_pages, strict=True))
+        for local, remote in pairs[:fails_after]:
+            size = sender.layout.page_bytes
+            ctypes.memmove(receiver.layout.page_address(remote), sender.layout.page_address(local), size)
+        if fails_after is not None:
+            flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
+            return
+        if heard and flight.write.notice is not None:
+            receiver.on_notice(flight.write.notice)
+        now = time.monotonic()
+        if now > flight.deadline and not heard:
+            flight.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
+        else:
+            bytes_moved = len(pairs) * sender.layout.page_bytes
+            flight.future.set_result(WriteDone(bytes_moved, int((now - flight.posted_at) * 1e9)))
+
+
+class InMemoryTransport(Transport):
+    """A transport of the fabric. The pool's memory stays the caller's and must outlive `close`."""
+
+    backend = "in-memory"
+
+    def __init__(self, fabric: InMemoryFabric, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> None:
+        self.layout = layout
+        self.me = me
+        self.on_notice = on_notice
+        self.expected = 0
+        """What `expect` was last told, for tests."""
+        self._fabric = fabric
+        self._peers: dict[str, PeerDescription] = {}
+        self._closed = False
+        fabric.attach(self)
+
+    def add_peer(self, description: PeerDescription) -> None:
+        if description.page_bytes != self.layout.page_bytes:
+            raise FailedPrecondition(
+                f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
+                f" {self.layout.page_bytes}; start both workers with the same model and page settings"
+            )
+        known = self._peers.get(description.peer.worker_id)
+        if known is not None and known.peer.incarnation < description.peer.incarnation:
+            self.remove_peer(known.peer)
+        if known is None or known.peer.incarnation <= description.peer.incarnation:
+            self._peers[description.peer.worker_id] = description
+
+    def remove_peer(self, peer: PeerRef) -> None:
+        known = self._peers.get(peer.worker_id)
+        if known is not None and known.peer == peer:
+            del self._peers[peer.worker_id]
+            self._fabric.drop_flights(lambda f: f.sender == self.me and f.write.peer == peer, "the peer was removed")
+
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        future: Future[WriteDone] = Future()
+        future.set_running_or_notify_cancel()
+        now = time.monotonic()
+        known = self._peers.get(write.peer.worker_id)
+        if self._closed or known is None or known.peer != write.peer:
+            future.set_exception(TransferFailed(f"{write.peer} is not a known peer; introduce it first"))
+        elif deadline_s <= 0:
+            future.set_exception(TransferFailed("the write was past its deadline before it began; prefill again"))
+        else:
+            self._fabric.post(_Flight(self.me, write, now, now + deadline_s, future))
+        return future
+
+    def describe(self) -> PeerDescription:
+        layout = self.layout
+        return PeerDescription(
+            self.me, b"in-memory", layout.base_address, layout.page_bytes, layout.pages, layout.device_id, layout.memory
+        )
+
+    def expect(self, leases: int) -> None:
+        self.expected = leases
+
+    def transport_name(self) -> str:
+        return self.backend
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._fabric.drop_flights(lambda flight: flight.sender == self.me, "the transport is closed")
+            self._fabric.detach(self)

@@ -1,0 +1,43 @@
+"""What the transfer knows of a paged cache: addresses and strides, nothing of the engine."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """A pool of pages in block-major order [pages, layers, 2, kv_heads, page_tokens, head_dim].
+
+    One page of one request is one contiguous range over all layers. The memory stays the engine's.
+    """
+
+    base_address: int
+    """First byte of page 0 in this process."""
+    pages: int
+    layers: int
+    kv_heads: int
+    page_tokens: int
+    head_dim: int
+    item_bytes: int
+    """Bytes of one element."""
+    dtype: str
+    """Element type, e.g. `bfloat16`."""
+    memory: str = "DRAM"
+    """`DRAM` or `VRAM`."""
+    device_id: int = 0
+    """GPU ordinal; 0 for host memory."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers."""
+        return self.layers * 2 * self.kv_heads * self.page_tokens * self.head_dim * self.item_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.pages * self.page_bytes
+
+    def page_address(self, page: int) -> int:
+        """First byte of `page`; IndexError outside the pool."""
+        if not 0 <= page < self.pages:
+            raise IndexError(f"page {page} of a pool of {self.pages}")
+        return self.base_address + page * self.page_bytes

@@ -1,0 +1,90 @@
+"""The peers a NIXL transport writes to: one link a worker id, the latest incarnation only."""
+
+import logging
+from dataclasses import dataclass
+
+from kv_transfer.nixl_agent import Connection, PoolAgent
+from wire.errors import TandemError, TransferFailed
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A known peer. `connection` is None before the first use and after a failure; `broken`: its endpoint has failed
+    and is rebuilt once the last of `in_flight` writes has come to rest."""
+
+    description: PeerDescription
+    connection: Connection | None = None
+    broken: bool = False
+    in_flight: int = 0
+
+
+class Links:
+    """Known peers by worker id. For the transport's thread alone."""
+
+    def __init__(self, agent: PoolAgent) -> None:
+        self._agent = agent
+        self._links: dict[str, Link] = {}
+        self._leaving: list[Link] = []
+
+    def find(self, peer: PeerRef) -> Link | None:
+        """The link to exactly this incarnation."""
+        link = self._links.get(peer.worker_id)
+        return link if link is not None and link.description.peer == peer else None
+
+    def replaced_by(self, description: PeerDescription) -> Link | None:
+        """The link that `add` would drop: an earlier incarnation of the same worker."""
+        link = self._links.get(description.peer.worker_id)
+        earlier = link is not None and link.description.peer.incarnation < description.peer.incarnation
+        return link if earlier else None
+
+    def add(self, description: PeerDescription) -> None:
+        """Know this peer and connect to it; what is known of it, or of a later incarnation, stays."""
+        if description.peer.worker_id in self._links:
+            return
+        link = self._links[description.peer.worker_id] = Link(description)
+        try:
+            self.connected(link)
+        except TandemError as error:
+            log.info("%s; the next write tries again", error.message)
+
+    def connected(self, link: Link) -> Connection:
+        """The link's connection, built anew if need be; TransferFailed when the peer cannot be reached."""
+        peer = link.description.peer
+        if link.broken:
+            if link.in_flight:
+                raise TransferFailed(f"the connection to {peer.worker_id} has failed; prefill again")
+            self._disconnect(link)
+        if link.connection is None:
+            try:
+                link.connection = self._agent.connect(link.description)
+            except Exception as error:
+                raise TransferFailed(f"no connection to {peer.worker_id}: {error!r}; prefill again") from error
+        return link.connection
+
+    def drop(self, link: Link) -> None:
+        """Forget a peer; its connection ends when its last write in flight has come to rest (`sweep`)."""
+        self._links.pop(link.description.peer.worker_id, None)
+        self._leaving.append(link)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """End the connections of forgotten peers that nothing uses any more."""
+        for link in [link for link in self._leaving if not link.in_flight]:
+            self._leaving.remove(link)
+            self._disconnect(link)
+
+    def drop_all(self) -> None:
+        """Forget everybody."""
+        for link in list(self._links.values()):
+            self.drop(link)
+
+    def _disconnect(self, link: Link) -> None:
+        connection, link.connection, link.broken = link.connection, None, False
+        if connection is not None:
+            try:
+                self._agent.disconnect(connection)
+            except Exception as error:
+                log.info("dropping %s: %r", connection.agent, error)

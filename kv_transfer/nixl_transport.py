@@ -1,0 +1,203 @@
+"""KV pages over NIXL and its UCX back end, in host or device memory.
+
+One thread owns the agent; everybody else talks to it through a queue of commands. It waits on that queue, and how
+long depends on what is going on:
+- writes in flight: looks again after 20 µs to 500 µs;
+- notices or a peer's connection expected: looks every `LISTEN_S`, as UCX moves only while somebody looks;
+- nothing: looks every `REST_S`, so that a peer in the middle of something is answered, late but certainly.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
+from kv_transfer.nixl_peers import Links
+from kv_transfer.nixl_wire import UCX_LOG, find_wire
+from kv_transfer.nixl_writes import Flight, Writes
+from wire.convert import decode_notice
+from wire.errors import FailedPrecondition, TandemError, TransferFailed
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+LISTEN_S = 1e-3
+REST_S = 0.1
+CONNECT_ATTENTION_S = 1.0
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+
+
+class NixlTransport(Transport):
+    """A registered pool and its agent. The pool's memory stays the engine's and must outlive `close`.
+
+    FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered.
+    """
+
+    backend = UCX
+
+    def __init__(self, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> None:
+        self._layout, self._me, self._on_notice = layout, me, on_notice
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._expected = 0
+        self._attentive_until = 0.0
+        self._wire: str | None = None
+        self._closing = False
+        self._gate = threading.Lock()
+        started: Future[PeerDescription] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="nixl", daemon=True)
+        self._thread.start()
+        self._description = started.result(timeout=START_TIMEOUT_S)
+
+    # ---- for every thread ----
+
+    def add_peer(self, description: PeerDescription) -> None:
+        if description.page_bytes != self._layout.page_bytes:
+            raise FailedPrecondition(
+                f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
+                f" {self._layout.page_bytes}; start both workers with the same model and page settings"
+            )
+        self._command(partial(self._add_peer, description))
+
+    def remove_peer(self, peer: PeerRef) -> None:
+        self._command(partial(self._remove_peer, peer))
+
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        future: Future[WriteDone] = Future()
+        # A running future cannot be cancelled: a posted write is always waited for.
+        future.set_running_or_notify_cancel()
+        now = time.monotonic()
+        flight = Flight(write, now, now + deadline_s, future)
+        if not self._command(lambda: self._writes.post(flight)):
+            flight.fail("this worker's transport is closed")
+        return future
+
+    def describe(self) -> PeerDescription:
+        return self._description
+
+    def expect(self, leases: int) -> None:
+        if leases != self._expected:
+            self._expected = leases
+            self._command(lambda: None)
+
+    def transport_name(self) -> str:
+        return f"{UCX} ({self._wire})" if self._wire else UCX
+
+    def close(self) -> None:
+        with self._gate:
+            if not self._closing:
+                self._closing = True
+                self._commands.put(lambda: None)
+        self._thread.join(timeout=2 * CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("the transfer thread of %s does not end; it is left behind", agent_name(self._me))
+
+    def _command(self, command: Callable[[], None]) -> bool:
+        """Hand a command to the thread; False when it takes none any more."""
+        with self._gate:
+            if not self._closing:
+                self._commands.put(command)
+            return not self._closing
+
+    # ---- the thread ----
+
+    def _run(self, started: "Future[PeerDescription]") -> None:
+        try:
+            self._agent = PoolAgent(self._layout, self._me)
+            self._links = Links(self._agent)
+            self._writes = Writes(self._agent, self._links, self._layout)
+            started.set_result(self._agent.describe())
+        except TandemError as error:
+            started.set_exception(error)
+            return
+        except Exception as error:
+            started.set_exception(TransferFailed(f"NIXL could not take the page pool: {error!r}; try `tandem doctor`"))
+            return
+        while not self._closing:
+            self._guarded(self._step)
+        self._guarded(self._finish)
+
+    def _step(self) -> None:
+        self._obey(self._patience_s())
+        self._writes.poll()
+        self._links.sweep()
+        self._hear()
+        self._learn_wire()
+
+    def _patience_s(self) -> float:
+        if self._writes.waited_for:
+            return self._writes.next_look_s
+        if self._expected or time.monotonic() < self._attentive_until:
+            return LISTEN_S
+        return REST_S
+
+    def _obey(self, patience_s: float) -> None:
+        """Run what is in the queue; wait for the first command at most so long."""
+        try:
+            command = self._commands.get(timeout=patience_s)
+            while True:
+                self._guarded(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _hear(self) -> None:
+        for sender, data in self._agent.notices():
+            try:
+                notice = decode_notice(data)
+            except DecodeError:
+                log.warning("a notice from %s cannot be read; it was dropped", sender)
+                continue
+            if agent_name(notice.prefill) != sender:
+                log.warning("a notice from %s claims to be %s's; it was dropped", sender, agent_name(notice.prefill))
+                continue
+            self._guarded(partial(self._on_notice, notice))
+
+    def _learn_wire(self) -> None:
+        if self._writes.landed and self._wire is None:
+            self._wire = find_wire(UCX_LOG.text(), self._agent.name, self._layout.page_bytes) or ""
+
+    def _add_peer(self, description: PeerDescription) -> None:
+        replaced = self._links.replaced_by(description)
+        if replaced is not None:
+            self._writes.abandon(replaced, "the worker was restarted")
+            self._links.drop(replaced)
+        self._links.add(description)
+        self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
+
+    def _remove_peer(self, peer: PeerRef) -> None:
+        link = self._links.find(peer)
+        if link is not None:
+            self._writes.abandon(link, "the worker is gone")
+            self._links.drop(link)
+
+    def _finish(self) -> None:
+        """Wait for writes in flight, bounded; then leave."""
+        self._obey(0)
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._writes and time.monotonic() < give_up_at:
+            time.sleep(self._writes.next_look_s)
+            self._writes.poll()
+        self._writes.abandon_all("this worker is closing")
+        if self._writes:
+            log.warning("%d writes of %s never came to rest", len(self._writes), agent_name(self._me))
+            self._agent.strand([self._links, *self._writes.handles])
+            return
+        self._links.drop_all()
+        self._agent.close()
+
+    def _guarded(self, act: Callable[[], None]) -> None:
+        """The thread outlives every error; one that comes back with every step does not become a busy loop."""
+        try:
+            act()
+        except Exception:
+            log.exception("the transfer thread of %s goes on after an error", agent_name(self._me))
+            time.sleep(LISTEN_S)

@@ -1,0 +1,84 @@
+"""Which wire UCX uses for KV pages, in UCX's own words.
+
+With `UCX_PROTO_INFO=y` UCX prints, at the first write to a peer, a table of the protocols it chose:
+
+    | prefill-0/1 intra-node cfg#1                                    |
+    | remote memory write by ucp_put*(multi) from host memory to host |
+    | Range  | Description | Config                                   |
+    | 0..inf | zero-copy   | cma/memory                               |
+
+NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the truth about pages; tables of
+other operations (tcp carries the notices even where cma carries the pages) are not. The log goes to an anonymous
+file in memory, which also keeps UCX's chatter off the terminal. When the user has set these variables, or nothing
+that fits is found, the wire is unknown, and is not guessed.
+"""
+
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TABLE = re.compile(r"\[[^]]*\] \[[^]]*\]\s+[|+]")
+_ROW = re.compile(r"\|\s*(\d+)([KMGT]?)(?:\.\.(?:(\d+)([KMGT]?)|(inf)))?\s*\|([^|]*)\|([^|]*)\|")
+_WIRE = re.compile(r"([a-z][a-z0-9_]*)/[\w:.\-]+")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def find_wire(log: str, agent: str, page_bytes: int) -> str | None:
+    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown."""
+    found = None
+    owner = ours = False
+    for line in log.splitlines():
+        if _TABLE.match(line) is None:
+            owner = ours = False
+        owner = f"| {agent} " in line or (owner and " cfg#" not in line)
+        if " by ucp_" in line:
+            ours = owner and "remote memory write by ucp_put*(multi)" in line
+        row = _ROW.search(line) if ours else None
+        if row is not None and _covers(row, page_bytes):
+            found = "+".join(dict.fromkeys(_WIRE.findall(row[7]))) or found
+    return found
+
+
+def _covers(row: re.Match[str], size: int) -> bool:
+    low = int(row[1]) * _UNITS[row[2]]
+    if row[5]:
+        return low <= size
+    return low <= size <= (int(row[3]) * _UNITS[row[4]] if row[3] else low)
+
+
+class UcxLog:
+    """UCX's log of this process in memory. UCX opens its log once a process, so there is one of these."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: int | None = None
+        self._libc: ctypes.CDLL | None = None
+
+    @contextmanager
+    def captured(self) -> Iterator[None]:
+        """Create agents inside: the variables are in the environment only meanwhile and not inherited by children."""
+        with self._lock:
+            if self._file is None and "UCX_LOG_FILE" not in os.environ:
+                self._file = os.memfd_create("tandem-ucx-log")
+                self._libc = ctypes.CDLL(None)
+            mine = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
+            added = {} if self._file is None else {k: v for k, v in mine.items() if k not in os.environ}
+            os.environ.update(added)
+            try:
+                yield
+            finally:
+                for name in added:
+                    del os.environ[name]
+
+    def text(self) -> str:
+        """All UCX has said so far; empty when the user sends its log elsewhere."""
+        if self._file is None or self._libc is None:
+            return ""
+        self._libc.fflush(None)
+        return os.pread(self._file, os.fstat(self._file).st_size, 0).decode(errors="replace")
+
+
+UCX_LOG = UcxLog()

@@ -1,0 +1,66 @@
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.handshake import check_compatible, compatibility_hash, make_handshake
+from kv_transfer.layout import KVLayout
+from wire.errors import FailedPrecondition
+from wire.messages import Handshake, PeerDescription, PeerRef
+
+LAYOUT = KVLayout(
+    base_address=4096, pages=8, layers=2, kv_heads=3, page_tokens=16, head_dim=64, item_bytes=4, dtype="float32"
+)
+
+
+def handshake(worker: str, facts: dict[str, str] | None = None, layout: KVLayout = LAYOUT) -> Handshake:
+    description = PeerDescription(
+        PeerRef(worker, 1), b"", layout.base_address, layout.page_bytes, layout.pages, 0, "DRAM"
+    )
+    return make_handshake(description, tuple((facts or {"model": "a", "revision": "1"}).items()), layout)
+
+
+def test_equal_sides_pass_whatever_their_pools_and_the_order_of_facts() -> None:
+    theirs = handshake("decode-0", {"revision": "1", "model": "a"}, replace(LAYOUT, pages=99, base_address=1 << 20))
+    check_compatible(handshake("prefill-0"), theirs)
+
+
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "page_tokens", "head_dim", "item_bytes"])
+def test_each_layout_fact_is_compared(field: str) -> None:
+    theirs = handshake("decode-0", layout=replace(LAYOUT, **{field: getattr(LAYOUT, field) + 1}))
+    with pytest.raises(FailedPrecondition) as caught:
+        check_compatible(handshake("prefill-0"), theirs)
+    mine, other = getattr(LAYOUT, field), getattr(LAYOUT, field) + 1
+    assert f"{field} is {mine} on prefill-0 but {other} on decode-0" in caught.value.message
+    assert caught.value.message.count(" on decode-0") == 1
+
+
+def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
+    theirs = handshake("decode-0", {"model": "b", "quantisation": "fp8"})
+    with pytest.raises(FailedPrecondition) as caught:
+        check_compatible(handshake("prefill-0"), theirs)
+    message = caught.value.message
+    assert "model is a on prefill-0 but b on decode-0" in message
+    assert "revision is 1 on prefill-0 but absent on decode-0" in message
+    assert "quantisation is absent on prefill-0 but fp8 on decode-0" in message
+
+
+def test_the_version_is_compared_before_anything_else() -> None:
+    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=7)
+    with pytest.raises(FailedPrecondition, match="version 1, the other side 7"):
+        check_compatible(handshake("prefill-0"), theirs)
+
+
+def test_a_foreign_hash_is_refused_even_when_the_facts_read_the_same() -> None:
+    theirs = replace(handshake("decode-0"), compatibility_hash="0" * 64)
+    with pytest.raises(FailedPrecondition, match="facts read the same"):
+        check_compatible(handshake("prefill-0"), theirs)
+
+
+def test_the_hash_separates_names_from_values() -> None:
+    assert compatibility_hash([("ab", "c")]) != compatibility_hash([("a", "bc")])
+    assert compatibility_hash([("a", "1"), ("b", "2")]) == compatibility_hash([("b", "2"), ("a", "1")])
+
+
+def test_a_fact_named_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="layers"):
+        handshake("prefill-0", {"layers": "2"})

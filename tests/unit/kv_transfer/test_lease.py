@@ -1,0 +1,238 @@
+"""Every interleaving in the table of kv_transfer/lease.py."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kv_transfer.lease import LeaseTable, PageAction
+from wire.errors import StaleEpoch, Unavailable
+from wire.messages import Lease, PeerRef, RequestRef
+
+WRITER = PeerRef("prefill-0", 3)
+DURATION, GRACE = 10.0, 4.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """A table, its clock, and one request `r` granted to WRITER."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.table: LeaseTable = LeaseTable(self.clock, DURATION, GRACE)
+        self.lease = self.table.grant(RequestRef("r", 1), WRITER)
+
+    def advertise(self) -> Lease:
+        self.table.advertise(self.lease, WRITER, [5, 7])
+        return self.lease
+
+    def stale(self, call: Callable[[], object]) -> None:
+        before = self.table.fenced
+        with pytest.raises(StaleEpoch):
+            call()
+        assert self.table.fenced == before + 1
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_the_straight_way(desk: Desk) -> None:
+    assert desk.table.open_leases == 1
+    assert desk.table.pages_of(desk.lease, WRITER) is None
+    desk.advertise()
+    assert desk.table.pages_of(desk.lease, WRITER) == (5, 7)
+    change = desk.table.settle(desk.lease, WRITER)
+    assert (change.action, change.page_ids) == (PageAction.ADMIT, (5, 7))
+    assert desk.table.open_leases == 0
+    assert desk.table.fenced == 0
+
+
+def test_epochs_grow_with_each_grant(desk: Desk) -> None:
+    epochs = [desk.table.grant(RequestRef(f"q{i}", 1), WRITER).epoch for i in range(4)]
+    assert epochs == sorted({desk.lease.epoch, *epochs})[1:]
+
+
+def revoke(desk: Desk) -> None:
+    assert desk.table.revoke(desk.lease).action is PageAction.QUARANTINE
+
+
+def expire(desk: Desk) -> None:
+    desk.clock.now += DURATION
+    (change,) = desk.table.expire()
+    assert (change.action, change.page_ids) == (PageAction.QUARANTINE, (5, 7))
+
+
+def die(desk: Desk) -> None:
+    (change,) = desk.table.peer_gone(WRITER)
+    assert change.action is PageAction.QUARANTINE
+
+
+REVOCATIONS = [revoke, expire, die]
+
+
+@pytest.mark.parametrize("over", REVOCATIONS)
+def test_once_revoked_every_late_word_is_fenced_and_no_page_is_freed(desk: Desk, over: Callable[[Desk], None]) -> None:
+    lease = desk.advertise()
+    over(desk)
+    desk.stale(lambda: desk.table.pages_of(lease, WRITER))
+    desk.stale(lambda: desk.table.advertise(lease, WRITER, [1]))
+    desk.stale(lambda: desk.table.revoke(lease))
+    assert desk.table.renew([lease]) == (lease,)
+    assert desk.table.expire() == ()
+
+
+@pytest.mark.parametrize("over", REVOCATIONS)
+def test_after_a_revocation_a_late_notice_proves_quiet(desk: Desk, over: Callable[[Desk], None]) -> None:
+    lease = desk.advertise()
+    over(desk)
+    change = desk.table.settle(lease, WRITER)
+    assert (change.action, change.page_ids) == (PageAction.FREE, (5, 7))
+    assert desk.table.fenced == 1
+    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.release(lease, WRITER))
+
+
+@pytest.mark.parametrize("over", REVOCATIONS)
+def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], None]) -> None:
+    lease = desk.advertise()
+    over(desk)
+    assert desk.table.release(lease, WRITER).action is PageAction.FREE
+    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.release(lease, WRITER))
+
+
+@pytest.mark.parametrize("over", [revoke, expire])
+def test_a_quarantine_has_no_deadline_while_its_writer_may_live(desk: Desk, over: Callable[[Desk], None]) -> None:
+    lease = desk.advertise()
+    over(desk)
+    desk.clock.now += 1e6
+    assert lease not in [change.lease for change in desk.table.expire()]
+
+
+@pytest.mark.parametrize("over", REVOCATIONS)
+def test_a_dead_writer_s_quarantine_ends_a_bounded_time_after_the_death(
+    desk: Desk, over: Callable[[Desk], None]
+) -> None:
+    desk.advertise()
+    over(desk)
+    desk.clock.now += 1.0
+    desk.table.peer_gone(WRITER)
+    desk.table.peer_gone(WRITER)
+    since_death = 1.0 if over is die else 0.0
+    desk.clock.now += GRACE - since_death - 0.01
+    assert desk.table.expire() == ()
+    desk.clock.now += 0.01
+    (change,) = [c for c in desk.table.expire() if c.lease == desk.lease]
+    assert (change.action, change.page_ids) == (PageAction.FREE, (5, 7))
+    assert desk.lease not in [c.lease for c in desk.table.expire()]
+
+
+def test_a_lease_revoked_after_its_writer_died_is_quarantined_too(desk: Desk) -> None:
+    """The death of an earlier incarnation says nothing about a later one."""
+    desk.advertise()
+    assert desk.table.peer_gone(PeerRef(WRITER.worker_id, WRITER.incarnation - 1)) == ()
+    assert desk.table.revoke(desk.lease).action is PageAction.QUARANTINE
+    desk.clock.now += GRACE + 1
+    assert desk.table.expire() == ()
+
+
+@pytest.mark.parametrize("end", ["revoke", "expire", "release", "die"])
+def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -> None:
+    match end:
+        case "revoke":
+            change = desk.table.revoke(desk.lease)
+        case "expire":
+            desk.clock.now += DURATION
+            (change,) = desk.table.expire()
+        case "release":
+            change = desk.table.release(desk.lease, WRITER)
+        case _:
+            (change,) = desk.table.peer_gone(WRITER)
+    assert (change.action, change.page_ids) == (PageAction.NONE, ())
+    for call in (desk.table.pages_of, desk.table.settle, desk.table.release):
+        desk.stale(lambda call=call: call(desk.lease, WRITER))
+    desk.stale(lambda: desk.table.advertise(desk.lease, WRITER, [1]))
+
+
+def test_release_without_revocation_ends_the_lease(desk: Desk) -> None:
+    lease = desk.advertise()
+    assert desk.table.release(lease, WRITER).action is PageAction.FREE
+    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.revoke(lease))
+
+
+def test_nothing_touches_a_settled_lease(desk: Desk) -> None:
+    lease = desk.advertise()
+    desk.table.settle(lease, WRITER)
+    desk.stale(lambda: desk.table.settle(lease, WRITER))
+    desk.stale(lambda: desk.table.release(lease, WRITER))
+    desk.stale(lambda: desk.table.revoke(lease))
+    assert desk.table.peer_gone(WRITER) == ()
+    desk.clock.now += 1e6
+    assert desk.table.expire() == ()
+
+
+def test_heartbeats_keep_a_lease_alive(desk: Desk) -> None:
+    lost = Lease("r", 1, 99)
+    for _ in range(5):
+        desk.clock.now += DURATION - 0.5
+        assert desk.table.expire() == ()
+        assert desk.table.renew([desk.lease, lost]) == (lost,)
+    desk.clock.now += DURATION
+    assert [change.lease for change in desk.table.expire()] == [desk.lease]
+
+
+@pytest.mark.parametrize(
+    "stranger", [PeerRef("prefill-1", 3), PeerRef("prefill-0", 2), PeerRef("prefill-0", 4)], ids=str
+)
+def test_nobody_but_its_writer_may_use_a_lease(desk: Desk, stranger: PeerRef) -> None:
+    desk.stale(lambda: desk.table.advertise(desk.lease, stranger, [1]))
+    lease = desk.advertise()
+    desk.stale(lambda: desk.table.pages_of(lease, stranger))
+    desk.stale(lambda: desk.table.settle(lease, stranger))
+    desk.stale(lambda: desk.table.release(lease, stranger))
+    assert desk.table.settle(lease, WRITER).action is PageAction.ADMIT
+
+
+@pytest.mark.parametrize("wrong", [Lease("r", 2, 1), Lease("q", 1, 1), Lease("r", 1, 2), Lease("r", 1, 0)], ids=str)
+def test_every_part_of_a_lease_counts(desk: Desk, wrong: Lease) -> None:
+    desk.advertise()
+    desk.stale(lambda: desk.table.settle(wrong, WRITER))
+    desk.stale(lambda: desk.table.release(wrong, WRITER))
+    desk.stale(lambda: desk.table.revoke(wrong))
+    assert desk.table.renew([wrong]) == (wrong,)
+
+
+def test_a_notice_before_any_pages_is_fenced(desk: Desk) -> None:
+    desk.stale(lambda: desk.table.settle(desk.lease, WRITER))
+    desk.advertise()
+    assert desk.table.settle(desk.lease, WRITER).action is PageAction.ADMIT
+
+
+def test_a_dead_writer_gets_no_lease_but_its_next_incarnation_does(desk: Desk) -> None:
+    desk.table.peer_gone(WRITER)
+    with pytest.raises(Unavailable, match="prefill-0"):
+        desk.table.grant(RequestRef("s", 1), WRITER)
+    desk.table.grant(RequestRef("s", 1), PeerRef(WRITER.worker_id, WRITER.incarnation + 1))
+
+
+def test_pages_are_advertised_once(desk: Desk) -> None:
+    desk.advertise()
+    with pytest.raises(ValueError, match="already"):
+        desk.table.advertise(desk.lease, WRITER, [9])
+    assert desk.table.pages_of(desk.lease, WRITER) == (5, 7)
+
+
+def test_one_request_s_leases_do_not_touch_each_other(desk: Desk) -> None:
+    other = desk.table.grant(RequestRef("r", 1), WRITER)
+    assert desk.table.revoke(other).action is PageAction.NONE
+    desk.advertise()
+    assert desk.table.settle(desk.lease, WRITER).action is PageAction.ADMIT

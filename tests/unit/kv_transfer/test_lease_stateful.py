@@ -1,0 +1,188 @@
+"""Random lives of many leases: no page is freed while its writer may still write, and every lease ends once."""
+
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from wire.errors import StaleEpoch, Unavailable
+from wire.messages import Lease, PeerRef, RequestRef
+
+DURATION, GRACE = 10.0, 4.0
+REQUESTS = st.integers(0, 3).map(lambda i: f"r{i}")
+WRITERS = st.integers(0, 1).map(lambda i: f"prefill-{i}")
+PICK = st.integers(0, 10**6)
+
+
+@dataclass
+class Seen:
+    """What this test alone knows of a lease: a writer writes from the moment it learns of pages."""
+
+    writer: PeerRef
+    writing: bool = False
+    pages: tuple[int, ...] = ()
+    quarantined: bool = False
+    endings: int = 0
+
+
+class Leases(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.table: LeaseTable = LeaseTable(lambda: self.now, DURATION, GRACE)
+        self.seen: dict[Lease, Seen] = {}
+        self.incarnation = {"prefill-0": 1, "prefill-1": 1}
+        self.died: dict[PeerRef, float] = {}
+        self.known_dead: dict[PeerRef, float] = {}
+        self.attempt = 0
+        self.next_page = 0
+
+    def apply(self, change: LeaseChange, *, quiet: bool = False) -> None:
+        seen = self.seen[change.lease]
+        assert (change.prefill, change.page_ids) == (seen.writer, seen.pages)
+        if change.action is PageAction.QUARANTINE:
+            assert seen.pages
+            assert not seen.quarantined
+            assert not seen.endings
+            seen.quarantined = True
+            return
+        seen.endings += 1
+        assert seen.endings == 1
+        if change.action is PageAction.FREE:
+            long_dead = self.now >= self.known_dead.get(seen.writer, float("inf")) + GRACE
+            assert quiet or long_dead
+        if change.action is PageAction.ADMIT:
+            assert quiet
+            assert not seen.quarantined
+        if change.action is PageAction.NONE:
+            assert not seen.pages
+
+    def pick(self, number: int) -> Lease | None:
+        leases = list(self.seen)
+        return leases[-1 - number % min(len(leases), 8)] if leases else None
+
+    @rule(request=REQUESTS, worker=WRITERS, allot=st.booleans())
+    def grant(self, request: str, worker: str, allot: bool) -> None:
+        self.attempt += 1
+        writer = PeerRef(worker, self.incarnation[worker])
+        try:
+            lease = self.table.grant(RequestRef(request, self.attempt), writer)
+        except Unavailable:
+            assert writer in self.known_dead
+            return
+        assert lease.epoch > max((seen.epoch for seen in self.seen), default=0)
+        self.seen[lease] = Seen(writer)
+        if allot:
+            self.allot(0)
+
+    @rule(number=PICK)
+    def allot(self, number: int) -> None:
+        lease = self.pick(number)
+        if lease is None or self.seen[lease].writer in self.died:
+            return
+        seen = self.seen[lease]
+        try:
+            pages = self.table.pages_of(lease, seen.writer)
+            if pages is None:
+                pages = (self.next_page, self.next_page + 1)
+                self.table.advertise(lease, seen.writer, pages)
+                self.next_page += 2
+                seen.pages, seen.writing = pages, True
+        except StaleEpoch:
+            assert seen.quarantined or seen.endings
+
+    @rule(number=PICK)
+    def notify(self, number: int) -> None:
+        lease = self.pick(number)
+        if lease is None or not self.seen[lease].writing:
+            return
+        self.seen[lease].writing = False
+        self.end_by_writer(lease, notice=True)
+
+    @rule(number=PICK)
+    def let_go(self, number: int) -> None:
+        lease = self.pick(number)
+        if lease is None or self.seen[lease].writer in self.died or self.delivered(lease):
+            return
+        self.seen[lease].writing = False
+        self.end_by_writer(lease, notice=False)
+
+    def delivered(self, lease: Lease) -> bool:
+        return bool(self.seen[lease].pages) and not self.seen[lease].writing
+
+    def end_by_writer(self, lease: Lease, *, notice: bool) -> None:
+        seen = self.seen[lease]
+        try:
+            change = self.table.settle(lease, seen.writer) if notice else self.table.release(lease, seen.writer)
+        except StaleEpoch:
+            assert seen.endings
+        else:
+            self.apply(change, quiet=True)
+
+    @rule(number=PICK)
+    def repeat_the_last_word(self, number: int) -> None:
+        lease = self.pick(number)
+        if lease is not None and self.delivered(lease):
+            self.end_by_writer(lease, notice=bool(number % 2))
+
+    @rule(number=PICK)
+    def abort(self, number: int) -> None:
+        lease = self.pick(number)
+        if lease is None:
+            return
+        try:
+            change = self.table.revoke(lease)
+        except StaleEpoch:
+            assert self.seen[lease].quarantined or self.seen[lease].endings
+        else:
+            self.apply(change)
+
+    @rule(worker=WRITERS, seen=st.booleans())
+    def die(self, worker: str, seen: bool) -> None:
+        """The process ends; others learn of it now or later, and its writes may land for a while."""
+        self.died.setdefault(PeerRef(worker, self.incarnation[worker]), self.now)
+        if seen:
+            self.learn_of_death(worker, restart=True)
+
+    @rule(worker=WRITERS, restart=st.booleans())
+    def learn_of_death(self, worker: str, restart: bool) -> None:
+        peer = PeerRef(worker, self.incarnation[worker])
+        if peer not in self.died:
+            return
+        self.known_dead.setdefault(peer, self.now)
+        for change in self.table.peer_gone(peer):
+            self.apply(change)
+        if restart:
+            self.incarnation[worker] += 1
+
+    @rule(seconds=st.sampled_from([0.5, 3.0, 5.0, 11.0]), beat=st.booleans())
+    def wait(self, seconds: float, beat: bool) -> None:
+        self.now += seconds
+        if beat:
+            for lease in self.table.renew(list(self.seen)):
+                assert self.seen[lease].quarantined or self.seen[lease].endings
+        for change in self.table.expire():
+            self.apply(change)
+
+    @invariant()
+    def counts_agree(self) -> None:
+        alive = [seen for seen in self.seen.values() if not seen.endings]
+        assert self.table.open_leases == len(alive)
+
+    def teardown(self) -> None:
+        """All writers end: then all leases do."""
+        for worker, incarnation in self.incarnation.items():
+            peer = PeerRef(worker, incarnation)
+            self.known_dead.setdefault(peer, self.now)
+            for change in self.table.peer_gone(peer):
+                self.apply(change)
+        self.now += GRACE
+        for change in self.table.expire():
+            self.apply(change)
+        assert all(seen.endings == 1 for seen in self.seen.values())
+
+
+TestLeases = Leases.TestCase
+TestLeases.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

@@ -1,0 +1,152 @@
+"""The order in which writes end and connections are rebuilt, with NIXL's agent played by the test."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from kv_transfer import nixl_writes
+from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_agent import Connection, TransferState
+from kv_transfer.nixl_peers import Links
+from kv_transfer.nixl_writes import Flight, Writes
+from wire.errors import TransferFailed
+from wire.messages import PeerDescription, PeerRef
+
+LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
+PEER = PeerRef("decode-0", 1)
+
+
+class Agent:
+    """States by handle, and every call in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.states: dict[int, TransferState] = {}
+        self.unreachable = False
+
+    def connect(self, peer: PeerDescription) -> Connection:
+        if self.unreachable:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        self.calls.append("connect")
+        return Connection(peer.peer.worker_id, object())
+
+    def disconnect(self, connection: Connection) -> None:
+        self.calls.append("disconnect")
+
+    def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> int:
+        handle = len(self.states)
+        self.states[handle] = TransferState.MOVING
+        return handle
+
+    def start(self, handle: int) -> TransferState:
+        return self.states[handle]
+
+    state = start
+
+    def release(self, handle: int) -> None:
+        self.calls.append(f"release {handle}")
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.agent = Agent()
+        agent: Any = self.agent
+        self.links = Links(agent)
+        self.writes = Writes(agent, self.links, LAYOUT)
+        self.links.add(PeerDescription(PEER, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
+
+    def post(self) -> "Future[WriteDone]":
+        now = time.monotonic()
+        future: Future[WriteDone] = Future()
+        self.writes.post(Flight(PageWrite(PEER, [1], [2]), now, now + 60.0, future))
+        return future
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_failed_write_rests_before_it_counts_as_quiet(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    future = bench.post()
+    bench.agent.states[0] = TransferState.FAILED
+    bench.writes.poll()
+    now += nixl_writes.ERROR_REST_S - 0.01
+    bench.writes.poll()
+    assert not future.done()
+    now += 0.02
+    bench.writes.poll()
+    with pytest.raises(TransferFailed, match="connection failed"):
+        future.result(timeout=0)
+    assert bench.agent.calls.count("release 0") == 1
+
+
+def test_a_broken_connection_is_rebuilt_when_its_last_write_rests(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_writes, "ERROR_REST_S", 0.0)
+    first, second = bench.post(), bench.post()
+    bench.agent.states[0] = TransferState.FAILED
+    bench.writes.poll()
+    with pytest.raises(TransferFailed, match="has failed"):
+        bench.post().result(timeout=0)
+    bench.agent.states[1] = TransferState.FAILED
+    bench.writes.poll()
+    bench.writes.poll()
+    assert first.done()
+    assert second.done()
+    assert bench.agent.calls == ["connect", "release 0", "release 1"]
+    bench.post()
+    assert bench.agent.calls[3:] == ["disconnect", "connect"]
+
+
+def test_a_peer_out_of_reach_fails_the_write_and_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_writes, "ERROR_REST_S", 0.0)
+    bench.post()
+    bench.agent.states[0] = TransferState.FAILED
+    bench.writes.poll()
+    bench.writes.poll()
+    bench.agent.unreachable = True
+    with pytest.raises(TransferFailed, match="no connection"):
+        bench.post().result(timeout=0)
+    bench.agent.unreachable = False
+    after = bench.post()
+    bench.agent.states[1] = TransferState.DONE
+    bench.writes.poll()
+    assert after.result(timeout=0).bytes == LAYOUT.page_bytes
+
+
+@pytest.mark.parametrize("end", [TransferState.FAILED, TransferState.DONE])
+def test_a_dropped_peer_s_writes_fail_at_once_but_nothing_is_freed_under_them(bench: Bench, end: TransferState) -> None:
+    future = bench.post()
+    link = bench.links.find(PEER)
+    assert link is not None
+    bench.writes.abandon(link, "the worker is gone")
+    bench.links.drop(link)
+    with pytest.raises(TransferFailed, match="gone"):
+        future.result(timeout=0)
+    assert bench.links.find(PEER) is None
+    assert not bench.writes.waited_for
+    bench.writes.poll()
+    bench.links.sweep()
+    assert bench.agent.calls == ["connect"]
+    bench.agent.states[0] = end
+    for _ in range(2):
+        bench.writes.poll()
+        bench.links.sweep()
+    assert bench.agent.calls == ["connect", "release 0", "disconnect"]
+
+
+def test_looks_grow_rarer_and_come_close_again(bench: Bench) -> None:
+    bench.post()
+    for _ in range(20):
+        bench.writes.poll()
+    assert bench.writes.next_look_s == nixl_writes.LAST_LOOK_S
+    bench.post()
+    assert bench.writes.next_look_s == nixl_writes.FIRST_LOOK_S
