@@ -1,0 +1,56 @@
+"""One request in the decode half."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from wire.messages import Lease, Reservation
+from wire.timeline import EdgeStamp
+
+
+class Stage(Enum):
+    """The queue a request is in."""
+
+    LEASED = "leased"
+    READY = "ready"
+    RUNNING = "running"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A reservation and what became of it so far.
+
+    Its queues:
+      1. leased    a promise of pages; from `AllotPages` on, the prompt's pages are advertised to one prefill worker
+      2. ready     the notice arrived and the pages are its own (DECODE_ADMITTED)
+      3. running   one row of every step (DECODE_STARTED); its pages grow from the promise
+    then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write.
+
+    All fields are guarded by the admission's lock, but for `token_ids` and `edges` of a running request, which the
+    engine thread alone touches.
+    """
+
+    reservation: Reservation
+    lease: Lease
+    prompt_pages: int
+    committed: int
+    """Pages that prompt and answer may fill, counted against the worker's limit until the request is over."""
+    promised: int
+    """The part of them not yet taken from the pool."""
+    stage: Stage = Stage.LEASED
+    pages: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The answer so far; number 0 came with the notice."""
+    first_draw: int = 1
+    """Number of the random draw of answer token 1."""
+    cancelled: bool = False
+    """Running, but to be dropped at the next step boundary."""
+    edges: list[EdgeStamp] = field(default_factory=list)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.reservation.prompt_token_ids)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.reservation.router_id, self.reservation.ref.request_id

@@ -1,0 +1,15 @@
+"""Settings of the prefill half."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How much the prefill half takes on, and how long its transfers may last."""
+
+    max_requests: int = 1024
+    """Most requests it knows at a time, waiting or not; routers bind late, so this is a backstop, not a queue."""
+    max_rows: int = 64
+    """Most chunks of one step."""
+    transfer_deadline_s: float = 30.0
+    """Seconds after which a posted write that has not completed counts as failed."""

@@ -1,0 +1,40 @@
+"""What the prefill half asks of a decode worker, far away or in the same process."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+from wire.messages import Destination, Lease, PeerRef, TransferNotice
+
+
+class DecodePeers(ABC):
+    """Decode workers in other processes. Every call has a deadline and ends with a `TandemError` when it fails."""
+
+    @abstractmethod
+    async def connect(self, destination: Destination) -> None:
+        """Be introduced, so that writes to this worker are possible; at once if that has happened.
+
+        FailedPrecondition if the two workers do not fit together, Unavailable if it does not answer or is known to be
+        gone.
+        """
+
+    @abstractmethod
+    async def allot(self, destination: Destination, pages: int) -> Sequence[int]:
+        """Page numbers in the decode worker's pool to write to; StaleEpoch if the lease is over."""
+
+    @abstractmethod
+    async def release(self, destination: Destination) -> None:
+        """Say that no write under the lease is in flight and none will follow; StaleEpoch if it is over.
+
+        A worker that is known to be gone needs no telling: that is a success.
+        """
+
+
+class LocalDecode(Protocol):
+    """The decode half of this very process. Every method answers at once, from any thread."""
+
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]: ...
+
+    def release(self, lease: Lease, prefill: PeerRef) -> None: ...
+
+    def notice(self, notice: TransferNotice) -> None: ...

@@ -1,0 +1,287 @@
+"""The prefill half: which prompts are computed in the next step, and what becomes of the results.
+
+The path of a request, by its queues (`prefill_worker/request.py`):
+  1. `submit`    puts it at the end of the waiting line and starts its handoff
+  2. `schedule`  first come, first served: pages for the whole prompt, then chunks up to the step's token budget
+  3. `apply`     counts what was computed; with the last chunk, the first token
+  4. the handoff writes the pages, ends the request and calls `forget`
+
+Threads: `schedule`, `apply` and `announce` belong to the engine thread, everything else to the event loop; one lock
+guards both, and no call waits for more than it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from engine.batch import Draw, StepRow
+from engine.cache.page_pool import PagePool
+from prefill_worker.config import PrefillConfig
+from prefill_worker.destination import LocalDecode
+from prefill_worker.handoff import Handoff
+from prefill_worker.progress import Progress
+from prefill_worker.request import PrefillRequest
+from wire.ending import pages_for, reason_to_end
+from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
+from wire.messages import FinishReason, ModelFacts, PeerRef, PrefillTask, RequestEvent, RequestRef, RoutedEvent
+from wire.timeline import Edge, EdgeStamp
+
+RETRY_AFTER_S = 0.2
+
+_Key = tuple[str, str]
+
+
+class PrefillHalf:
+    """Owns the prompts it was given and, through their handoffs, the pages it took for them."""
+
+    def __init__(
+        self,
+        *,
+        config: PrefillConfig,
+        me: PeerRef,
+        pool: PagePool,
+        page_tokens: int,
+        model: ModelFacts,
+        local: LocalDecode,
+        hand_over: Callable[[PrefillRequest, PrefillHalf], Handoff],
+        wake: Callable[[], None],
+        events: asyncio.AbstractEventLoop,
+    ) -> None:
+        """`hand_over` starts the coroutine that ends a request; `wake` tells the step loop that there may be work."""
+        self._config = config
+        self._me = me
+        self._pool = pool
+        self._pages_total = pool.counts().total
+        self._page_tokens = page_tokens
+        self._model = model
+        self._local = local
+        self._hand_over = hand_over
+        self._wake = wake
+        self._events = events
+        self._lock = threading.Lock()
+        self._requests: dict[_Key, PrefillRequest] = {}
+        self._leaving: set[PrefillRequest] = set()
+        self._waiting: deque[PrefillRequest] = deque()
+        self._computing: list[PrefillRequest] = []
+        self._in_step: list[PrefillRequest] = []
+        self._news: list[Callable[[], None]] = []
+        self._draining = False
+        self.fenced = 0
+
+    # ---- event loop: requests come and go ----
+
+    def submit(self, task: PrefillTask) -> None:
+        """Take a validated task. The same attempt twice is one; an older one is StaleEpoch; a newer one replaces.
+
+        ResourceExhausted when too many are known, Unavailable while draining, InvalidArgument when the prompt can
+        never fit the page pool.
+        """
+        request = self._make(task)
+        key = (task.router_id, task.ref.request_id)
+        with self._lock:
+            known = self._requests.get(key)
+            if known is not None and known.task.ref.attempt == task.ref.attempt:
+                return
+            self._check_room(known, task)
+            self._requests[key] = request
+            if known is not None:
+                self._leaving.add(known)
+            self._waiting.append(request)
+        if known is not None and known.handoff is not None:
+            known.handoff.abort()
+        request.handoff = self._hand_over(request, self)
+        self._wake()
+
+    def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
+        """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
+        for ref in refs:
+            with self._lock:
+                request = self._requests.get((router_id, ref.request_id))
+                if request is None or request.task.ref.attempt > ref.attempt:
+                    continue
+            if request.handoff is not None:
+                request.handoff.abort()
+
+    def abort_router(self, router_id: str) -> list[RequestRef]:
+        """Forget every request of a router; returns them."""
+        with self._lock:
+            refs = [r.task.ref for (owner, _), r in self._requests.items() if owner == router_id]
+        self.abort(router_id, refs)
+        return refs
+
+    def refs(self) -> list[tuple[str, RequestRef]]:
+        """Every request that is not leaving, with its router."""
+        with self._lock:
+            return [(router_id, r.task.ref) for (router_id, _), r in self._requests.items()]
+
+    def drain(self) -> None:
+        """Take nothing new from now on."""
+        self._draining = True
+
+    def withdraw(self, request: PrefillRequest) -> None:
+        """Compute no more of this request; its progress says when the engine has let go of it."""
+        with self._lock:
+            request.withdrawn = True
+            if request.chunk:
+                return
+            if request in self._computing:
+                self._computing.remove(request)
+            elif request in self._waiting:
+                self._waiting.remove(request)
+        request.progress.release()
+
+    def forget(self, request: PrefillRequest) -> None:
+        """The last of a request: released by the engine, its writes quiet. Frees its pages."""
+        key = (request.task.router_id, request.task.ref.request_id)
+        with self._lock:
+            if self._requests.get(key) is request:
+                del self._requests[key]
+            self._leaving.discard(request)
+            pages, request.pages = request.pages, []
+        if pages and not request.local:
+            self._pool.free(request.task.ref, pages)
+        self._wake()
+
+    def abandon(self) -> None:
+        """The engine thread has ended: whatever it was computing is released."""
+        with self._lock:
+            in_step, self._in_step = self._in_step, []
+            for request in in_step:
+                request.chunk = 0
+        for request in in_step:
+            self.withdraw(request)
+
+    # ---- engine thread: a step ----
+
+    def schedule(self, budget: int) -> list[StepRow]:
+        """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
+        with self._lock:
+            self._start_waiting(budget)
+            rows: list[StepRow] = []
+            for request in self._computing:
+                if budget <= 0 or len(rows) >= self._config.max_rows:
+                    break
+                row = _next_chunk(request, budget)
+                budget -= request.chunk
+                rows.append(row)
+                self._in_step.append(request)
+            return rows
+
+    def apply(self, token_ids: Sequence[int | None]) -> list[RoutedEvent]:
+        """Results of the rows of `schedule`, in its order → what the routers must hear."""
+        events: list[RoutedEvent] = []
+        with self._lock:
+            in_step, self._in_step = self._in_step, []
+            for request, token_id in zip(in_step, token_ids, strict=True):
+                request.computed += request.chunk
+                request.chunk = 0
+                if request.withdrawn:
+                    self._computing.remove(request)
+                    self._news.append(request.progress.release)
+                elif token_id is None:
+                    self._news.append(partial(request.progress.advance, request.computed))
+                else:
+                    self._computing.remove(request)
+                    events.append(self._finish(request, token_id))
+        return events
+
+    def announce(self) -> None:
+        """Tell the handoffs what the last step did; after its events are on their way, so that none overtakes."""
+        news, self._news = self._news, []
+        if news:
+            self._events.call_soon_threadsafe(_call_all, news)
+
+    # ---- facts ----
+
+    def waiting_requests(self) -> int:
+        """Requests whose prompt is not wholly computed."""
+        with self._lock:
+            return len(self._waiting) + len(self._computing)
+
+    def waiting_tokens(self) -> int:
+        """Prompt tokens not yet computed."""
+        with self._lock:
+            return sum(r.remaining for r in (*self._waiting, *self._computing))
+
+    def known_requests(self) -> int:
+        """Requests whose handoff has not ended."""
+        with self._lock:
+            return len(self._requests) + len(self._leaving)
+
+    # ---- inside ----
+
+    def _make(self, task: PrefillTask) -> PrefillRequest:
+        pages = pages_for(len(task.prompt_token_ids), self._page_tokens)
+        if pages > self._pages_total:
+            raise InvalidArgument(
+                "prompt_token_ids", f"needs {pages} KV pages and worker {self._me.worker_id} has {self._pages_total}"
+            )
+        local = task.destination is not None and task.destination.peer == self._me
+        queued = EdgeStamp.now(Edge.PREFILL_QUEUED)
+        return PrefillRequest(task, pages, local, Progress(), edges=[queued])
+
+    def _check_room(self, known: PrefillRequest | None, task: PrefillTask) -> None:
+        if known is not None and known.task.ref.attempt > task.ref.attempt:
+            self.fenced += 1
+            raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
+        if self._draining:
+            raise Unavailable(f"worker {self._me.worker_id} is draining; ask another one")
+        if len(self._requests) + len(self._leaving) >= self._config.max_requests:
+            raise ResourceExhausted(
+                f"worker {self._me.worker_id} holds {self._config.max_requests} prompts; come back later",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _start_waiting(self, budget: int) -> None:
+        """Give pages to the head of the line as long as this step has tokens left for it; nobody overtakes."""
+        wanted = sum(r.remaining for r in self._computing)
+        while self._waiting and wanted < budget:
+            request = self._waiting[0]
+            try:
+                pages = self._take_pages(request)
+            except TandemError as error:
+                self._waiting.popleft()
+                self._news.append(partial(request.progress.release, error))
+                continue
+            if pages is None:
+                break
+            request.pages = pages
+            self._computing.append(self._waiting.popleft())
+            wanted += request.prompt_tokens
+        self.announce()
+
+    def _take_pages(self, request: PrefillRequest) -> list[int] | None:
+        """All pages of the prompt, or None while the pool has no room for them."""
+        destination = request.task.destination
+        if request.local and destination is not None:
+            return list(self._local.allot(destination.lease, request.pages_needed, self._me))
+        try:
+            return self._pool.allocate(request.task.ref, request.pages_needed)
+        except ResourceExhausted:
+            return None
+
+    def _finish(self, request: PrefillRequest, token_id: int) -> RoutedEvent:
+        task = request.task
+        reason: FinishReason | None = reason_to_end(token_id, 0, request.prompt_tokens, task.sampling, self._model)
+        request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
+        self._news.append(partial(request.progress.finish, token_id, reason))
+        event = RequestEvent(task.ref, 0, (token_id,), reason, edges=tuple(request.edges))
+        return RoutedEvent(task.router_id, event)
+
+
+def _next_chunk(request: PrefillRequest, budget: int) -> StepRow:
+    if not request.computed:
+        request.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
+    start, chunk = request.computed, min(budget, request.remaining)
+    request.chunk = chunk
+    draw = Draw(request.task.sampling, 0) if chunk == request.remaining else None
+    return StepRow(request.task.prompt_token_ids[start : start + chunk], start, request.pages, draw)
+
+
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()

@@ -1,0 +1,241 @@
+"""How a prompt's KV reaches the decode worker: one coroutine a request, on the event loop.
+
+1. connect      while the request waits for its first chunk
+2. allot        the lease's promise becomes pages, as soon as the first chunk is computed
+3. write        full pages of finished chunks, while the next chunk computes
+4. notice       with the last page, once every earlier write has landed: token, draw, what arrived
+5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
+6. give back    an undelivered lease, until the decode worker has heard it: its pages wait for nothing else
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kv_transfer.base import PageWrite, Sender, WriteDone
+from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.request import PrefillRequest
+from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
+from wire.messages import (
+    Destination,
+    ErrorDetail,
+    FinishReason,
+    PeerRef,
+    RequestEvent,
+    RoutedEvent,
+    TransferNotice,
+    hash_token_ids,
+)
+from wire.timeline import Edge, EdgeStamp, TransferStats
+
+log = logging.getLogger(__name__)
+
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
+"""Between two tries to give a lease back; the wait doubles."""
+
+
+class Engine(Protocol):
+    """What a handoff asks of the prefill half."""
+
+    def withdraw(self, request: PrefillRequest) -> None: ...
+
+    def forget(self, request: PrefillRequest) -> None: ...
+
+
+class Handoff:
+    """Ends one request: delivers it or gives it up, and frees its pages when nothing touches them any more."""
+
+    def __init__(
+        self,
+        *,
+        request: PrefillRequest,
+        engine: Engine,
+        me: PeerRef,
+        page_tokens: int,
+        sender: Sender,
+        backend: str,
+        peers: DecodePeers,
+        local: LocalDecode,
+        emit: Callable[[RoutedEvent], None],
+        deadline_s: float,
+    ) -> None:
+        self._request = request
+        self._engine = engine
+        self._me = me
+        self._page_tokens = page_tokens
+        self._sender = sender
+        self._backend = backend
+        self._peers = peers
+        self._local = local
+        self._emit = emit
+        self._deadline_s = deadline_s
+        self._writes: list[asyncio.Future[WriteDone]] = []
+        self._first_post = 0
+        self._aborted = False
+        self._delivered = False
+        self._delivery = asyncio.ensure_future(self._deliver())
+        self.ended = asyncio.ensure_future(self._run())
+
+    def abort(self) -> None:
+        """Give the request up without an event; `ended` tells when pages and lease are given back. Idempotent."""
+        self._aborted = True
+        self._delivery.cancel()
+
+    async def _run(self) -> None:
+        await asyncio.wait([self._delivery])
+        error = _failure_of(self._delivery)
+        try:
+            if error is not None and not self._aborted:
+                log.warning("request %s failed: %s", self._request.task.ref.request_id, error.message)
+                self._emit_event(finish_reason=FinishReason.ERROR, error=_detail(error))
+        finally:
+            await self._settle()
+            destination = self._request.task.destination
+            if destination is not None and not self._delivered:
+                await self._give_back(destination)
+
+    async def _settle(self) -> None:
+        self._engine.withdraw(self._request)
+        await self._request.progress.until_released()
+        if self._writes:
+            await asyncio.wait(self._writes)
+        self._engine.forget(self._request)
+
+    async def _give_back(self, destination: Destination) -> None:
+        """Until it is heard: as long as this process lives, nothing else ends a quarantine over there."""
+        request_id, wait_s = self._request.task.ref.request_id, FIRST_RETRY_S
+        while True:
+            try:
+                await self._release(destination)
+                return
+            except StaleEpoch as error:
+                log.info("lease of %s was over already: %s", request_id, error.message)
+                return
+            except TandemError as error:
+                log.info("lease of %s is given back again in %.1f s: %s", request_id, wait_s, error.message)
+            except Exception:
+                log.exception("lease of %s is given back again in %.1f s", request_id, wait_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_RETRY_S)
+
+    async def _release(self, destination: Destination) -> None:
+        if self._request.local:
+            self._local.release(destination.lease, self._me)
+        else:
+            await self._peers.release(destination)
+
+    # ---- the way of a request that goes well ----
+
+    async def _deliver(self) -> None:
+        progress, destination = self._request.progress, self._request.task.destination
+        if destination is None:
+            await progress.until_released()
+        elif self._request.local:
+            await progress.until_released()
+            self._deliver_here(destination)
+        else:
+            await self._deliver_there(destination)
+        if progress.failure is not None:
+            raise progress.failure
+
+    def _deliver_here(self, destination: Destination) -> None:
+        """The KV is already in the decode half's pages: the notice alone goes over."""
+        if self._goes_on():
+            self._local.notice(self._notice(destination))
+            self._delivered = True
+
+    async def _deliver_there(self, destination: Destination) -> None:
+        progress = self._request.progress
+        await self._peers.connect(destination)
+        await progress.beyond(0)
+        if progress.released and not self._goes_on():
+            return
+        remote = await self._peers.allot(destination, self._request.pages_needed)
+        sent = await self._write_while_computing(destination, remote)
+        if not self._goes_on():
+            return
+        await self._quiet()
+        self._post(destination, remote, sent, self._request.pages_needed, self._notice(destination))
+        await self._quiet()
+        self._delivered = True
+        finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
+        self._emit_event(edges=(EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished), transfer=self._stats())
+
+    async def _write_while_computing(self, destination: Destination, remote: Sequence[int]) -> int:
+        """Write full pages as chunks finish until the engine lets go; returns how many were posted."""
+        progress, sent = self._request.progress, 0
+        while not progress.released:
+            computed = progress.computed_tokens
+            full = computed // self._page_tokens
+            if full > sent:
+                self._post(destination, remote, sent, full, None)
+                sent = full
+            await progress.beyond(computed)
+        return sent
+
+    def _goes_on(self) -> bool:
+        """Whether there is a first token and the answer does not end with it."""
+        progress = self._request.progress
+        return progress.first_token_id is not None and progress.finish_reason is None
+
+    def _post(
+        self, destination: Destination, remote: Sequence[int], first: int, end: int, notice: TransferNotice | None
+    ) -> None:
+        self._first_post = self._first_post or time.time_ns()
+        write = PageWrite(destination.peer, self._request.pages[first:end], remote[first:end], notice)
+        self._writes.append(asyncio.wrap_future(self._sender.write(write, self._deadline_s)))
+
+    async def _quiet(self) -> None:
+        """Wait until every posted write has settled; the first failure among them is raised."""
+        if self._writes:
+            # Not gather: a cancelled wait must leave the writes to `_settle`, which waits for them again.
+            await asyncio.wait(self._writes)
+            for write in self._writes:
+                write.result()
+
+    def _notice(self, destination: Destination) -> TransferNotice:
+        first_token_id = self._request.progress.first_token_id
+        if first_token_id is None:
+            raise Internal(f"{self._request.task.ref.request_id} has no first token to hand over")
+        return TransferNotice(
+            lease=destination.lease,
+            prefill=self._me,
+            token_hash=hash_token_ids(self._request.task.prompt_token_ids),
+            pages=self._request.pages_needed,
+            first_token_id=first_token_id,
+            next_draw=1,
+        )
+
+    def _stats(self) -> TransferStats:
+        moved = sum(write.result().bytes for write in self._writes)
+        return TransferStats(moved, self._request.pages_needed, self._backend, time.time_ns() - self._first_post)
+
+    def _emit_event(
+        self,
+        finish_reason: FinishReason | None = None,
+        error: ErrorDetail | None = None,
+        edges: tuple[EdgeStamp, ...] = (),
+        transfer: TransferStats | None = None,
+    ) -> None:
+        task = self._request.task
+        event = RequestEvent(task.ref, finish_reason=finish_reason, error=error, edges=edges, transfer=transfer)
+        self._emit(RoutedEvent(task.router_id, event))
+
+
+def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
+    """What the router hears: typed errors keep their name, all else is a failed transfer."""
+    if delivery.cancelled():
+        return TransferFailed("the connection to the decode worker was dropped; prefill again elsewhere")
+    error = delivery.exception()
+    if error is None or isinstance(error, TandemError):
+        return error
+    log.error("a handoff failed unexpectedly", exc_info=error)
+    return TransferFailed(f"the hand-over ended with an unexpected {type(error).__name__}; the worker's log has more")
+
+
+def _detail(error: TandemError) -> ErrorDetail:
+    return ErrorDetail(error.code, error.message, error.retry_after_s)

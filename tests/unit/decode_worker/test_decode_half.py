@@ -1,0 +1,300 @@
+"""The decode half with hand-made arrivals: who joins, what grows, who leaves, and that the pool stays sound."""
+
+import random
+
+import pytest
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.config import DecodeConfig
+from decode_worker.half import DecodeHalf
+from engine.cache.page_pool import PagePool
+from tests.fake_engine import FACTS, PAGE_TOKENS
+from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch
+from wire.messages import (
+    FinishReason,
+    Lease,
+    PeerRef,
+    RequestRef,
+    Reservation,
+    RoutedEvent,
+    SamplingParams,
+    TransferNotice,
+    hash_token_ids,
+)
+from wire.timeline import Edge
+
+P = PeerRef("prefill-0", 1)
+FIRST = 99
+
+
+class House:
+    """A decode half over a pool, with a clock that stands still until it is moved."""
+
+    def __init__(self, pages: int = 64, batch: int = 4, max_pages: int | None = None) -> None:
+        self.pool = PagePool(pages)
+        self.now = 0.0
+        self.expected = 0
+        self.events: list[RoutedEvent] = []
+        self.prompts: dict[Lease, tuple[int, ...]] = {}
+        self.admission = DecodeAdmission(
+            config=DecodeConfig(max_pages=max_pages, lease_s=5.0, quarantine_s=1.0),
+            me=PeerRef("decode-0", 1),
+            pool=self.pool,
+            page_tokens=PAGE_TOKENS,
+            model=FACTS,
+            clock=lambda: self.now,
+            expect=self._expect,
+            emit=self.events.append,
+            wake=lambda: None,
+        )
+        self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
+
+    def _expect(self, leases: int) -> None:
+        self.expected = leases
+
+    def reserve(self, name: str, tokens: int = 5, attempt: int = 1, **sampling: int) -> Lease:
+        prompt = tuple(range(3, 3 + tokens))
+        params = SamplingParams(**({"max_tokens": 6} | sampling))  # type: ignore[arg-type]
+        lease = self.admission.reserve(Reservation("r", RequestRef(name, attempt), prompt, params, P)).lease
+        self.prompts[lease] = prompt
+        return lease
+
+    def allot(self, lease: Lease) -> list[int]:
+        return list(self.admission.allot(lease, -(-len(self.prompts[lease]) // PAGE_TOKENS), P))
+
+    def deliver(self, lease: Lease, **changes: object) -> None:
+        prompt = self.prompts[lease]
+        notice = {
+            "lease": lease, "prefill": P, "token_hash": hash_token_ids(prompt), "pages": -(-len(prompt) // PAGE_TOKENS),
+            "first_token_id": FIRST, "next_draw": 1,
+        }  # fmt: skip
+        self.admission.notice(TransferNotice(**(notice | changes)))  # type: ignore[arg-type]
+
+    def arrive(self, name: str, **reservation: int) -> Lease:
+        lease = self.reserve(name, **reservation)
+        self.allot(lease)
+        self.deliver(lease)
+        return lease
+
+    def abort(self, name: str, attempt: int = 1) -> None:
+        self.admission.abort("r", [RequestRef(name, attempt)])
+
+    def assert_empty(self) -> None:
+        counts = self.pool.counts()
+        assert (counts.free, counts.promised) == (counts.total, 0)
+        self.pool.check_integrity()
+        assert self.admission.open_requests == 0
+        assert self.admission.open_leases == self.expected == 0
+
+
+def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -> None:
+    house = House(pages=4)
+    house.arrive("q", tokens=5, max_tokens=10)  # 14 positions: the whole pool
+    assert house.pool.counts().promised == 2
+    events = []
+    for index in range(1, 10):
+        (row,) = house.half.schedule(16)
+        assert row.start == 5 + index - 1
+        assert row.token_ids == ((FIRST,) if index == 1 else (100 + index - 1,))
+        assert row.draw is not None
+        assert row.draw.index == index
+        assert row.start < len(row.page_ids) * PAGE_TOKENS
+        house.pool.check_integrity()
+        events += [each.event for each in house.half.apply([100 + index])]
+    assert [event.first_index for event in events] == list(range(1, 10))
+    assert [stamp.edge for stamp in events[0].edges] == [Edge.DECODE_ADMITTED, Edge.DECODE_STARTED]
+    assert all(not event.edges for event in events[1:])
+    assert [event.finish_reason for event in events] == [None] * 8 + [FinishReason.LENGTH]
+    assert house.half.schedule(16) == []
+    house.assert_empty()
+
+
+@pytest.mark.parametrize(("ignore_eos", "finish"), [(False, FinishReason.STOP), (True, None)])
+def test_end_of_sequence(ignore_eos: bool, finish: FinishReason | None) -> None:
+    house = House()
+    house.arrive("q", ignore_eos=ignore_eos)
+    house.half.schedule(16)
+    (routed,) = house.half.apply([FACTS.eos_token_ids[0]])
+    assert routed.event.finish_reason is finish
+
+
+def test_the_batch_is_limited_and_refilled_in_order_of_arrival() -> None:
+    house = House(batch=2)
+    for name in "abc":
+        house.arrive(name, max_tokens=3 if name == "a" else 5)
+    assert len(house.half.schedule(16)) == 2
+    house.half.apply([50, 50])
+    assert len(house.half.schedule(16)) == 2
+    house.half.apply([50, 50])
+    house.half.schedule(16)
+    events = house.half.apply([50, 50])
+    assert {routed.event.ref.request_id for routed in events} == {"b", "c"}
+
+
+def test_a_request_joins_at_a_step_boundary_only() -> None:
+    house = House()
+    house.arrive("a")
+    assert len(house.half.schedule(16)) == 1
+    house.arrive("b")
+    assert len(house.half.apply([50])) == 1
+    assert len(house.half.schedule(16)) == 2
+
+
+def test_a_running_request_is_dropped_at_the_boundary() -> None:
+    house = House()
+    house.arrive("a")
+    house.half.schedule(16)
+    house.abort("a")
+    assert house.pool.counts().owned > 0
+    house.half.apply([50])
+    assert house.half.schedule(16) == []
+    house.assert_empty()
+
+
+def test_a_full_house_promises_nothing_more() -> None:
+    house = House(pages=8, max_pages=4)
+    house.reserve("a", tokens=5, max_tokens=4)  # 2 pages
+    house.reserve("b", tokens=5, max_tokens=4)
+    with pytest.raises(ResourceExhausted):
+        house.reserve("c", tokens=1, max_tokens=1)
+    with pytest.raises(InvalidArgument, match="max_tokens"):
+        house.reserve("d", tokens=5, max_tokens=100)
+    house.abort("a")
+    house.reserve("c", tokens=1, max_tokens=1)
+
+
+def test_pages_are_allotted_once() -> None:
+    house = House()
+    lease = house.reserve("a")
+    assert house.allot(lease) == house.allot(lease)
+    with pytest.raises(InvalidArgument):
+        house.admission.allot(house.reserve("b"), 1, P)
+    with pytest.raises(StaleEpoch):
+        house.admission.allot(lease, 2, PeerRef("prefill-1", 1))
+
+
+def test_a_late_notice_frees_the_quarantine() -> None:
+    house = House()
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.abort("a")
+    assert house.pool.counts().quarantined == 2
+    house.deliver(lease)
+    assert house.half.schedule(16) == []
+    assert house.admission.fenced == 1
+    house.assert_empty()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"token_hash": b"another"}, {"pages": 3}, {"first_token_id": FACTS.eos_token_ids[0]}]
+)
+def test_a_notice_that_does_not_fit_fails_closed(changes: dict[str, object]) -> None:
+    house = House()
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, **changes)
+    (routed,) = house.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == "TRANSFER_FAILED"
+    assert house.admission.fenced == 1
+    house.assert_empty()
+
+
+def test_a_stranger_cannot_deliver() -> None:
+    house = House()
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, prefill=PeerRef("prefill-0", 2))
+    assert house.half.schedule(16) == []
+    assert house.admission.fenced == 1
+
+
+def test_a_lease_without_heartbeat_ends_and_the_router_hears_it() -> None:
+    house = House()
+    promised, advertised = house.reserve("a"), house.reserve("b")
+    house.allot(advertised)
+    house.now = 4.0
+    assert house.admission.heartbeat([promised]) == ()
+    house.now = 6.0
+    house.admission.expire()
+    assert [routed.event.ref.request_id for routed in house.events] == ["b"]
+    assert house.pool.counts().quarantined == 2
+    house.admission.peer_gone(P)
+    house.now = 7.5
+    house.admission.expire()
+    house.assert_empty()
+
+
+def test_anything_in_any_order_leaves_nothing_behind() -> None:
+    for seed in range(60):
+        random_walk(random.Random(seed))
+
+
+def random_walk(rng: random.Random) -> None:
+    """Reservations, transfers, steps, aborts and expiries at random; then the writers fall silent and all is free."""
+    house = House(pages=24, batch=3)
+    open_leases: list[Lease] = []
+    for turn in range(120):
+        choice = rng.random()
+        try:
+            if choice < 0.25:
+                name, attempt = f"q{rng.randrange(8)}", rng.randrange(1, 4)
+                lease = house.reserve(
+                    name, tokens=rng.randrange(1, 12), attempt=attempt, max_tokens=rng.randrange(1, 9)
+                )
+                open_leases += [lease] if lease not in open_leases else []
+            elif choice < 0.45 and open_leases:
+                house.allot(rng.choice(open_leases))
+            elif choice < 0.6 and open_leases:
+                house.deliver(open_leases.pop(rng.randrange(len(open_leases))))
+            elif choice < 0.7 and open_leases:
+                house.admission.release(open_leases.pop(rng.randrange(len(open_leases))), P)
+            elif choice < 0.8:
+                house.abort(f"q{rng.randrange(8)}", attempt=rng.randrange(1, 4))
+            elif choice < 0.85:
+                house.now += 2.0
+                house.admission.expire()
+            else:
+                rows = house.half.schedule(16)
+                pages = [page for row in rows for page in row.page_ids]
+                assert len(set(pages)) == len(pages)
+                house.half.apply([100 + turn] * len(rows))
+        except (StaleEpoch, ResourceExhausted):
+            pass
+        house.pool.check_integrity()
+    house.admission.abort_router("r")
+    house.half.schedule(16)
+    house.admission.peer_gone(P)
+    house.now += 10.0
+    house.admission.expire()
+    house.assert_empty()
+
+
+def test_two_routers_may_use_the_same_request_id() -> None:
+    house = House()
+    lease = house.reserve("q")
+    house.allot(lease)
+    reservation = Reservation("other", RequestRef("q", 2), (3, 4, 5), SamplingParams(max_tokens=6), P)
+    other = house.admission.reserve(reservation).lease
+    house.admission.abort("other", [RequestRef("q", 2)])
+    with pytest.raises(StaleEpoch):
+        house.admission.allot(other, 1, P)
+    house.deliver(lease)
+    assert len(house.half.schedule(16)) == 1
+    house.abort("q")
+    house.half.schedule(16)
+    house.assert_empty()
+
+
+def test_the_transport_hears_each_count_before_the_next_change() -> None:
+    """Counts told outside the lock could arrive in the wrong order: a stale 0 would put the transport to rest."""
+    house = House()
+    told: list[tuple[int, bool]] = []
+    house.admission._expect = lambda leases: told.append((leases, house.admission._lock.locked()))
+    house.arrive("q")
+    house.reserve("r")
+    house.abort("r")
+    with pytest.raises(InvalidArgument):
+        house.reserve("s", tokens=10_000)
+    assert [leases for leases, _ in told] == [1, 0, 1, 0, 0]
+    assert all(held for _, held in told)

@@ -1,0 +1,201 @@
+"""Which prompts the prefill half computes next, in which pieces."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from engine.batch import StepRow
+from engine.cache.page_pool import PagePool
+from prefill_worker.config import PrefillConfig
+from prefill_worker.half import PrefillHalf
+from prefill_worker.request import PrefillRequest
+from tests.fake_engine import FACTS, PAGE_TOKENS
+from wire.errors import InvalidArgument, StaleEpoch
+from wire.messages import (
+    Destination,
+    FinishReason,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    SamplingParams,
+    TransferNotice,
+)
+
+ME = PeerRef("prefill-0", 1)
+
+
+class OtherHalf:
+    """A decode half in this process, with leases made by hand."""
+
+    def __init__(self) -> None:
+        self.pages: dict[Lease, list[int]] = {}
+
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
+        if lease not in self.pages:
+            raise StaleEpoch("it is over")
+        return self.pages[lease]
+
+    def release(self, lease: Lease, prefill: PeerRef) -> None:
+        raise AssertionError("never asked here")
+
+    def notice(self, notice: TransferNotice) -> None:
+        raise AssertionError("never asked here")
+
+
+class Handed:
+    """A handoff that does nothing but note that it was aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class House:
+    """A half over a pool, and the requests it has handed over."""
+
+    def __init__(self, pages: int = 64, max_rows: int = 64) -> None:
+        self.pool = PagePool(pages)
+        self.local = OtherHalf()
+        self.requests: dict[str, PrefillRequest] = {}
+        self.half = PrefillHalf(
+            config=PrefillConfig(max_rows=max_rows),
+            me=ME,
+            pool=self.pool,
+            page_tokens=PAGE_TOKENS,
+            model=FACTS,
+            local=self.local,
+            hand_over=self._hand_over,  # type: ignore[arg-type]
+            wake=lambda: None,
+            events=asyncio.get_running_loop(),
+        )
+
+    def _hand_over(self, request: PrefillRequest, half: PrefillHalf) -> Handed:
+        self.requests[request.task.ref.request_id] = request
+        return Handed()
+
+    def submit(self, name: str, tokens: int, max_tokens: int = 5, attempt: int = 1, lease: Lease | None = None) -> None:
+        there = Destination(ME, "", lease) if lease else None
+        prompt = tuple(range(3, 3 + tokens))
+        self.half.submit(PrefillTask("r", RequestRef(name, attempt), prompt, SamplingParams(max_tokens), there))
+
+    def step(self, budget: int) -> list[StepRow]:
+        rows = self.half.schedule(budget)
+        self.half.apply([7 if row.draw else None for row in rows])
+        return rows
+
+
+def pieces(rows: Sequence[StepRow]) -> list[tuple[int, int]]:
+    """Start and length of each row."""
+    return [(row.start, len(row.token_ids)) for row in rows]
+
+
+async def test_chunks_of_several_prompts_fill_a_step_in_order() -> None:
+    house = House()
+    house.submit("a", 10)
+    house.submit("b", 3)
+    house.submit("c", 20)
+    assert pieces(house.step(8)) == [(0, 8)]
+    assert pieces(house.step(8)) == [(8, 2), (0, 3), (0, 3)]
+    assert pieces(house.step(8)) == [(3, 8)]
+    assert pieces(house.step(8)) == [(11, 8)]
+    last = house.step(8)
+    assert pieces(last) == [(19, 1)]
+    assert last[0].draw is not None
+    assert last[0].draw.index == 0
+    assert house.step(8) == []
+
+
+async def test_rows_are_limited_as_well() -> None:
+    house = House(max_rows=2)
+    for name in "abc":
+        house.submit(name, 2)
+    assert len(house.step(100)) == 2
+    assert len(house.step(100)) == 1
+
+
+async def test_no_room_left_by_decoding_means_no_prompt() -> None:
+    house = House()
+    house.submit("a", 2)
+    assert house.step(0) == []
+    assert house.pool.counts().owned == 0
+
+
+async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> None:
+    house = House(pages=8)
+    house.submit("first", 24)
+    house.submit("large", 20)
+    house.submit("small", 2)
+    assert pieces(house.step(100)) == [(0, 24)]
+    assert house.step(100) == []
+    assert house.half.waiting_requests() == 2
+    assert house.half.waiting_tokens() == 22
+    house.half.forget(house.requests["first"])
+    assert pieces(house.step(100)) == [(0, 20), (0, 2)]
+    for name in ("large", "small"):
+        house.half.forget(house.requests[name])
+    assert house.pool.counts().free == 8
+    assert house.half.known_requests() == 0
+
+
+async def test_a_prompt_larger_than_the_pool_is_refused() -> None:
+    house = House(pages=2)
+    with pytest.raises(InvalidArgument, match="prompt_token_ids"):
+        house.submit("a", 9)
+    assert house.half.known_requests() == 0
+
+
+async def test_first_token_that_ends_the_answer_says_so() -> None:
+    house = House()
+    house.submit("a", 3, max_tokens=1)
+    rows = house.half.schedule(10)
+    (routed,) = house.half.apply([7] * len(rows))
+    assert routed.router_id == "r"
+    assert routed.event.token_ids == (7,)
+    assert routed.event.finish_reason is FinishReason.LENGTH
+
+
+async def test_a_withdrawn_request_is_released_only_after_its_step() -> None:
+    house = House()
+    house.submit("a", 3)
+    rows = house.half.schedule(10)
+    house.half.withdraw(house.requests["a"])
+    assert not house.requests["a"].progress.released
+    assert house.half.apply([7] * len(rows)) == []
+    house.half.announce()
+    await asyncio.sleep(0)
+    assert house.requests["a"].progress.released
+    assert house.requests["a"].progress.first_token_id is None
+
+
+async def test_when_the_engine_has_died_its_step_is_released() -> None:
+    house = House()
+    house.submit("a", 30)
+    house.half.schedule(10)
+    house.half.withdraw(house.requests["a"])
+    house.half.abandon()
+    assert house.requests["a"].progress.released
+
+
+async def test_local_prompts_are_computed_in_the_leases_pages() -> None:
+    house = House()
+    lease = Lease("a", 1, 1)
+    house.local.pages[lease] = [40, 41]
+    house.submit("a", 6, lease=lease)
+    (row,) = house.step(10)
+    assert list(row.page_ids) == [40, 41]
+    house.half.forget(house.requests["a"])
+    assert house.pool.counts().owned == 0
+
+
+async def test_a_local_lease_that_is_over_fails_its_request_alone() -> None:
+    house = House()
+    house.submit("lost", 6, lease=Lease("lost", 1, 1))
+    house.submit("other", 6)
+    assert len(house.step(100)) == 1
+    await asyncio.sleep(0)
+    assert isinstance(house.requests["lost"].progress.failure, StaleEpoch)
+    assert house.requests["lost"].progress.released

@@ -1,0 +1,258 @@
+"""When a handoff writes what, and when pages are given back: never while a write may still read or land in them."""
+
+import asyncio
+from concurrent.futures import Future
+
+import pytest
+
+from kv_transfer.base import PageWrite, Sender, WriteDone
+from prefill_worker import handoff
+from prefill_worker.destination import DecodePeers
+from prefill_worker.handoff import Handoff
+from prefill_worker.progress import Progress
+from prefill_worker.request import PrefillRequest
+from tests.fake_engine import PAGE_TOKENS
+from wire.errors import DeadlineExceeded, StaleEpoch, TransferFailed, Unavailable
+from wire.messages import (
+    Destination,
+    FinishReason,
+    Lease,
+    PeerDescription,
+    PeerRef,
+    PrefillTask,
+    RequestRef,
+    RoutedEvent,
+    SamplingParams,
+    hash_token_ids,
+)
+
+ME, THERE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)
+LEASE = Lease("q", 1, 5)
+PROMPT = tuple(range(3, 3 + 2 * PAGE_TOKENS + 1))  # three pages
+
+
+class Scene(Sender, DecodePeers):
+    """Everything around one handoff, with a diary. Writes settle when the test says so."""
+
+    def __init__(self, *, destination: bool = True) -> None:
+        self.diary: list[str] = []
+        self.writes: list[PageWrite] = []
+        self.futures: list[Future[WriteDone]] = []
+        self.events: list[RoutedEvent] = []
+        self.refuse: Exception | None = None
+        self.refuse_release: list[Exception] = []
+        there = Destination(THERE, "nowhere", LEASE) if destination else None
+        task = PrefillTask("r", RequestRef("q", 1), PROMPT, SamplingParams(max_tokens=9), there)
+        self.request = PrefillRequest(task, 3, False, Progress(), pages=[10, 11, 12])
+        self.handoff = Handoff(
+            request=self.request,
+            engine=self,
+            me=ME,
+            page_tokens=PAGE_TOKENS,
+            sender=self,
+            backend="fake",
+            peers=self,
+            local=None,  # type: ignore[arg-type]
+            emit=self.events.append,
+            deadline_s=1.0,
+        )
+
+    def add_peer(self, description: PeerDescription) -> None: ...
+
+    def remove_peer(self, peer: PeerRef) -> None: ...
+
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        self.diary.append(f"write {list(write.local_pages)}" + (" + notice" if write.notice else ""))
+        self.writes.append(write)
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    async def connect(self, destination: Destination) -> None:
+        if self.refuse is not None:
+            raise self.refuse
+        self.diary.append("connect")
+
+    async def allot(self, destination: Destination, pages: int) -> list[int]:
+        self.diary.append(f"allot {pages}")
+        return [20, 21, 22]
+
+    async def release(self, destination: Destination) -> None:
+        if self.refuse_release:
+            raise self.refuse_release.pop(0)
+        self.diary.append("release")
+
+    def withdraw(self, request: PrefillRequest) -> None:
+        self.diary.append("withdraw")
+
+    def forget(self, request: PrefillRequest) -> None:
+        self.diary.append("forget")
+
+    async def turn(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+    async def compute(self, tokens: int) -> None:
+        self.request.progress.advance(tokens)
+        await self.turn()
+
+    async def finish(self, reason: FinishReason | None = None) -> None:
+        self.request.progress.finish(99, reason)
+        await self.turn()
+
+    async def settle(self, write: int) -> None:
+        self.futures[write].set_result(WriteDone(100, 1))
+        await asyncio.sleep(0.001)
+        await self.turn()
+
+
+async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
+    scene = Scene()
+    await scene.turn()
+    assert scene.diary == ["connect"]
+    await scene.compute(PAGE_TOKENS - 1)
+    assert scene.diary == ["connect", "allot 3"]
+    await scene.compute(PAGE_TOKENS + 1)
+    assert scene.diary[2:] == ["write [10]"]
+    await scene.finish()
+    assert scene.diary[3:] == []  # the notice waits until all before it has landed
+    await scene.settle(0)
+    assert scene.diary[3:] == ["write [11, 12] + notice"]
+    await scene.settle(1)
+    await scene.handoff.ended
+    assert scene.diary[4:] == ["withdraw", "forget"]
+    assert [list(write.remote_pages) for write in scene.writes] == [[20], [21, 22]]
+    notice = scene.writes[1].notice
+    assert notice is not None
+    assert (notice.lease, notice.prefill, notice.pages, notice.first_token_id, notice.next_draw) == (
+        LEASE,
+        ME,
+        3,
+        99,
+        1,
+    )
+    assert notice.token_hash == hash_token_ids(PROMPT)
+    (routed,) = scene.events
+    assert routed.event.transfer is not None
+    assert (routed.event.transfer.bytes, routed.event.transfer.pages) == (200, 3)
+
+
+async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
+    scene = Scene()
+    await scene.compute(2 * PAGE_TOKENS)
+    scene.handoff.abort()
+    await scene.turn()
+    assert scene.diary[2:] == ["write [10, 11]", "withdraw"]
+    scene.request.progress.release()
+    await scene.turn()
+    assert scene.diary[-1] == "withdraw"
+    await scene.settle(0)
+    await scene.handoff.ended
+    assert scene.diary[-2:] == ["forget", "release"]
+    assert scene.events == []
+
+
+async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
+    scene = Scene()
+    await scene.compute(2 * PAGE_TOKENS)
+    scene.handoff.abort()
+    await scene.settle(0)
+    assert scene.diary[-1] == "withdraw"
+    scene.request.progress.release()
+    await scene.handoff.ended
+    assert scene.diary[-2:] == ["forget", "release"]
+
+
+async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    await scene.finish(FinishReason.STOP)
+    await scene.settle(0)
+    await scene.handoff.ended
+    assert scene.diary == ["connect", "allot 3", "write [10]", "withdraw", "forget", "release"]
+    assert scene.events == []
+
+
+async def test_an_answer_that_ends_in_one_chunk_allots_nothing() -> None:
+    scene = Scene()
+    await scene.turn()
+    await scene.finish(FinishReason.STOP)
+    await scene.handoff.ended
+    assert scene.diary == ["connect", "withdraw", "forget", "release"]
+
+
+async def test_without_destination_there_is_nothing_to_hand_over() -> None:
+    scene = Scene(destination=False)
+    await scene.finish(FinishReason.LENGTH)
+    await scene.handoff.ended
+    assert scene.diary == ["withdraw", "forget"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+async def test_a_failed_write_is_reported_once_and_waits_for_the_others(failing: int) -> None:
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    await scene.compute(2 * PAGE_TOKENS)
+    await scene.finish()
+    scene.futures[failing].set_exception(TransferFailed("lost"))
+    await scene.turn()
+    assert "forget" not in scene.diary
+    await scene.settle(1 - failing)
+    await scene.handoff.ended
+    assert scene.diary[-2:] == ["forget", "release"]
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == "TRANSFER_FAILED"
+
+
+@pytest.mark.parametrize(("raised", "code"), [(Unavailable("away"), "UNAVAILABLE"), (KeyError("x"), "TRANSFER_FAILED")])
+async def test_a_failure_before_the_first_chunk_stops_the_prompt(raised: Exception, code: str) -> None:
+    scene = Scene()
+    scene.refuse = raised
+    await scene.turn()
+    assert scene.diary == ["withdraw"]
+    scene.request.progress.release()
+    await scene.handoff.ended
+    assert scene.diary == ["withdraw", "forget", "release"]
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == code
+
+
+async def test_a_lease_is_given_back_until_it_is_heard_and_the_pages_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handoff, "FIRST_RETRY_S", 0.001)
+    scene = Scene()
+    scene.refuse_release = [DeadlineExceeded("stalled"), Unavailable("away"), KeyError("a defect")]
+    await scene.turn()
+    scene.handoff.abort()
+    scene.request.progress.release()
+    await scene.turn()
+    assert scene.diary == ["connect", "withdraw", "forget"]
+    await asyncio.wait_for(scene.handoff.ended, 5.0)
+    assert scene.diary == ["connect", "withdraw", "forget", "release"]
+    assert not scene.refuse_release
+
+
+async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
+    scene = Scene()
+    scene.refuse_release = [StaleEpoch("over")]
+    scene.handoff.abort()
+    scene.request.progress.release()
+    await asyncio.wait_for(scene.handoff.ended, 5.0)
+    assert scene.diary == ["withdraw", "forget"]
+
+
+async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
+    scene = Scene()
+    scene.refuse = Unavailable("away")
+
+    def broken(_: RoutedEvent) -> None:
+        raise KeyError("a defect")
+
+    scene.handoff._emit = broken
+    await scene.turn()
+    scene.request.progress.release()
+    with pytest.raises(KeyError):
+        await scene.handoff.ended
+    assert scene.diary == ["withdraw", "forget", "release"]

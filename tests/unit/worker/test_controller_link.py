@@ -1,0 +1,218 @@
+"""When a worker believes that another one is dead: when it was replaced, or when nobody answers at its address."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.worker_pair import until
+from wire import convert, rpc
+from wire.errors import StaleEpoch, TandemError, Unavailable
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.messages import Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from worker import controller_link
+from worker.controller_link import ControllerLink
+
+ME = PeerRef("decode-0", 4)
+
+
+def info(peer: PeerRef, address: str = "127.0.0.1:1") -> WorkerInfo:
+    return WorkerInfo(peer, Role.PREFILL, address, ModelFacts("m", 10, 10, (), "float32"), 1, 1, 1, 1, "cpu", "fake")
+
+
+class Controller(cluster_pb2_grpc.ClusterServicer):
+    """A membership made by hand."""
+
+    def __init__(self) -> None:
+        self.workers: list[WorkerInfo] = []
+        self.registered: list[PeerRef] = []
+        self.transports: list[str] = []
+        self.left: list[PeerRef] = []
+        self.over = False
+        self.changed = asyncio.Event()
+        self.hang_up = asyncio.Event()
+
+    def change(self, *workers: WorkerInfo) -> None:
+        self.workers = list(workers)
+        self.changed.set()
+
+    async def Register(self, request: Any, _context: Any) -> cluster_pb2.RegisterResponse:
+        if self.over:
+            raise StaleEpoch("this incarnation is over")
+        worker = convert.worker_info_from_proto(request.worker)
+        self.registered.append(worker.peer)
+        self.transports.append(worker.transport)
+        return cluster_pb2.RegisterResponse()
+
+    async def Unregister(self, request: Any, _context: Any) -> cluster_pb2.UnregisterResponse:
+        self.left.append(PeerRef(request.worker_id, request.incarnation))
+        return cluster_pb2.UnregisterResponse()
+
+    async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
+        while not self.hang_up.is_set():
+            self.changed.clear()
+            yield convert.membership_to_proto(Membership(1, tuple(self.workers)))
+            await self.changed.wait()
+
+
+class Neighbour(worker_pb2_grpc.WorkerServicer):
+    """A worker that only says who it is."""
+
+    def __init__(self, peer: PeerRef) -> None:
+        self.peer = peer
+
+    async def Inspect(self, _request: Any, _context: Any) -> worker_pb2.InspectResponse:
+        return worker_pb2.InspectResponse(worker_id=self.peer.worker_id, incarnation=self.peer.incarnation)
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator["Scene"]:
+    monkeypatch.setattr(controller_link, "RECONNECT_S", 0.01)
+    monkeypatch.setattr(controller_link, "PROBE_S", 0.01)
+    monkeypatch.setattr(controller_link, "REFRESH_S", 0.01)
+    made = Scene()
+    await made.start()
+    yield made
+    await made.link.close()
+    for server in made.servers:
+        await server.stop(None)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.controller = Controller()
+        self.gone: list[PeerRef] = []
+        self.defects = 0
+        self.transport = "fake"
+        self.superseded: list[TandemError] = []
+        self.servers: list[Any] = []
+
+    async def start(self) -> None:
+        server = rpc.open_server()
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self.controller, server)
+        address = await self._serve(server)
+        self.link = ControllerLink(
+            address,
+            "",
+            lambda: replace(info(ME), transport=self.transport),
+            2.0,
+            on_peer_gone=self._bury,
+            on_superseded=self.superseded.append,
+        )
+        await self.link.register()
+
+    def _bury(self, peer: PeerRef) -> None:
+        if self.defects:
+            self.defects -= 1
+            raise KeyError("a defect")
+        self.gone.append(peer)
+
+    async def neighbour(self, peer: PeerRef) -> WorkerInfo:
+        server = rpc.open_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(Neighbour(peer), server)
+        return info(peer, await self._serve(server))
+
+    async def _serve(self, server: Any) -> str:
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        self.servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    async def show(self, *workers: WorkerInfo) -> None:
+        self.controller.change(*workers)
+        peers = {worker.peer for worker in workers} - {ME}
+        await until(lambda: peers <= set(self.link._known))
+
+
+async def test_registers_and_leaves(scene: Scene) -> None:
+    assert scene.controller.registered == [ME]
+    await scene.link.unregister()
+    await scene.link.unregister()
+    assert scene.controller.left == [ME]
+
+
+async def test_a_replaced_incarnation_is_dead(scene: Scene) -> None:
+    await scene.show(info(ME), info(PeerRef("prefill-0", 1)), info(PeerRef("prefill-1", 1)))
+    await scene.show(info(ME), info(PeerRef("prefill-0", 2)), info(PeerRef("prefill-1", 1)))
+    await until(lambda: len(scene.gone) > 2)
+    assert scene.gone == [PeerRef("prefill-0", 0), PeerRef("prefill-1", 0), PeerRef("prefill-0", 1)]
+
+
+async def test_whoever_appears_has_taken_the_place_of_runs_never_seen_here(scene: Scene) -> None:
+    await scene.show(info(ME), info(PeerRef("prefill-0", 7)))
+    assert scene.gone == [PeerRef("prefill-0", 6)]
+    scene.controller.change(info(ME), info(PeerRef("prefill-0", 7)))
+    await scene.show(info(ME), info(PeerRef("prefill-0", 7)), info(PeerRef("prefill-1", 1)))
+    assert scene.gone == [PeerRef("prefill-0", 6), PeerRef("prefill-1", 0)]
+
+
+async def test_a_run_that_is_being_asked_for_is_over_when_the_next_one_appears(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 3)
+    await scene.show(await scene.neighbour(peer))
+    scene.controller.change()
+    await until(lambda: peer in scene.link._probes)
+    await scene.show(info(PeerRef("prefill-0", 5)))
+    assert scene.gone[-1] == PeerRef("prefill-0", 4)
+    assert not scene.link._probes
+
+
+async def test_the_membership_is_followed_after_a_defect(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    scene.defects = 1
+    await scene.show(info(PeerRef("prefill-0", 2)))
+    assert scene.gone == [PeerRef("prefill-0", 1)]
+    assert "could not be followed" in caplog.text
+
+
+async def test_what_a_worker_learns_of_itself_reaches_the_controller(scene: Scene) -> None:
+    scene.transport = "fake (wire)"
+    await until(lambda: scene.controller.transports[-1] == "fake (wire)")
+    assert scene.controller.transports == ["fake", "fake (wire)"]
+
+
+async def test_one_that_left_and_answers_is_only_draining(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 1)
+    await scene.show(await scene.neighbour(peer))
+    scene.controller.change()
+    await until(lambda: peer in scene.link._probes)
+    await asyncio.sleep(0.05)
+    assert scene.gone == [PeerRef("prefill-0", 0)]
+    await scene.servers[-1].stop(None)
+    await until(lambda: len(scene.gone) > 1)
+    assert scene.gone[1:] == [peer]
+
+
+async def test_one_that_comes_back_is_alive(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 1)
+    there = await scene.neighbour(peer)
+    await scene.show(there)
+    scene.controller.change()
+    await until(lambda: peer in scene.link._probes)
+    scene.controller.change(there)
+    await until(lambda: peer not in scene.link._probes)
+    assert peer not in scene.gone
+
+
+async def test_somebody_else_at_its_address_means_dead(scene: Scene) -> None:
+    there = await scene.neighbour(PeerRef("prefill-0", 2))
+    await scene.show(info(PeerRef("prefill-0", 1), there.address))
+    scene.controller.change()
+    await until(lambda: PeerRef("prefill-0", 1) in scene.gone)
+
+
+async def test_a_controller_that_comes_back_hears_of_us_again(scene: Scene) -> None:
+    scene.controller.hang_up.set()
+    scene.controller.changed.set()
+    await until(lambda: len(scene.controller.registered) > 1)
+    scene.controller.over = True
+    await until(lambda: scene.superseded)
+
+
+async def test_no_controller_is_unavailable() -> None:
+    link = ControllerLink(
+        "127.0.0.1:1", "", lambda: info(ME), 1.0, on_peer_gone=lambda _: None, on_superseded=lambda _: None
+    )
+    with pytest.raises(Unavailable):
+        await link.register()
+    await link.close()

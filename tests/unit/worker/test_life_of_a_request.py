@@ -1,0 +1,557 @@
+"""Every edge of a request's life on two workers, and no page lost on any of them."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tests.fake_engine import PAGE_TOKENS, answer_to
+from tests.worker_pair import ROUTER, Heard, WorkerPair, until
+from wire.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    StaleEpoch,
+    Unavailable,
+)
+from wire.messages import Destination, FinishReason, PeerRef, PrefillTask, RequestRef, SamplingParams
+from wire.timeline import Edge
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17]
+TEN = SamplingParams(max_tokens=10)
+LONG = SamplingParams(max_tokens=150)
+
+
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("length", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 16, 17, 100])
+async def test_one_request(length: int, both: bool) -> None:
+    async with WorkerPair(both=both) as pair:
+        prompt = list(range(10, 10 + length))
+        heard = pair.send("q", prompt, TEN)
+        await until(lambda: heard.finish and (both or heard.pages))
+        assert heard.tokens == answer_to(prompt, TEN)
+        assert heard.finish is FinishReason.LENGTH
+        edges = [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
+        transfer = [] if both else [Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED]
+        assert heard.edges[:3] == edges
+        assert set(heard.edges) == {*edges, *transfer, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED}
+        assert heard.pages == (0 if both else -(-length // PAGE_TOKENS))
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_many_at_once(both: bool) -> None:
+    async with WorkerPair(both=both, pages=400) as pair:
+        asked = {f"q{n}": [n + 3, *range(20, 20 + n)] for n in range(30)}
+        heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
+        await until(lambda: all(each.finish for each in heard.values()))
+        for name, prompt in asked.items():
+            assert heard[name].tokens == answer_to(prompt, TEN)
+        assert max(len(batch.rows) for batch in pair.decode.engine.batches) <= 16
+        await pair.empty()
+
+
+async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
+    async with WorkerPair(max_step_tokens=8, max_batch_requests=4) as pair:
+        pair.fabric.hold()
+        heard = pair.send("q", list(range(3, 33)), TEN)
+        await until(lambda: heard.tokens)
+        assert [len(batch.rows[0].token_ids) for batch in pair.prefill.engine.batches] == [8, 8, 8, 6]
+        assert len(heard.tokens) == 1  # the first token does not wait for the transfer
+        pair.fabric.let_go()
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(list(range(3, 33)), TEN)
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_an_answer_of_one_token_never_reaches_the_decode_half(both: bool) -> None:
+    async with WorkerPair(both=both) as pair:
+        one = SamplingParams(max_tokens=1)
+        (first,) = answer_to(PROMPT, one)
+        stops = SamplingParams(max_tokens=10, stop_token_ids=(first,))
+        heard = [pair.send("length", PROMPT, one), pair.send("stop", PROMPT, stops)]
+        await until(lambda: all(each.finish for each in heard))
+        assert [each.finish for each in heard] == [FinishReason.LENGTH, FinishReason.STOP]
+        assert [each.tokens for each in heard] == [[first], [first]]
+        await pair.empty()
+
+
+async def test_no_destination_is_fine_for_one_token() -> None:
+    async with WorkerPair() as pair:
+        one = SamplingParams(max_tokens=1)
+        heard = pair.heard["q"] = Heard()
+        pair.prefill.worker.prefill(pair.task("q", PROMPT, one, None))
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, one)
+        with pytest.raises(InvalidArgument, match="destination"):
+            pair.prefill.worker.prefill(pair.task("r", PROMPT, TEN, None))
+        await pair.empty()
+
+
+async def test_stop_token_ends_decoding() -> None:
+    async with WorkerPair() as pair:
+        expected = answer_to(PROMPT, TEN)
+        sampling = SamplingParams(max_tokens=10, stop_token_ids=(expected[4],))
+        heard = pair.send("q", PROMPT, sampling)
+        await until(lambda: heard.finish)
+        assert heard.tokens == expected[:5]
+        assert heard.finish is FinishReason.STOP
+        await pair.empty()
+
+
+async def test_the_context_ends_decoding() -> None:
+    async with WorkerPair(pages=200) as pair:
+        prompt = [5] * 250
+        heard = pair.send("q", prompt, SamplingParams(max_tokens=1000))
+        await until(lambda: heard.finish)
+        assert len(heard.tokens) == 6  # 256 in all
+        assert heard.tokens == answer_to(prompt, SamplingParams(max_tokens=1000))
+        await pair.empty()
+
+
+# ---- aborts ----
+
+
+async def test_abort_while_queued() -> None:
+    async with WorkerPair(prefill_pages=8) as pair:
+        pair.prefill.engine.hold()
+        pair.send("first", [9] * 30, TEN)
+        await until(pair.prefill.engine.waiting.is_set)
+        second = pair.send("second", [8] * 30, TEN)  # no pages left for it
+        pair.abort("second")
+        await until(lambda: pair.prefill.worker.open_requests() == 1)
+        pair.prefill.engine.let_go()
+        await until(lambda: pair.heard["first"].finish)
+        assert second.tokens == []
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_abort_in_a_running_prefill_step(both: bool) -> None:
+    async with WorkerPair(both=both) as pair:
+        pair.prefill.engine.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(pair.prefill.engine.waiting.is_set)
+        pair.abort("q")
+        await asyncio.sleep(0.01)
+        counts = pair.prefill.engine.pool.counts()
+        assert counts.free < counts.total  # the engine still writes them
+        pair.prefill.engine.let_go()
+        await pair.empty()
+        assert heard.tokens == []
+
+
+async def test_abort_between_two_chunks() -> None:
+    async with WorkerPair(max_step_tokens=4, max_batch_requests=4) as pair:
+        pair.prefill.engine.hold()
+        pair.send("q", list(range(3, 43)), TEN)
+        await until(pair.prefill.engine.waiting.is_set)
+        pair.send("other", PROMPT, TEN)
+        pair.prefill.engine.let_go()
+        await until(lambda: len(pair.prefill.engine.batches) > 1)
+        pair.abort("q")
+        await until(lambda: pair.heard["other"].finish)
+        assert pair.heard["other"].tokens == answer_to(PROMPT, TEN)
+        await pair.empty()
+
+
+async def test_abort_while_pages_are_on_the_way() -> None:
+    async with WorkerPair() as pair:
+        pair.fabric.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.tokens)
+        await until(lambda: pair.decode.engine.pool.counts().advertised)
+        pair.abort("q")
+        await until(lambda: pair.decode.engine.pool.counts().quarantined)
+        assert pair.prefill.engine.pool.counts().owned  # a posted write still reads them
+        with pytest.raises(ResourceExhausted):
+            pair.reserve("r", PROMPT, SamplingParams(max_tokens=249))  # quarantined pages are nobody's
+        pair.fabric.let_go()
+        await pair.empty()
+        assert len(heard.tokens) == 1
+
+
+async def test_abort_of_a_running_request() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold(after=3)
+        heard = pair.send("q", PROMPT, LONG)
+        await until(lambda: len(heard.tokens) > 3)
+        pair.abort("q")
+        pair.decode.engine.let_go()
+        await pair.empty()
+        assert heard.finish is None
+
+
+async def test_abort_of_a_ready_request() -> None:
+    async with WorkerPair(max_batch_requests=1) as pair:
+        pair.decode.engine.hold(after=3)
+        first = pair.send("first", PROMPT, LONG)
+        await until(lambda: len(first.tokens) > 2)
+        second = pair.send("second", PROMPT, TEN)
+        await until(lambda: second.pages)
+        pair.fabric.settle()
+        pair.abort("second", "first")
+        pair.decode.engine.let_go()
+        await pair.empty()
+        assert len(second.tokens) == 1
+
+
+async def test_abort_of_an_earlier_attempt_spares_the_later_one() -> None:
+    async with WorkerPair() as pair:
+        heard = pair.send("q", PROMPT, TEN, attempt=3)
+        pair.abort("q", attempt=2)
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, TEN)
+        pair.abort("nobody")
+        await pair.empty()
+
+
+async def test_a_closed_stream_ends_its_requests() -> None:
+    async with WorkerPair(pages=200) as pair:
+        pair.decode.engine.hold(after=10)
+        heard = [pair.send(f"q{n}", PROMPT, LONG) for n in range(4)]
+        await until(lambda: any(len(each.tokens) > 2 for each in heard))
+        pair.send("late", list(range(3, 80)), TEN)
+        for end, stream in zip(pair.ends, pair.streams, strict=True):
+            end.worker.detach(stream)
+        pair.decode.engine.let_go()
+        await pair.empty()
+
+
+async def test_a_router_that_never_attaches_is_forgotten() -> None:
+    async with WorkerPair(attach_grace_s=0.05) as pair:
+        for end, stream in zip(pair.ends, pair.streams, strict=True):
+            end.worker.detach(stream)
+        pair.send("q", PROMPT, LONG)
+        await pair.empty()
+
+
+async def test_a_second_stream_takes_the_place_of_the_first() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold(after=3)
+        old = pair.send("old", PROMPT, LONG)
+        await until(lambda: len(old.tokens) > 2)
+        for end in pair.ends:
+            pair.attach(end)
+        pair.decode.engine.let_go()
+        await until(lambda: old.finish)
+        assert old.error == "UNAVAILABLE"
+        new = pair.send("new", PROMPT, TEN)
+        await until(lambda: new.finish)
+        assert new.tokens == answer_to(PROMPT, TEN)
+        for end, stream in zip(pair.ends, pair.streams[:2], strict=True):
+            end.worker.detach(stream)  # late news of the first stream's end
+        again = pair.send("again", PROMPT, TEN)
+        await until(lambda: again.finish)
+        await pair.empty()
+
+
+# ---- attempts, leases, epochs ----
+
+
+async def test_said_twice_is_said_once() -> None:
+    async with WorkerPair() as pair:
+        pair.prefill.engine.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        lease = pair.reserve("q", PROMPT, TEN)
+        pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, lease))
+        assert pair.decode.worker.inspect().leases == 1
+        pair.prefill.engine.let_go()
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, TEN)
+        await pair.empty()
+
+
+async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
+    async with WorkerPair() as pair:
+        pair.fabric.hold()
+        first = pair.send("q", PROMPT, TEN)
+        await until(lambda: first.tokens)
+        second = pair.send("q", PROMPT, TEN, attempt=2)
+        with pytest.raises(StaleEpoch):
+            pair.reserve("q", PROMPT, TEN, attempt=1)
+        with pytest.raises(StaleEpoch):
+            pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, pair.reserve("x", PROMPT, TEN), attempt=1))
+        pair.abort("x")
+        pair.fabric.let_go()
+        await until(lambda: second.finish)
+        assert second.tokens == answer_to(PROMPT, TEN)
+        assert pair.decode.worker.inspect().fenced >= 1
+        assert pair.prefill.worker.inspect().fenced == 1
+        await pair.empty()
+
+
+async def test_a_lease_without_heartbeat_expires() -> None:
+    async with WorkerPair(lease_s=0.1) as pair:
+        pair.fabric.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        assert pair.decode.engine.pool.counts().quarantined == 2
+        pair.fabric.let_go()
+        await pair.empty()
+
+
+async def test_heartbeats_keep_a_lease_and_name_the_lost_ones() -> None:
+    async with WorkerPair(lease_s=0.2) as pair:
+        kept, lost = pair.reserve("kept", PROMPT, TEN), pair.reserve("lost", PROMPT, TEN)
+        for _ in range(8):
+            await asyncio.sleep(0.05)
+            pair.decode.worker.admission.heartbeat([kept])
+        assert pair.decode.worker.admission.heartbeat([kept, lost]) == (lost,)
+        pair.abort("kept")
+        await pair.empty()
+
+
+async def test_an_admitted_lease_is_not_lost() -> None:
+    async with WorkerPair() as pair:
+        lease = pair.reserve("q", PROMPT, TEN)
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert pair.decode.worker.admission.heartbeat([lease]) == ()
+        await pair.empty()
+
+
+async def test_what_does_not_fit_the_reservation_fails_closed() -> None:
+    async with WorkerPair() as pair:
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        lease = pair.reserve("r", PROMPT, TEN)
+        changed = pair.heard["r"] = Heard()
+        pair.prefill.worker.prefill(pair.task("r", [*PROMPT[:-1], 99], TEN, lease))
+        await until(lambda: changed.finish)
+        assert changed.error == "TRANSFER_FAILED"
+        assert len(changed.tokens) == 1
+        assert pair.decode.worker.inspect().fenced == 1
+        await pair.empty()
+
+
+async def test_an_allotment_that_is_too_large_is_refused() -> None:
+    async with WorkerPair() as pair:
+        lease = pair.reserve("q", PROMPT, TEN)
+        heard = pair.heard["q"] = Heard()
+        pair.prefill.worker.prefill(pair.task("q", PROMPT * 3, TEN, lease))
+        await until(lambda: heard.finish)
+        assert heard.error == "INVALID_ARGUMENT"
+        await pair.empty()
+
+
+# ---- room ----
+
+
+async def test_a_full_pool_says_so_and_takes_the_next_when_it_is_free() -> None:
+    async with WorkerPair(pages=10, prefill_pages=64) as pair:
+        sampling = SamplingParams(max_tokens=20)  # 26 positions: 7 pages of 10
+        first = pair.send("first", PROMPT, sampling)
+        with pytest.raises(ResourceExhausted) as refused:
+            pair.send("second", PROMPT, sampling)
+        assert refused.value.retry_after_s > 0
+        with pytest.raises(InvalidArgument, match="max_tokens"):
+            pair.send("never", PROMPT, SamplingParams(max_tokens=40))
+        await until(lambda: first.finish)
+        await pair.decode.empty()
+        second = pair.send("second", PROMPT, sampling)
+        await until(lambda: second.finish)
+        assert second.tokens == answer_to(PROMPT, sampling)
+        await pair.empty()
+
+
+async def test_prompts_wait_for_pages_first_come_first_served() -> None:
+    async with WorkerPair(pages=300, prefill_pages=8) as pair:
+        asked = {f"q{n}": [n + 3] * (30 if n % 2 else 5) for n in range(12)}
+        heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
+        await until(lambda: all(each.finish for each in heard.values()))
+        for name, prompt in asked.items():
+            assert heard[name].tokens == answer_to(prompt, TEN)
+        started = [
+            row.token_ids[0] - 3 for batch in pair.prefill.engine.batches for row in batch.rows if row.start == 0
+        ]
+        assert started == list(range(12))
+        await pair.empty()
+
+
+async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold(after=3)
+        heard = pair.send("q", PROMPT, LONG)
+        await until(lambda: len(heard.tokens) > 1)
+        draining = asyncio.create_task(pair.decode.worker.drain(10.0))
+        await asyncio.sleep(0)
+        pair.decode.engine.let_go()
+        with pytest.raises(Unavailable):
+            pair.reserve("r", PROMPT, TEN)
+        assert await pair.prefill.worker.drain(10.0) == 0
+        with pytest.raises(Unavailable):
+            pair.prefill.worker.prefill(pair.task("r", PROMPT, SamplingParams(max_tokens=1), None))
+        assert await draining == 0
+        assert heard.tokens == answer_to(PROMPT, LONG)
+        await pair.empty()
+
+
+async def test_drain_counts_what_it_leaves_behind() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.pages)
+        assert await pair.decode.worker.drain(0.01) == 1
+
+
+# ---- what is looked after in idle times ----
+
+
+async def test_a_pool_that_lost_a_page_is_reported_when_the_worker_is_idle(caplog: pytest.LogCaptureFixture) -> None:
+    async with WorkerPair() as pair:
+        worker, pool = pair.decode.worker, pair.decode.engine.pool
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        await pair.empty()
+        pool._free.pop()
+        again = pair.send("r", PROMPT, TEN)
+        await until(lambda: again.finish and worker.inspect().integrity_error)
+        assert "lost" in worker.inspect().integrity_error
+        assert "lost" in caplog.text
+
+
+async def test_asking_how_a_worker_is_looks_at_no_page() -> None:
+    """Others ask often, and the pool's lock is what the engine's next step waits for."""
+    async with WorkerPair() as pair:
+        pair.decode.engine.pool._faults = None  # type: ignore[assignment,method-assign]
+        assert pair.decode.worker.inspect().integrity_error == ""
+
+
+async def test_leases_end_after_a_defect_in_the_timer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with WorkerPair(lease_s=0.05) as pair:
+        admission = pair.decode.worker.admission
+        expire, broken = admission.expire, [KeyError("a defect")]
+
+        def fragile() -> None:
+            if broken:
+                raise broken.pop()
+            expire()
+
+        monkeypatch.setattr(admission, "expire", fragile)
+        pair.reserve("q", PROMPT, TEN)
+        await pair.empty()
+        assert "in spite of an error" in caplog.text
+
+
+# ---- failures ----
+
+
+async def test_a_failed_write_is_reported_and_everything_freed() -> None:
+    async with WorkerPair() as pair:
+        pair.fabric.fail_next()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        assert len(heard.tokens) == 1
+        await pair.empty()
+        again = pair.send("q", PROMPT, TEN, attempt=2)
+        await until(lambda: again.finish)
+        assert again.tokens == answer_to(PROMPT, TEN)
+        await pair.empty()
+
+
+async def test_a_failed_chunk_stops_the_rest() -> None:
+    async with WorkerPair(max_step_tokens=4, max_batch_requests=4) as pair:
+        pair.fabric.fail_next()
+        heard = pair.send("q", list(range(3, 43)), TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        await pair.empty()
+
+
+async def test_a_lost_notice_ends_with_the_lease() -> None:
+    async with WorkerPair(lease_s=0.1) as pair:
+        pair.fabric.drop_notices()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        await pair.prefill.empty()
+        # The writer believes that it has delivered, so only its death proves that it is quiet.
+        assert pair.decode.engine.pool.counts().quarantined == 2
+        pair.decode.worker.peer_gone(pair.prefill.me)
+        await pair.empty()
+
+
+async def test_a_dead_prefill_worker_is_survived() -> None:
+    async with WorkerPair() as pair:
+        pair.fabric.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: pair.decode.engine.pool.counts().advertised)
+        pair.fabric.kill(pair.prefill.me)
+        pair.fabric.let_go()
+        pair.decode.worker.peer_gone(pair.prefill.me)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        await pair.decode.empty()
+        with pytest.raises(Unavailable):
+            pair.reserve("r", PROMPT, TEN)
+        await pair.prefill.empty()
+
+
+async def test_a_decode_worker_that_restarted_is_not_mistaken_for_the_old_one() -> None:
+    async with WorkerPair() as pair:
+        lease = pair.reserve("q", PROMPT, TEN)
+        moved = Destination(PeerRef("decode-0", 0), pair.decode.address, lease)
+        heard = pair.heard["q"] = Heard()
+        pair.prefill.worker.prefill(PrefillTask(ROUTER, RequestRef("q", 1), tuple(PROMPT), TEN, moved))
+        await until(lambda: heard.finish)
+        assert heard.error == "STALE_EPOCH"
+        pair.abort("q")
+        await pair.empty()
+
+
+async def test_a_decode_worker_that_is_not_there() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.address = "127.0.0.1:1"
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "UNAVAILABLE"
+        pair.abort("q")
+        await pair.empty()
+
+
+async def test_workers_that_do_not_fit_refuse_in_words() -> None:
+    async with WorkerPair() as pair:
+        mine = pair.decode.worker.peers._mine
+        pair.decode.worker.peers._mine = replace(mine, compatibility_hash="0" * 64)
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "FAILED_PRECONDITION"
+        await pair.empty()
+
+
+async def test_a_step_that_fails_ends_the_worker_loudly() -> None:
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold(after=3)
+        running = pair.send("running", PROMPT, LONG)
+        await until(lambda: len(running.tokens) > 2)
+        pair.decode.engine.error = RuntimeError("a defect")
+        pair.decode.engine.let_go()
+        await until(pair.decode.worker.died.done)
+        await until(lambda: running.finish)
+        assert running.error == "INTERNAL"
+        assert str(pair.decode.worker.died.result()) == "a defect"
+
+
+async def test_a_closed_half_takes_nothing() -> None:
+    async with WorkerPair() as pair:
+        with pytest.raises(FailedPrecondition):
+            pair.prefill.worker.reserve(pair.reservation("q", PROMPT, TEN))
+        with pytest.raises(FailedPrecondition):
+            pair.decode.worker.prefill(pair.task("q", PROMPT, SamplingParams(max_tokens=1), None))
+
+
+async def test_one_prefill_token_ends_without_waiting_for_a_full_house() -> None:
+    async with WorkerPair(max_prefill_requests=1) as pair:
+        pair.prefill.engine.hold()
+        pair.send("q", PROMPT, TEN)
+        with pytest.raises(ResourceExhausted):
+            pair.prefill.worker.prefill(pair.task("r", PROMPT, SamplingParams(max_tokens=1), None))
+        pair.prefill.engine.let_go()
+        await until(lambda: pair.heard["q"].finish)
+        await pair.empty()

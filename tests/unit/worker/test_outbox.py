@@ -1,0 +1,99 @@
+"""One message a step for each router, and what happens to the requests of a router without a stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from wire.messages import RequestEvent, RequestRef, RoutedEvent, StepEvents, WorkerLoad
+from worker.outbox import Outbox, RouterStream
+
+LOAD = WorkerLoad(0, 0, 0, 0, 8)
+
+
+def event(name: str) -> RequestEvent:
+    return RequestEvent(RequestRef(name, 1))
+
+
+class Office:
+    """An outbox that notes whose requests it has given up."""
+
+    def __init__(self, grace_s: float = 0.01) -> None:
+        self.gone: list[str] = []
+        self.outbox = Outbox(asyncio.get_running_loop(), lambda: LOAD, self._router_gone, grace_s)
+
+    def _router_gone(self, router_id: str) -> list[RequestEvent]:
+        self.gone.append(router_id)
+        return [event("lost")]
+
+
+async def read(stream: RouterStream) -> tuple[AsyncIterator[StepEvents], StepEvents]:
+    """The stream and its first message, which comes at once."""
+    messages = aiter(stream.messages())
+    return messages, await anext(messages)
+
+
+async def test_steps_go_to_each_router_alone() -> None:
+    office = Office()
+    (one, first), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
+    assert first == StepEvents(0, (), LOAD)
+    office.outbox.publish(7, [RoutedEvent("1", event("a")), RoutedEvent("2", event("b")), RoutedEvent("3", event("c"))])
+    assert await anext(one) == StepEvents(7, (event("a"),), LOAD)
+    assert await anext(two) == StepEvents(7, (event("b"),), LOAD)
+    office.outbox.post(RoutedEvent("1", event("d")))
+    assert await anext(one) == StepEvents(7, (event("d"),), LOAD)
+
+
+async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
+    office = Office()
+    messages, _ = await read(office.outbox.attach("1"))
+    for step in (1, 2, 3):
+        office.outbox.publish(step, [RoutedEvent("1", event(str(step)))])
+    await asyncio.sleep(0)
+    assert await anext(messages) == StepEvents(3, (event("1"), event("2"), event("3")), LOAD)
+
+
+async def test_a_router_is_gone_with_its_stream() -> None:
+    office = Office()
+    stream = office.outbox.attach("1")
+    office.outbox.detach(stream)
+    office.outbox.detach(stream)
+    assert office.gone == ["1"]
+    office.outbox.publish(1, [RoutedEvent("1", event("a"))])  # nobody listens any more
+
+
+async def test_events_wait_for_a_stream_that_is_about_to_come() -> None:
+    office = Office(grace_s=60.0)
+    office.outbox.expect("1")
+    office.outbox.post(RoutedEvent("1", event("early")))
+    _, first = await read(office.outbox.attach("1"))
+    assert first.events == (event("early"),)
+    assert office.gone == []
+
+
+async def test_a_router_that_does_not_come_is_gone() -> None:
+    office = Office()
+    office.outbox.expect("1")
+    office.outbox.expect("2")
+    office.outbox.attach("2")
+    await asyncio.sleep(0.05)
+    assert office.gone == ["1"]
+
+
+async def test_a_second_stream_ends_the_first_and_hears_what_was_lost() -> None:
+    office = Office()
+    old = office.outbox.attach("1")
+    messages, _ = await read(old)
+    _, first = await read(office.outbox.attach("1"))
+    assert first.events == (event("lost"),)
+    assert [message async for message in messages] in ([], [StepEvents(0, (), LOAD)])
+    office.outbox.detach(old)
+    assert office.gone == ["1"]
+
+
+async def test_closing_sends_what_is_pending_first() -> None:
+    office = Office()
+    messages, _ = await read(office.outbox.attach("1"))
+    office.outbox.post(RoutedEvent("1", event("last")))
+    office.outbox.close()
+    assert [message.events async for message in messages] == [(event("last"),)]
+    late = office.outbox.attach("2")
+    assert [message.events async for message in late.messages()] in ([], [()])

@@ -1,0 +1,108 @@
+"""Calls to other workers over real channels: what a dropped channel and a dead worker look like to the caller."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kv_transfer.handshake import make_handshake
+from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from tests.fake_engine import FakeEngine
+from tests.worker_pair import until
+from wire import rpc
+from wire.errors import StaleEpoch, Unavailable
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import Destination, Lease, PeerRef
+from worker.peers import Peers
+
+THERE = PeerRef("decode-0", 5)
+LEASE = Lease("q", 1, 9)
+
+
+class Decode(worker_pb2_grpc.WorkerServicer):
+    """A decode worker that answers when it is let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.calls: list[str] = []
+
+    async def AllotPages(self, _request: Any, _context: Any) -> worker_pb2.AllotPagesResponse:
+        self.calls.append("allot")
+        await self.go.wait()
+        return worker_pb2.AllotPagesResponse(page_ids=[1, 2])
+
+    async def ReleaseLease(self, _request: Any, _context: Any) -> worker_pb2.ReleaseLeaseResponse:
+        self.calls.append("release")
+        if not self.go.is_set():
+            raise StaleEpoch("over")
+        return worker_pb2.ReleaseLeaseResponse()
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.fabric = InMemoryFabric()
+        transport = InMemoryTransport(self.fabric, self.engine.layout, PeerRef("prefill-0", 1), lambda _: None)
+        mine = make_handshake(transport.describe(), (), self.engine.layout)
+        self.peers = Peers(mine, transport, "", 5.0)
+        self.decode = Decode()
+
+    async def start(self) -> None:
+        self.server = rpc.open_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.decode, self.server)
+        port = self.server.add_insecure_port("127.0.0.1:0")
+        await self.server.start()
+        self.there = Destination(THERE, f"127.0.0.1:{port}", LEASE)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Scene]:
+    made = Scene()
+    await made.start()
+    yield made
+    await made.peers.close()
+    await made.server.stop(None)
+    made.fabric.close()
+
+
+async def test_a_channel_dropped_under_a_call_is_a_peer_that_is_unavailable(scene: Scene) -> None:
+    call = asyncio.ensure_future(scene.peers.allot(scene.there, 2))
+    await until(lambda: scene.decode.calls)
+    scene.peers.forget(THERE)
+    with pytest.raises(Unavailable, match="decode-0"):
+        await call
+
+
+async def test_a_caller_that_is_cancelled_stays_cancelled(scene: Scene) -> None:
+    call = asyncio.ensure_future(scene.peers.allot(scene.there, 2))
+    await until(lambda: scene.decode.calls)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_nothing_is_said_to_a_worker_that_is_gone(scene: Scene) -> None:
+    """Its address may be somebody else's by now, and the call carries the token."""
+    scene.decode.go.set()
+    scene.peers.forget(THERE)
+    for call in (scene.peers.connect(scene.there), scene.peers.allot(scene.there, 2)):
+        with pytest.raises(Unavailable, match="gone"):
+            await call
+    await scene.peers.release(scene.there)
+    assert scene.decode.calls == []
+    assert not scene.peers._connections
+
+
+async def test_the_death_of_a_later_run_is_that_of_the_earlier_ones(scene: Scene) -> None:
+    scene.decode.go.set()
+    await scene.peers.release(scene.there)
+    scene.peers.forget(PeerRef("decode-0", 4))
+    assert THERE in scene.peers._connections
+    scene.peers.forget(PeerRef("decode-0", 6))
+    assert not scene.peers._connections
+
+
+async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
+    with pytest.raises(StaleEpoch):
+        await scene.peers.release(scene.there)

@@ -1,0 +1,70 @@
+"""The worker's own door: one bad request never reaches the engine."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from tests.fake_engine import FACTS
+from wire.errors import FailedPrecondition, InvalidArgument
+from wire.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from worker.config import WorkerConfig
+from worker.validation import check_prefill, check_reservation
+
+GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens=4), PeerRef("p", 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"router_id": ""}, "router_id"),
+        ({"ref": RequestRef("", 1)}, "request_id"),
+        ({"ref": RequestRef("x" * 257, 1)}, "request_id"),
+        ({"ref": RequestRef("q", 0)}, "attempt"),
+        ({"prompt_token_ids": ()}, "prompt_token_ids"),
+        ({"prompt_token_ids": (1, FACTS.vocab_size)}, "prompt_token_ids"),
+        ({"prompt_token_ids": (1,) * FACTS.max_context}, "prompt_token_ids"),
+        ({"sampling": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ({"sampling": SamplingParams(1, temperature=-0.1)}, "temperature"),
+        ({"sampling": SamplingParams(1, temperature=math.nan)}, "temperature"),
+        ({"sampling": SamplingParams(1, temperature=math.inf)}, "temperature"),
+        ({"sampling": SamplingParams(1, top_p=0.0)}, "top_p"),
+        ({"sampling": SamplingParams(1, top_p=1.1)}, "top_p"),
+        ({"sampling": SamplingParams(1, top_p=math.nan)}, "top_p"),
+        ({"sampling": SamplingParams(1, min_p=-1.0)}, "min_p"),
+        ({"sampling": SamplingParams(1, min_p=math.nan)}, "min_p"),
+        ({"sampling": SamplingParams(1, stop_token_ids=(FACTS.vocab_size,))}, "stop_token_ids"),
+    ],
+)
+def test_both_doors_name_the_field(change: dict[str, Any], field: str) -> None:
+    bad = replace(GOOD, **change)
+    task = PrefillTask(bad.router_id, bad.ref, bad.prompt_token_ids, bad.sampling, None)
+    for check in (
+        lambda: check_reservation(bad, FACTS, Role.BOTH),
+        lambda: check_prefill(task, FACTS, Role.BOTH),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            check()
+        assert caught.value.field == field
+
+
+def test_the_longest_prompt_is_fine() -> None:
+    check_reservation(replace(GOOD, prompt_token_ids=(1,) * (FACTS.max_context - 1)), FACTS, Role.DECODE)
+
+
+def test_a_closed_half_says_so() -> None:
+    with pytest.raises(FailedPrecondition):
+        check_reservation(GOOD, FACTS, Role.PREFILL)
+    with pytest.raises(FailedPrecondition):
+        check_prefill(PrefillTask("r", GOOD.ref, (1,), SamplingParams(1), None), FACTS, Role.DECODE)
+
+
+@pytest.mark.parametrize(
+    ("role", "requests", "tokens", "batch"), [("decode", 64, 512, 64), ("decode", 64, 32, 32), ("both", 64, 64, 32)]
+)
+def test_with_both_halves_open_prompts_keep_half_of_a_step(role: str, requests: int, tokens: int, batch: int) -> None:
+    engine = EngineConfig(Path("m"), max_batch_requests=requests, max_step_tokens=tokens)
+    assert WorkerConfig("w", Role(role), engine).decode_batch == batch

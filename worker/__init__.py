@@ -1,0 +1,1 @@
+"""A worker process: one engine, one page pool, two halves, one gRPC port."""

@@ -1,0 +1,43 @@
+"""The Ray shell around a worker process: what the controller calls, and nothing of a request."""
+
+import asyncio
+import logging
+import os
+
+from wire.messages import WorkerInfo
+from worker.config import WorkerConfig
+
+
+class WorkerActor:
+    """To be made an actor by the controller. Its methods are coroutines, so `run` can stay pending beside them."""
+
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+        # Here, not above: the controller imports this module too, and has no use for torch.
+        from worker.process import WorkerProcess
+
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        self._process = WorkerProcess(config, incarnation)
+        self._progress = ("starting", 0.0)
+
+    async def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    async def start(self) -> WorkerInfo:
+        """See `WorkerProcess.start`."""
+        return await asyncio.to_thread(self._process.start, self._note)
+
+    async def progress(self) -> tuple[str, float]:
+        """The stage of the start in words, and the fraction of it that is done."""
+        return self._progress
+
+    async def run(self) -> None:
+        """Pending until the worker was drained or stops; Internal when it had to."""
+        await asyncio.to_thread(self._process.wait)
+
+    async def stop(self) -> None:
+        """See `WorkerProcess.stop`."""
+        await asyncio.to_thread(self._process.stop)
+
+    def _note(self, stage: str, fraction: float) -> None:
+        self._progress = (stage, fraction)

@@ -1,0 +1,49 @@
+"""Settings of one worker process."""
+
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from wire.messages import Role
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What one worker loads, which halves of it take work, and whom it talks to."""
+
+    worker_id: str
+    """Its name in the cluster; outlives the process."""
+    role: Role
+    """Which halves take work."""
+    engine: EngineConfig
+    """What the engine loads, and its sizes."""
+    model_name: str = ""
+    """The name clients use; empty = the model folder's."""
+    controller_address: str | None = None
+    """host:port of the controller; None = the worker serves without a cluster."""
+    token: str = ""
+    """The cluster's secret: what callers must send and this worker sends; empty = no token is asked for."""
+    host: str = "127.0.0.1"
+    """Address the gRPC server listens on."""
+    port: int = 0
+    """Port of the gRPC server; 0 = any free one, published to the controller."""
+    lease_s: float = 5.0
+    """Life of a lease without a heartbeat from its router, in seconds."""
+    quarantine_s: float = 5.0
+    """From the known death of a prefill worker until the pages it might have written are free, in seconds."""
+    transfer_deadline_s: float = 30.0
+    """Seconds after which a posted KV write that has not completed counts as failed."""
+    transfer_backend: str = "nixl"
+    """What moves KV pages: `nixl`."""
+    rpc_timeout_s: float = 5.0
+    """Deadline of each call to another worker or the controller, in seconds."""
+    attach_grace_s: float = 5.0
+    """How long requests of a router without an event stream may live, in seconds."""
+    max_prefill_requests: int = 1024
+    """Most prompts the prefill half knows at a time."""
+
+    @property
+    def decode_batch(self) -> int:
+        """Most requests of one decode step: with both halves open, prompts keep at least half of a step's tokens."""
+        tokens = self.engine.max_step_tokens
+        room = max(1, tokens // 2) if self.role is Role.BOTH else tokens
+        return min(self.engine.max_batch_requests, room)

@@ -1,0 +1,165 @@
+"""The worker's tie to the controller: it registers, and learns from the membership which other workers are dead.
+
+A worker that left the membership may be dead or only draining: it counts as dead once a later incarnation has taken its
+place, or once nobody answers at its address. A worker that appears has taken the place of all its earlier incarnations,
+known here or not: some of them may hold leases that were granted while the membership was out of sight.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from wire import convert, rpc
+from wire.errors import StaleEpoch, TandemError
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.messages import Membership, PeerRef, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S = 0.5
+PROBE_S = 0.5
+REFRESH_S = 1.0
+"""How often the worker's own facts are compared with what the controller heard of them."""
+
+
+class ControllerLink:
+    """One worker's registration. Lives on the event loop.
+
+    `describe` gives the worker's facts as they are now. `on_peer_gone` hears of incarnations of other workers that are
+    known dead, and with each of all before it; `on_superseded`, that the controller has given this one up.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        describe: Callable[[], WorkerInfo],
+        timeout_s: float,
+        *,
+        on_peer_gone: Callable[[PeerRef], None],
+        on_superseded: Callable[[TandemError], None],
+    ) -> None:
+        self._describe = describe
+        self._announced = describe()
+        self._me = self._announced.peer
+        self._token = token
+        self._timeout_s = timeout_s
+        self._on_peer_gone = on_peer_gone
+        self._on_superseded = on_superseded
+        self._channel = rpc.open_channel(address, token)
+        self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
+        self._left = False
+        self._known: dict[PeerRef, str] = {}
+        self._probes: dict[PeerRef, asyncio.Task[None]] = {}
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    async def register(self) -> None:
+        """Announce this worker and begin to watch the others. Unavailable when the controller does not answer."""
+        await self._announce()
+        self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
+
+    async def unregister(self) -> None:
+        """Leave the membership; what runs here may end. A controller that is away has forgotten us already."""
+        if self._left:
+            return
+        self._left = True
+        request = cluster_pb2.UnregisterRequest(worker_id=self._me.worker_id, incarnation=self._me.incarnation)
+        try:
+            await self._stub.Unregister(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            log.info("could not unregister: %s", error.details())
+
+    async def close(self) -> None:
+        """Stop watching. Leaves the membership as it is."""
+        tasks = [*self._probes.values(), *self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._channel.close()
+
+    async def _announce(self) -> None:
+        info = self._describe()
+        request = cluster_pb2.RegisterRequest(worker=convert.worker_info_to_proto(info))
+        try:
+            await self._stub.Register(request, timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise rpc.error_of(error, "the controller") from error
+        self._announced = info
+
+    async def _watch_forever(self) -> None:
+        while True:
+            try:
+                async for message in self._stub.Watch(cluster_pb2.WatchRequest(), wait_for_ready=True):
+                    self._see(convert.membership_from_proto(message))
+            except grpc.aio.AioRpcError as error:
+                log.info("the controller's membership stream ended: %s", error.details())
+            except Exception:
+                log.exception("a membership could not be followed; the next one is")
+            await asyncio.sleep(RECONNECT_S)
+            await self._announce_again()
+
+    async def _refresh_forever(self) -> None:
+        """What a worker only learns while it serves, as the wire of its transfers, reaches everybody."""
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                if self._describe() != self._announced:
+                    await self._announce_again()
+            except Exception:
+                log.exception("what this worker learned of itself was not told; it is tried again")
+
+    async def _announce_again(self) -> None:
+        """A controller that restarted has to hear of us anew."""
+        if self._left:
+            return
+        try:
+            await self._announce()
+        except StaleEpoch as error:
+            # Not when the call crossed our own leave.
+            if not self._left:
+                self._on_superseded(error)
+        except TandemError as error:
+            log.info("could not register again: %s", error.message)
+
+    def _see(self, membership: Membership) -> None:
+        serving = {info.peer: info.address for info in membership.workers if info.peer.worker_id != self._me.worker_id}
+        for peer in [peer for peer in self._probes if peer in serving]:
+            self._probes.pop(peer).cancel()
+        for peer in [peer for peer in serving if peer not in self._known]:
+            self._bury(PeerRef(peer.worker_id, peer.incarnation - 1))
+        self._known.update(serving)
+        for peer, address in self._known.items():
+            if peer not in serving and peer not in self._probes:
+                self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))
+
+    def _bury(self, gone: PeerRef) -> None:
+        """This incarnation and all before it are dead."""
+        for peer in [peer for peer in self._known if _is_same_or_earlier(peer, gone)]:
+            del self._known[peer]
+            probe = self._probes.pop(peer, None)
+            if probe is not None and probe is not asyncio.current_task():
+                probe.cancel()
+        self._on_peer_gone(gone)
+
+    async def _probe(self, peer: PeerRef, address: str) -> None:
+        """Ask at the address of a worker that left until nobody, or somebody else, answers."""
+        async with rpc.open_channel(address, self._token) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            # Nothing tells of a death but the lack of an answer.
+            while await self._answers(stub, peer):  # noqa: ASYNC110
+                await asyncio.sleep(PROBE_S)
+        self._bury(peer)
+
+    async def _answers(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> bool:
+        try:
+            reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return bool(error.code() is not grpc.StatusCode.UNAVAILABLE)
+        return bool(reply.incarnation == peer.incarnation and reply.worker_id == peer.worker_id)
+
+
+def _is_same_or_earlier(peer: PeerRef, than: PeerRef) -> bool:
+    return peer.worker_id == than.worker_id and peer.incarnation <= than.incarnation

@@ -1,0 +1,125 @@
+"""The way out of a worker: one stream of events for each router.
+
+The engine thread hands over a step's events in one call; the event loop sorts them by router and wakes the streams. A
+stream that is slower than the steps sends several of them as one message.
+
+A router's requests live no longer than its stream: when it ends, or when nobody attaches within `attach_grace_s` of a
+router's first request, `on_gone` is told.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from wire.messages import RequestEvent, RoutedEvent, StepEvents, WorkerLoad
+
+
+class RouterStream:
+    """What waits to be sent to one router."""
+
+    def __init__(self, router_id: str, snapshot: Callable[[tuple[RequestEvent, ...]], StepEvents]) -> None:
+        self.router_id = router_id
+        self.pending: list[RequestEvent] = []
+        self.attached = False
+        self.closed = False
+        self._snapshot = snapshot
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """There is something to send."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """The reader ends once it has sent what is pending."""
+        self.closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[StepEvents]:
+        """One message at once, then one for each step, or for several when the reader is slower."""
+        self._changed.set()
+        while not self.closed or self.pending:
+            await self._changed.wait()
+            self._changed.clear()
+            pending, self.pending = self.pending, []
+            yield self._snapshot(tuple(pending))
+
+
+class Outbox:
+    """Every router's stream. Lives on the event loop; `publish` alone may be called from another thread."""
+
+    def __init__(
+        self,
+        events: asyncio.AbstractEventLoop,
+        load: Callable[[], WorkerLoad],
+        on_gone: Callable[[str], Sequence[RequestEvent]],
+        attach_grace_s: float,
+    ) -> None:
+        """`on_gone(router_id)` aborts its requests and returns what a stream that replaces the lost one must hear."""
+        self._events = events
+        self._load = load
+        self._on_gone = on_gone
+        self._attach_grace_s = attach_grace_s
+        self._streams: dict[str, RouterStream] = {}
+        self._step = 0
+        self._closed = False
+
+    def publish(self, step: int, events: Sequence[RoutedEvent]) -> None:
+        """Engine thread: what a step did. Never waits."""
+        self._events.call_soon_threadsafe(self._take_step, step, events)
+
+    def post(self, routed: RoutedEvent) -> None:
+        """Something happened between steps."""
+        stream = self._streams.get(routed.router_id)
+        if stream is not None:
+            stream.pending.append(routed.event)
+            stream.wake()
+
+    def expect(self, router_id: str) -> None:
+        """A request of this router arrives: keep its events for the stream that must follow soon."""
+        if router_id not in self._streams:
+            stream = self._streams[router_id] = RouterStream(router_id, self._snapshot)
+            self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
+
+    def attach(self, router_id: str) -> RouterStream:
+        """The stream of one router. A second attach ends the first stream, and its requests with it: the router hears
+        of each on the new one."""
+        known = self._streams.get(router_id)
+        stream = RouterStream(router_id, self._snapshot)
+        if known is not None and known.attached:
+            stream.pending.extend(self._on_gone(router_id))
+        elif known is not None:
+            stream.pending, known.pending = known.pending, []
+        if known is not None:
+            known.close()
+        stream.attached = True
+        stream.closed = self._closed
+        self._streams[router_id] = stream
+        return stream
+
+    def detach(self, stream: RouterStream) -> None:
+        """The stream ended: abort its router's requests, unless another stream has taken its place. Idempotent."""
+        if self._streams.get(stream.router_id) is stream:
+            del self._streams[stream.router_id]
+            self._on_gone(stream.router_id)
+        stream.close()
+
+    def close(self) -> None:
+        """End every stream once it has sent what is pending; later ones end at once."""
+        self._closed = True
+        for stream in self._streams.values():
+            stream.close()
+
+    def _lose_unattached(self, stream: RouterStream) -> None:
+        if not stream.attached:
+            self.detach(stream)
+
+    def _take_step(self, step: int, events: Sequence[RoutedEvent]) -> None:
+        self._step = step
+        for routed in events:
+            stream = self._streams.get(routed.router_id)
+            if stream is not None:
+                stream.pending.append(routed.event)
+        for stream in self._streams.values():
+            stream.wake()
+
+    def _snapshot(self, events: tuple[RequestEvent, ...]) -> StepEvents:
+        return StepEvents(self._step, events, self._load())

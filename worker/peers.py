@@ -1,0 +1,151 @@
+"""The other workers: clients to decode workers, and the answer to prefill workers that introduce themselves."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc.aio
+
+from kv_transfer.base import Sender
+from kv_transfer.handshake import check_compatible
+from prefill_worker.destination import DecodePeers
+from wire import convert, rpc
+from wire.errors import StaleEpoch, Unavailable
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import Destination, Handshake, PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+
+class _Connection:
+    """A channel to one run of one worker, and the introduction that must come first."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.channel = rpc.open_channel(address, token)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        self.introduced: asyncio.Task[None] | None = None
+
+
+class Peers(DecodePeers):
+    """One connection for each incarnation of a worker, opened when it is needed. Lives on the event loop."""
+
+    def __init__(self, mine: Handshake, sender: Sender, token: str, rpc_timeout_s: float) -> None:
+        self._mine = mine
+        self._me = mine.description.peer
+        self._sender = sender
+        self._token = token
+        self._timeout_s = rpc_timeout_s
+        self._connections: dict[PeerRef, _Connection] = {}
+        self._gone: dict[str, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---- prefill side ----
+
+    async def connect(self, destination: Destination) -> None:
+        connection = self._connection(destination)
+        if connection.introduced is None:
+            connection.introduced = asyncio.ensure_future(self._introduce(connection, destination.peer))
+        # Shielded: many requests wait for one introduction, and one of them may be cancelled.
+        try:
+            await asyncio.shield(connection.introduced)
+        except Exception:
+            self._drop(destination.peer, connection)
+            raise
+
+    async def allot(self, destination: Destination, pages: int) -> tuple[int, ...]:
+        request = worker_pb2.AllotPagesRequest(
+            lease=convert.lease_to_proto(destination.lease),
+            pages=pages,
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        stub = self._connection(destination).stub
+        reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
+        return tuple(reply.page_ids)
+
+    async def release(self, destination: Destination) -> None:
+        request = worker_pb2.ReleaseLeaseRequest(
+            lease=convert.lease_to_proto(destination.lease),
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        if self._is_gone(destination.peer):
+            return
+        stub = self._connection(destination).stub
+        await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
+
+    # ---- decode side ----
+
+    def accept(self, theirs: Handshake) -> PeerDescription:
+        """A prefill worker introduces itself: FailedPrecondition in words unless the two fit together."""
+        check_compatible(self._mine, theirs)
+        self._sender.add_peer(theirs.description)
+        return self._mine.description
+
+    # ---- both ----
+
+    def forget(self, peer: PeerRef) -> None:
+        """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them again.
+
+        Somebody else may listen at their address by now.
+        """
+        self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, 0))
+        for known, connection in list(self._connections.items()):
+            if self._is_gone(known):
+                self._drop(known, connection)
+                self._sender.remove_peer(known)
+        self._sender.remove_peer(peer)
+
+    async def close(self) -> None:
+        """Close every connection; calls in flight fail."""
+        for peer, connection in list(self._connections.items()):
+            self._drop(peer, connection)
+        await asyncio.gather(*self._closing)
+
+    # ---- inside ----
+
+    def _is_gone(self, peer: PeerRef) -> bool:
+        return peer.incarnation <= self._gone.get(peer.worker_id, -1)
+
+    def _connection(self, destination: Destination) -> _Connection:
+        if self._is_gone(destination.peer):
+            raise Unavailable(f"worker {destination.peer.worker_id} is gone; choose another")
+        connection = self._connections.get(destination.peer)
+        if connection is None:
+            connection = self._connections[destination.peer] = _Connection(destination.address, self._token)
+        return connection
+
+    async def _introduce(self, connection: _Connection, peer: PeerRef) -> None:
+        request = convert.handshake_to_proto(self._mine)
+        reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
+        theirs = convert.description_from_proto(reply.peer)
+        if theirs.peer != peer:
+            raise StaleEpoch(
+                f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
+                " reserve anew"
+            )
+        self._sender.add_peer(theirs)
+        log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
+
+    def _drop(self, peer: PeerRef, connection: _Connection) -> None:
+        if self._connections.get(peer) is connection:
+            del self._connections[peer]
+            closing = asyncio.ensure_future(connection.channel.close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+
+async def _call(call: Awaitable[Reply], peer: PeerRef) -> Reply:
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+    except asyncio.CancelledError as error:
+        # gRPC says the same of a caller that was cancelled and of a channel that was closed under the call.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Unavailable(f"the connection to worker {peer.worker_id} was dropped; prefill again elsewhere") from error

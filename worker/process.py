@@ -1,0 +1,190 @@
+"""A worker process from start to end: engine, transfer, gRPC server, controller.
+
+The caller's thread starts and stops it; the event loop and the engine have threads of their own, and the transfer its.
+"""
+
+import asyncio
+import logging
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from engine.model_runner import ModelRunner
+from kv_transfer.backends import open_transport
+from kv_transfer.layout import KVLayout
+from wire import rpc
+from wire.errors import Internal, TandemError, Unavailable
+from wire.generated.tandem.v1 import worker_pb2_grpc
+from wire.messages import PeerRef, WorkerInfo
+from worker.config import WorkerConfig
+from worker.controller_link import ControllerLink
+from worker.servicer import WorkerServicer
+from worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, float], None]
+"""Hears the stage of the start in words and the fraction of it that is done."""
+
+Result = TypeVar("Result")
+
+STOP_S = 30.0
+SWITCH_INTERVAL_S = 0.5e-3
+"""How long the event loop may keep the interpreter from the engine's thread; Python's own 5 ms is a whole step."""
+
+
+class WorkerProcess:
+    """One incarnation of a worker: `start` once, `stop` once; after it no thread, port or memory is left."""
+
+    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+        self._config = config
+        self._me = PeerRef(config.worker_id, incarnation)
+        self._ended: Future[None] = Future()
+        self._events = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._events.run_forever, name="events", daemon=True)
+        self._engine: ModelRunner | None = None
+        self._worker: Worker | None = None
+        self._server: grpc.aio.Server | None = None
+        self._controller: ControllerLink | None = None
+        self._stopping = threading.Lock()
+
+    def start(self, progress: Progress | None = None) -> WorkerInfo:
+        """Load, listen, step, register; returns once requests are welcome. What fails to start leaves nothing behind.
+
+        ModelError, InvalidArgument, FailedPrecondition or Unavailable say in words what to change.
+        """
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        report = progress or (lambda _stage, _fraction: None)
+        self._thread.start()
+        try:
+            self._engine = ModelRunner.load(self._config.engine, progress, name=self._config.model_name or None)
+            report("opening the transfer", 0.0)
+            info = self._call(self._open(self._engine))
+        except BaseException:
+            self.stop()
+            raise
+        report("serving", 1.0)
+        log.info("%s (incarnation %d) serves on %s", self._me.worker_id, self._me.incarnation, info.address)
+        return info
+
+    def wait(self) -> None:
+        """Return when the process was stopped; Internal or StaleEpoch when it had to end by itself."""
+        self._ended.result()
+
+    def drain(self, grace_s: float) -> int:
+        """Leave the cluster, take nothing new, let what runs finish; returns how many requests were left over.
+
+        Then `wait` returns: a drained worker has left for good, and whoever keeps it stops it and starts another.
+        """
+        return self._call(self._drain(grace_s))
+
+    def stop(self) -> None:
+        """End now; requests that run are aborted. Idempotent, from any thread but the event loop's."""
+        with self._stopping:
+            if self._thread.is_alive():
+                self._call(self._close(), STOP_S)
+                self._events.call_soon_threadsafe(self._events.stop)
+                self._thread.join()
+                self._events.close()
+        self._end(None)
+
+    # ---- on the event loop ----
+
+    async def _open(self, engine: ModelRunner) -> WorkerInfo:
+        layout = _layout_of(engine)
+        open_here = partial(open_transport, self._config.transfer_backend, layout, self._me)
+        self._worker = Worker(self._config, self._me, engine, layout, open_here)
+        self._worker.died.add_done_callback(lambda died: self._die(died.result()))
+        self._server = rpc.open_server(tokens=frozenset({self._config.token} - {""}))
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
+        port = self._listen(self._server)
+        await self._server.start()
+        self._worker.start()
+        describe = partial(self._info, engine, self._worker, f"{self._config.host}:{port}")
+        if self._config.controller_address is not None:
+            self._controller = ControllerLink(
+                self._config.controller_address,
+                self._config.token,
+                describe,
+                self._config.rpc_timeout_s,
+                on_peer_gone=self._worker.peer_gone,
+                on_superseded=self._end,
+            )
+            await self._controller.register()
+        return describe()
+
+    def _listen(self, server: grpc.aio.Server) -> int:
+        address = f"{self._config.host}:{self._config.port}"
+        try:
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise Unavailable(
+                f"worker {self._me.worker_id} cannot listen on {address}; free it or use port 0"
+            ) from error
+
+    def _info(self, engine: ModelRunner, worker: Worker, address: str) -> WorkerInfo:
+        return WorkerInfo(
+            peer=self._me,
+            role=self._config.role,
+            address=address,
+            model=engine.facts,
+            pages_total=engine.cache.pages,
+            page_tokens=engine.page_tokens,
+            max_batch_requests=self._config.decode_batch,
+            max_step_tokens=self._config.engine.max_step_tokens,
+            device=engine.device_name,
+            transport=worker.transport.transport_name(),
+        )
+
+    async def _drain(self, grace_s: float) -> int:
+        if self._controller is not None:
+            await self._controller.unregister()
+        left = await self._worker.drain(grace_s) if self._worker is not None else 0
+        self._end(None)
+        return left
+
+    async def _close(self) -> None:
+        if self._controller is not None:
+            await self._controller.unregister()
+            await self._controller.close()
+        if self._worker is not None:
+            await self._worker.close()
+        if self._server is not None:
+            await self._server.stop(None)
+        self._controller = self._worker = self._server = self._engine = None
+        await self._events.shutdown_default_executor()
+
+    def _die(self, error: BaseException) -> None:
+        self._end(Internal(f"worker {self._me.worker_id} failed in a step: {error!r}"))
+
+    def _end(self, error: TandemError | None) -> None:
+        if self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _call(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._events).result(timeout_s)
+
+
+def _layout_of(engine: ModelRunner) -> KVLayout:
+    cache = engine.cache
+    return KVLayout(
+        base_address=cache.base_address,
+        pages=cache.pages,
+        layers=cache.layers,
+        kv_heads=cache.kv_heads,
+        page_tokens=cache.page_tokens,
+        head_dim=cache.head_dim,
+        item_bytes=cache.item_bytes,
+        dtype=cache.dtype,
+        memory=cache.memory,
+        device_id=cache.device_id,
+    )

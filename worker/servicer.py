@@ -1,0 +1,75 @@
+"""The worker's gRPC door: translates and calls; every decision is made elsewhere."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
+
+import grpc.aio
+
+from wire import convert
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import PeerRef
+from worker.worker import Worker
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServicer):
+    """`tandem.v1.Worker` over a worker; `drain` also takes the process out of the cluster."""
+
+    def __init__(self, worker: Worker, drain: Callable[[float], Awaitable[int]]) -> None:
+        self._worker = worker
+        self._drain = drain
+
+    # ---- routers ----
+
+    async def Attach(
+        self, request: worker_pb2.AttachRequest, context: _Context
+    ) -> AsyncIterator[worker_pb2.StepEvents]:
+        stream = self._worker.attach(request.router_id)
+        # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
+        context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
+        async for step in stream.messages():
+            yield convert.step_events_to_proto(step)
+
+    async def Reserve(self, request: worker_pb2.ReserveRequest, _context: _Context) -> worker_pb2.ReserveResponse:
+        return convert.granted_to_proto(self._worker.reserve(convert.reservation_from_proto(request)))
+
+    async def Prefill(self, request: worker_pb2.PrefillRequest, _context: _Context) -> worker_pb2.PrefillResponse:
+        self._worker.prefill(convert.prefill_task_from_proto(request))
+        return worker_pb2.PrefillResponse()
+
+    async def Abort(self, request: worker_pb2.AbortWorkRequest, _context: _Context) -> worker_pb2.AbortWorkResponse:
+        self._worker.abort(request.router_id, [convert.ref_from_proto(ref) for ref in request.requests])
+        return worker_pb2.AbortWorkResponse()
+
+    async def Heartbeat(self, request: worker_pb2.HeartbeatRequest, _context: _Context) -> worker_pb2.HeartbeatResponse:
+        unknown = self._worker.admission.heartbeat([convert.lease_from_proto(lease) for lease in request.leases])
+        return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
+
+    async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
+
+    async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
+        return convert.inspection_to_proto(self._worker.inspect())
+
+    # ---- other workers ----
+
+    async def ConnectPeer(
+        self, request: worker_pb2.ConnectPeerRequest, _context: _Context
+    ) -> worker_pb2.ConnectPeerResponse:
+        mine = self._worker.peers.accept(convert.handshake_from_proto(request))
+        return worker_pb2.ConnectPeerResponse(peer=convert.description_to_proto(mine))
+
+    async def AllotPages(
+        self, request: worker_pb2.AllotPagesRequest, _context: _Context
+    ) -> worker_pb2.AllotPagesResponse:
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        page_ids = self._worker.admission.allot(convert.lease_from_proto(request.lease), request.pages, writer)
+        return worker_pb2.AllotPagesResponse(page_ids=page_ids)
+
+    async def ReleaseLease(
+        self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
+    ) -> worker_pb2.ReleaseLeaseResponse:
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        self._worker.admission.release(convert.lease_from_proto(request.lease), writer)
+        return worker_pb2.ReleaseLeaseResponse()

@@ -1,0 +1,63 @@
+"""What a worker's door lets in: routers validate first, but one bad request must never reach the engine."""
+
+import math
+
+from wire.errors import FailedPrecondition, InvalidArgument
+from wire.messages import ModelFacts, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+
+ID_LENGTH_MAX = 256
+
+
+def check_prefill(task: PrefillTask, model: ModelFacts, role: Role) -> None:
+    """InvalidArgument names the field and the limit; FailedPrecondition when the prefill half is closed."""
+    if not role.prefills:
+        raise FailedPrecondition("this worker's prefill half is closed; send prompts to a prefill worker")
+    _check(task.router_id, task.ref, task.prompt_token_ids, task.sampling, model)
+    if task.destination is None and task.sampling.max_tokens > 1:
+        raise InvalidArgument("destination", "is missing, and max_tokens is more than 1")
+
+
+def check_reservation(reservation: Reservation, model: ModelFacts, role: Role) -> None:
+    """InvalidArgument names the field and the limit; FailedPrecondition when the decode half is closed."""
+    if not role.decodes:
+        raise FailedPrecondition("this worker's decode half is closed; reserve at a decode worker")
+    _check(reservation.router_id, reservation.ref, reservation.prompt_token_ids, reservation.sampling, model)
+
+
+def _check(
+    router_id: str, ref: RequestRef, token_ids: tuple[int, ...], sampling: SamplingParams, model: ModelFacts
+) -> None:
+    for field, name in (("router_id", router_id), ("request_id", ref.request_id)):
+        if not 1 <= len(name) <= ID_LENGTH_MAX:
+            raise InvalidArgument(field, f"has {len(name)} characters, must have 1 to {ID_LENGTH_MAX}")
+    if ref.attempt < 1:
+        raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
+    _check_prompt(token_ids, model)
+    _check_sampling(sampling, model)
+
+
+def _check_prompt(token_ids: tuple[int, ...], model: ModelFacts) -> None:
+    if not token_ids:
+        raise InvalidArgument("prompt_token_ids", "is empty; send at least one token")
+    if len(token_ids) >= model.max_context:
+        raise InvalidArgument(
+            "prompt_token_ids",
+            f"has {len(token_ids)} tokens; the context of {model.max_context} leaves room for at most"
+            f" {model.max_context - 1} and an answer",
+        )
+    if max(token_ids) >= model.vocab_size:
+        raise InvalidArgument("prompt_token_ids", f"{max(token_ids)} is not in the vocabulary of {model.vocab_size}")
+
+
+def _check_sampling(sampling: SamplingParams, model: ModelFacts) -> None:
+    if sampling.max_tokens < 1:
+        raise InvalidArgument("max_tokens", f"{sampling.max_tokens} is less than 1")
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidArgument("temperature", f"{sampling.temperature} is not a finite number >= 0")
+    if not 0 < sampling.top_p <= 1:
+        raise InvalidArgument("top_p", f"{sampling.top_p} is not in (0, 1]")
+    if not 0 <= sampling.min_p <= 1:
+        raise InvalidArgument("min_p", f"{sampling.min_p} is not in [0, 1]")
+    strangers = [token_id for token_id in sampling.stop_token_ids if token_id >= model.vocab_size]
+    if strangers:
+        raise InvalidArgument("stop_token_ids", f"{strangers[0]} is not in the vocabulary of {model.vocab_size}")

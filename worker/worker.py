@@ -1,0 +1,345 @@
+"""A worker: one engine, its two halves, the step loop between them and the way out, tied together.
+
+Everything a router or another worker can ask of this process is a method here; the servicer only translates. Lives on
+the event loop that runs while it is made; the engine has its own thread, the transfer another.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.config import DecodeConfig
+from decode_worker.half import DecodeHalf
+from engine.cache.page_pool import PagePool
+from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.handshake import Facts, layout_facts, make_handshake
+from kv_transfer.layout import KVLayout
+from prefill_worker.config import PrefillConfig
+from prefill_worker.half import PrefillHalf
+from prefill_worker.handoff import Handoff
+from prefill_worker.request import PrefillRequest
+from wire.ending import pages_for
+from wire.errors import Internal, TandemError, Unavailable
+from wire.messages import (
+    ErrorDetail,
+    FinishReason,
+    GrantedLease,
+    ModelFacts,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    Role,
+    RoutedEvent,
+    WorkerInspection,
+    WorkerLoad,
+)
+from worker.config import WorkerConfig
+from worker.loop import Runner, StepLoop
+from worker.outbox import Outbox, RouterStream
+from worker.peers import Peers
+from worker.validation import check_prefill, check_reservation
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOOK_S = 0.02
+SETTLE_S = 2.0
+"""Most seconds `close` waits for leases to be given back; with the process, what they wait for is over as well."""
+
+
+class LoadedEngine(Runner, Protocol):
+    """An engine ready to run."""
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def page_tokens(self) -> int: ...
+
+    def compatibility_facts(self) -> Facts: ...
+
+
+class Worker:
+    """Owns both halves, the loop and the outbox; `close` ends them. Engine and transport are used, not owned."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        me: PeerRef,
+        engine: LoadedEngine,
+        layout: KVLayout,
+        open_transport: Callable[[NoticeHandler], Transport],
+    ) -> None:
+        self.me = me
+        self.facts = engine.facts
+        self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """Set when a step failed: the process must end."""
+        self._config = config
+        self._pool = engine.pool
+        self._page_tokens = engine.page_tokens
+        self._events = asyncio.get_running_loop()
+        self._handoffs: set[asyncio.Future[None]] = set()
+        self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s)
+        self.admission = self._make_admission(engine)
+        self.transport = open_transport(self.admission.notice)
+        mine = make_handshake(self.transport.describe(), _engine_facts(engine, layout), layout)
+        self.peers = Peers(mine, self.transport, config.token, config.rpc_timeout_s)
+        self._decode = DecodeHalf(
+            admission=self.admission,
+            model=engine.facts,
+            page_tokens=engine.page_tokens,
+            max_batch_requests=config.decode_batch,
+        )
+        self._prefill = self._make_prefill(engine)
+        self._loop = StepLoop(
+            engine,
+            decode=self._decode,
+            prefill=self._prefill,
+            max_step_tokens=config.engine.max_step_tokens,
+            publish=self._outbox.publish,
+            on_death=lambda error: self._post_threadsafe(self._die, error),
+        )
+        self._timer: asyncio.Task[None] | None = None
+        self._steps_checked = 0
+        self._integrity_error = ""
+
+    def start(self) -> None:
+        """Begin to step, and to end what is due."""
+        self._loop.start()
+        self._timer = asyncio.ensure_future(self._tend_forever())
+
+    # ---- routers ----
+
+    def attach(self, router_id: str) -> RouterStream:
+        """The stream of a router's events; give it back to `detach`."""
+        return self._outbox.attach(router_id)
+
+    def detach(self, stream: RouterStream) -> None:
+        """The stream ended: its router's requests are over."""
+        self._outbox.detach(stream)
+
+    def reserve(self, reservation: Reservation) -> GrantedLease:
+        """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take."""
+        check_reservation(reservation, self.facts, self._config.role)
+        granted = self.admission.reserve(reservation)
+        self._outbox.expect(reservation.router_id)
+        return granted
+
+    def prefill(self, task: PrefillTask) -> None:
+        """See `PrefillHalf.submit`; InvalidArgument for what no worker would take."""
+        check_prefill(task, self.facts, self._config.role)
+        self._prefill.submit(task)
+        self._outbox.expect(task.router_id)
+
+    def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        """Forget these requests in both halves; unknown ones are ignored."""
+        self._prefill.abort(router_id, refs)
+        self.admission.abort(router_id, refs)
+
+    # ---- other workers ----
+
+    def peer_gone(self, peer: PeerRef) -> None:
+        """That run of another worker, and so its earlier ones, is known dead."""
+        log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
+        self.admission.peer_gone(peer)
+        self.peers.forget(peer)
+
+    # ---- facts ----
+
+    def load(self) -> WorkerLoad:
+        """Load now."""
+        counts = self._pool.counts()
+        return WorkerLoad(
+            prefill_requests=self._prefill.waiting_requests(),
+            prefill_tokens=self._prefill.waiting_tokens(),
+            decode_requests=self._decode.running_requests(),
+            pages_used=counts.total - counts.free + counts.promised,
+            pages_total=counts.total,
+        )
+
+    def open_requests(self) -> int:
+        """Requests either half knows."""
+        return self._prefill.known_requests() + self.admission.open_requests
+
+    def inspect(self) -> WorkerInspection:
+        """Page counts, open work, and whether the pool was sound whenever this worker was idle; takes microseconds."""
+        counts = self._pool.counts()
+        return WorkerInspection(
+            peer=self.me,
+            pages_total=counts.total,
+            pages_free=counts.free,
+            pages_owned=counts.owned,
+            pages_shared=counts.shared,
+            pages_advertised=counts.advertised,
+            pages_quarantined=counts.quarantined,
+            pages_promised=counts.promised,
+            requests=self.open_requests(),
+            leases=self.admission.open_leases,
+            integrity_error=self._integrity_error,
+            fenced=self.admission.fenced + self._prefill.fenced,
+        )
+
+    # ---- the end ----
+
+    async def drain(self, grace_s: float) -> int:
+        """Take nothing new and wait for what runs; returns how many requests are left after `grace_s`."""
+        self._prefill.drain()
+        self.admission.drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle(), grace_s)
+        return self.open_requests()
+
+    async def close(self) -> None:
+        """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for router_id in {router_id for router_id, _ in self._refs()}:
+            self._router_gone(router_id)
+        await asyncio.to_thread(self._loop.stop)
+        self._abandon()
+        await asyncio.to_thread(self.transport.close)
+        if self._handoffs:
+            _, left = await asyncio.wait(self._handoffs, timeout=SETTLE_S)
+            for handoff in left:
+                handoff.cancel()
+        self._outbox.close()
+        await self.peers.close()
+
+    # ---- inside ----
+
+    def _make_admission(self, engine: LoadedEngine) -> DecodeAdmission:
+        config = DecodeConfig(
+            max_pages=self._decode_pages(engine),
+            lease_s=self._config.lease_s,
+            quarantine_s=self._config.quarantine_s,
+        )
+        return DecodeAdmission(
+            config=config,
+            me=self.me,
+            pool=engine.pool,
+            page_tokens=engine.page_tokens,
+            model=engine.facts,
+            clock=time.monotonic,
+            expect=self._expect,
+            emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
+            wake=self._wake,
+        )
+
+    def _decode_pages(self, engine: LoadedEngine) -> int | None:
+        """With both halves open, promises leave room for prompts: else two such workers could wait for each other."""
+        if self._config.role is not Role.BOTH:
+            return None
+        total = engine.pool.counts().total
+        return total - min(total // 2, pages_for(engine.facts.max_context, engine.page_tokens))
+
+    def _make_prefill(self, engine: LoadedEngine) -> PrefillHalf:
+        config = PrefillConfig(
+            max_requests=self._config.max_prefill_requests, transfer_deadline_s=self._config.transfer_deadline_s
+        )
+        return PrefillHalf(
+            config=config,
+            me=self.me,
+            pool=engine.pool,
+            page_tokens=engine.page_tokens,
+            model=engine.facts,
+            local=self.admission,
+            hand_over=self._hand_over,
+            wake=self._wake,
+            events=self._events,
+        )
+
+    def _hand_over(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
+        handoff = Handoff(
+            request=request,
+            engine=half,
+            me=self.me,
+            page_tokens=self._page_tokens,
+            sender=self.transport,
+            backend=self.transport.backend,
+            peers=self.peers,
+            local=self.admission,
+            emit=self._outbox.post,
+            deadline_s=self._config.transfer_deadline_s,
+        )
+        self._handoffs.add(handoff.ended)
+        handoff.ended.add_done_callback(self._handoffs.discard)
+        return handoff
+
+    async def _idle(self) -> None:
+        for _ in iter(self.open_requests, 0):
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+    def _expect(self, leases: int) -> None:
+        self.transport.expect(leases)
+
+    def _wake(self) -> None:
+        self._loop.wake()
+
+    def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
+        self._events.call_soon_threadsafe(call, value)
+
+    async def _tend_forever(self) -> None:
+        """Leases and quarantines end at most a tenth of their lives late; the pool is checked after each busy time."""
+        period = max(0.01, min(self._config.lease_s, self._config.quarantine_s) / 10)
+        while True:
+            await asyncio.sleep(period)
+            try:
+                self.admission.expire()
+                await self._check_when_idle()
+            except Exception:
+                log.exception("leases and pages of %s are looked after in spite of an error", self.me.worker_id)
+
+    async def _check_when_idle(self) -> None:
+        """Not on the event loop, and never while the engine needs the pool. What was found stays reported."""
+        steps = self._loop.steps
+        if steps == self._steps_checked or self.open_requests():
+            return
+        self._steps_checked = steps
+        try:
+            await asyncio.to_thread(self._pool.check_integrity)
+        except Internal as error:
+            log.error("%s", error.message)
+            self._integrity_error = error.message
+
+    def _refs(self) -> list[tuple[str, RequestRef]]:
+        return [*self._prefill.refs(), *self.admission.refs()]
+
+    def _router_gone(self, router_id: str) -> list[RequestEvent]:
+        refs = {*self._prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+        if refs:
+            log.info("router %s is gone: %d requests aborted", router_id, len(refs))
+        return [_failed(ref, Unavailable("the event stream was replaced; send the request again")) for ref in refs]
+
+    def _die(self, error: BaseException) -> None:
+        """The engine thread is gone: nothing that runs here can end well."""
+        log.critical("a step failed; this worker ends", exc_info=error)
+        reason = Internal(f"worker {self.me.worker_id} failed in a step ({type(error).__name__}) and restarts")
+        for router_id, ref in set(self._refs()):
+            self._outbox.post(RoutedEvent(router_id, _failed(ref, reason)))
+        self._abandon()
+        self._outbox.close()
+        if not self.died.done():
+            self.died.set_result(error)
+
+    def _abandon(self) -> None:
+        self._prefill.abandon()
+        self._decode.abandon()
+
+
+def _failed(ref: RequestRef, error: TandemError) -> RequestEvent:
+    detail = ErrorDetail(error.code, error.message, error.retry_after_s)
+    return RequestEvent(ref, finish_reason=FinishReason.ERROR, error=detail)
+
+
+def _engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
+    """What the engine knows beside the layout; a fact both name is the layout's to state."""
+    stated = {name for name, _ in layout_facts(layout)}
+    return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)
