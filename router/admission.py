@@ -1,0 +1,215 @@
+"""The one validator of both doors: from what a client asked to what workers can be told.
+
+Every refusal names the field and its limit. Checks that cost nothing come before the prompt is tokenized.
+"""
+
+import asyncio
+import random
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from router.config import RouterConfig
+from router.model_folder import GenerationDefaults
+from router.request import Admitted, Ask, Conversation, Options
+from router.tokenizer import Tokenizer
+from router.worker_pool import ServedModel
+from wire.errors import InvalidArgument, TandemError, Unavailable
+from wire.messages import SamplingParams
+from wire.timeline import Edge, EdgeStamp
+
+_T = TypeVar("_T")
+_ROLES = ("system", "user", "assistant")
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_INT32_MAX = 2**31 - 1
+_TEMPERATURE_MAX = 100.0
+_GREEDY_BELOW = 1e-5
+"""Temperatures so small that float32 overflows; the most likely token has all the weight there anyway."""
+
+
+def check_size(size: int, limit: int) -> None:
+    """`InvalidArgument` if a request of `size` bytes is over `limit`."""
+    if size > limit:
+        raise InvalidArgument("request", f"is {size} bytes long, the limit is {limit}; send a shorter prompt")
+
+
+class Admission:
+    """Checks requests against the model's and the router's limits. Close it to end its threads."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        tokenizer: Tokenizer,
+        defaults: GenerationDefaults,
+        model: Callable[[], ServedModel | None],
+    ) -> None:
+        """`model` tells what the workers serve now, None if that is not known yet."""
+        self._config = config
+        self._tokenizer = tokenizer
+        self._defaults = defaults
+        self._model = model
+        self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="router-tokenizer")
+
+    async def admit(self, ask: Ask) -> Admitted:
+        """The request with token ids and complete sampling values, or the `TandemError` that says what is wrong."""
+        self._check_model(ask.model)
+        served = self._model()
+        if served is None:
+            raise self._not_ready()
+        request_id = _checked_id(ask.request_id)
+        _check_prompt(ask)
+        self._check_options(ask.options, served)
+        ids = await self._token_ids(ask, served)
+        max_tokens = self._checked_length(_field(ask), len(ids), ask.options.max_tokens, served)
+        return Admitted(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            sampling=self._sampling(ask.options, max_tokens),
+            stop=ask.options.stop,
+            priority=ask.options.priority,
+            edges=(ask.received, EdgeStamp.now(Edge.TOKENIZED)),
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # ---- the prompt ----
+
+    async def _token_ids(self, ask: Ask, served: ServedModel) -> tuple[int, ...]:
+        prompt = ask.prompt
+        if isinstance(prompt, tuple):
+            _check_token_ids("prompt", prompt, served.facts.vocab_size)
+            return prompt
+        loop = asyncio.get_running_loop()
+        if isinstance(prompt, Conversation):
+            ids = await loop.run_in_executor(self._threads, self._tokenizer.encode_chat, prompt.turns)
+        else:
+            ids = await loop.run_in_executor(self._threads, self._tokenizer.encode, prompt)
+        if not ids:
+            raise InvalidArgument(_field(ask), "gives no tokens; send at least one")
+        return tuple(ids)
+
+    def _checked_length(self, field: str, prompt: int, max_tokens: int | None, served: ServedModel) -> int:
+        """The answer's limit in tokens; refuses what no context or no page pool could hold."""
+        context = served.facts.max_context
+        room = min(context, served.decode_tokens_max + 1)  # the last token's KV is never stored
+        if prompt >= context:
+            raise InvalidArgument(field, f"is {prompt} tokens long, the limit is {context - 1} (context {context})")
+        limit = min(room - 1, served.prefill_tokens_max)
+        if prompt > limit:
+            raise InvalidArgument(field, f"is {prompt} tokens long, the limit is {limit} (KV cache of the workers)")
+        if max_tokens is None:
+            return min(self._config.default_max_tokens, room - prompt)
+        if prompt + max_tokens > room:
+            what = f"context {context}" if room == context else f"KV cache of a decode worker, {room - 1} tokens"
+            message = f"is {max_tokens}, the limit behind a prompt of {prompt} tokens is {room - prompt} ({what})"
+            raise InvalidArgument("max_tokens", message)
+        return max_tokens
+
+    # ---- the options ----
+
+    def _check_model(self, name: str) -> None:
+        if name and name != self._config.model_name:
+            raise InvalidArgument(
+                "model", f"{name!r} is not served here; this router serves {self._config.model_name!r}"
+            )
+
+    def _check_options(self, options: Options, served: ServedModel) -> None:
+        _check_range("max_tokens", options.max_tokens, 1, _INT32_MAX)
+        _check_range("temperature", options.temperature, 0.0, _TEMPERATURE_MAX)
+        _check_range("top_k", options.top_k, 0, _INT32_MAX)
+        _check_range("min_p", options.min_p, 0.0, 1.0)
+        _check_range("seed", options.seed, 0, 2**64 - 1)
+        _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
+        if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
+            raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
+        if options.slo_class:
+            raise InvalidArgument("slo_class", f"{options.slo_class!r} is not configured; leave it empty")
+        self._check_stop(options, served)
+
+    def _check_stop(self, options: Options, served: ServedModel) -> None:
+        most, longest = self._config.max_stop_strings, self._config.max_stop_chars
+        if len(options.stop) > most:
+            raise InvalidArgument("stop", f"has {len(options.stop)} strings, the limit is {most}")
+        for text in options.stop:
+            if not 0 < len(text) <= longest:
+                message = f"has a string of {len(text)} characters, each must have 1 to {longest}"
+                raise InvalidArgument("stop", message)
+            _check_text("stop", text)
+        if len(options.stop_token_ids) > self._config.max_stop_token_ids:
+            limit = self._config.max_stop_token_ids
+            raise InvalidArgument("stop_token_ids", f"has {len(options.stop_token_ids)} ids, the limit is {limit}")
+        _check_token_ids("stop_token_ids", options.stop_token_ids, served.facts.vocab_size)
+
+    def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
+        defaults = self._defaults
+        temperature = _or(options.temperature, defaults.temperature)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+            top_k=_or(options.top_k, defaults.top_k),
+            top_p=_or(options.top_p, defaults.top_p),
+            min_p=_or(options.min_p, defaults.min_p),
+            seed=random.getrandbits(64) if options.seed is None else options.seed,
+            stop_token_ids=options.stop_token_ids,
+            ignore_eos=options.ignore_eos,
+        )
+
+    def _not_ready(self) -> TandemError:
+        message = "the cluster is starting, no worker of each role has been seen yet; try again in a moment"
+        return Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+
+def _field(ask: Ask) -> str:
+    return "messages" if isinstance(ask.prompt, Conversation) else "prompt"
+
+
+def _or(value: _T | None, fallback: _T) -> _T:
+    return fallback if value is None else value
+
+
+def _checked_id(request_id: str) -> str:
+    if not request_id:
+        return f"req-{uuid.uuid4().hex}"
+    if _REQUEST_ID.fullmatch(request_id) is None:
+        raise InvalidArgument("request_id", "must be 1 to 128 printable ASCII characters without spaces")
+    return request_id
+
+
+def _check_prompt(ask: Ask) -> None:
+    prompt = ask.prompt
+    if isinstance(prompt, Conversation):
+        if not prompt.turns:
+            raise InvalidArgument("messages", "is empty; send at least one message")
+        for number, turn in enumerate(prompt.turns):
+            if turn.role not in _ROLES:
+                raise InvalidArgument(f"messages[{number}].role", f"is {turn.role!r}, it must be one of {_ROLES}")
+            _check_text(f"messages[{number}].content", turn.content)
+        return
+    if not prompt:
+        raise InvalidArgument("prompt", "is empty; send at least one token")
+    if isinstance(prompt, str):
+        _check_text("prompt", prompt)
+
+
+def _check_text(field: str, text: str) -> None:
+    if "\0" in text:
+        raise InvalidArgument(field, "contains a NUL character; remove it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(field, "is not valid Unicode: it contains a lone surrogate; remove it") from error
+
+
+def _check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    wrong = next((i for i in (min(ids), max(ids)) if not 0 <= i < vocab_size), None) if ids else None
+    if wrong is not None:
+        message = f"contains token id {str(wrong)[:40]}, ids of this model are 0 to {vocab_size - 1}"
+        raise InvalidArgument(field, message)
+
+
+def _check_range(field: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not low <= value <= high:  # NaN compares false
+        raise InvalidArgument(field, f"is {str(value)[:40]}, it must be {low:.20g} to {high:.20g}")

@@ -1,0 +1,107 @@
+"""The client's end of a request: pieces as they become certain, then an ending or an error."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wire.errors import Cancelled, TandemError
+from wire.messages import FinishReason
+from wire.timeline import Timeline
+
+
+@dataclass(slots=True)
+class Piece:
+    """The next piece of the answer: certain text (may be "") and the tokens since the last piece."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the answer ended, with counts in tokens."""
+
+    finish_reason: FinishReason
+    matched_stop: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+
+
+class Answer:
+    """One answer on its way to one reader. Belongs to the event loop.
+
+    A reader slower than the model gets larger pieces, never more memory than the answer's tokens. Whoever holds it
+    calls `close` at last, in every case: that cancels what still runs.
+    """
+
+    __slots__ = ("_close", "_ending", "_error", "_first", "_piece", "_waiter", "request_id", "token_count")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.token_count = 0
+        """Tokens that were pushed so far."""
+        self._first: Callable[[], None] | None = None
+        self._close: Callable[[], None] | None = None
+        self._piece: Piece | None = None
+        self._ending: Callable[[], Ending] | None = None
+        self._error: TandemError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def connect(self, first: Callable[[], None], close: Callable[[], None]) -> None:
+        """Router side: call `first` as the first tokens leave, `close` once the reader is gone."""
+        self._first, self._close = first, close
+
+    async def next(self) -> Piece | Ending:
+        """The next piece, or the ending (after which there is nothing); raises the request's `TandemError`, `Cancelled`
+        once it is closed.
+        """
+        while True:
+            if self._piece is not None:
+                piece, self._piece = self._piece, None
+                if self._first is not None:
+                    self._first()
+                    self._first = None
+                return piece
+            if self._ending is not None:
+                return self._ending()
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+
+    def close(self) -> None:
+        """The reader is gone or satisfied. Idempotent."""
+        if self._close is not None:
+            close, self._close = self._close, None
+            close()
+            self._first = self._ending = None  # they hold the request
+            self.fail(Cancelled("the client left"))
+
+    def push(self, text: str, token_ids: list[int]) -> None:
+        """Router side: more text and tokens."""
+        self.token_count += len(token_ids)
+        if self._piece is None:
+            self._piece = Piece(text, token_ids)
+        else:
+            self._piece.text += text
+            self._piece.token_ids.extend(token_ids)
+        self._wake()
+
+    def finish(self, ending: Callable[[], Ending]) -> None:
+        """Router side: the answer is complete; `ending` is asked for as the last message leaves."""
+        self._ending = ending
+        self._wake()
+
+    def fail(self, error: TandemError) -> None:
+        """Router side: the answer ends with `error`, after the pieces that are out already."""
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,61 @@
+"""Tokens of one answer in order, each once, whatever order and however often workers report them."""
+
+from wire.errors import Unavailable
+from wire.messages import FinishReason
+
+
+class TokenAssembler:
+    """Orders by index: the first token comes from the prefill worker, the others from the decode worker, and their
+    streams race; a second attempt repeats tokens that are out already.
+
+    A repeat must be the same token. Sampling is seeded, but another attempt runs in another batch, whose rounding can
+    tip a close choice; what follows would then continue an answer that the client never saw.
+    """
+
+    __slots__ = ("_early", "_finish", "_finish_at", "_token_ids")
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._early: dict[int, int] = {}
+        self._finish: FinishReason | None = None
+        self._finish_at = 0
+
+    @property
+    def count(self) -> int:
+        """Tokens in order so far: the index of the next one."""
+        return len(self._token_ids)
+
+    def add(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Take tokens `first_index`…; return those that are next in order, () if they repeat or come early.
+
+        Unavailable if a repeat differs from what is out.
+        """
+        if first_index == self.count and not self._early:
+            self._token_ids.extend(token_ids)
+            return token_ids
+        for index, token_id in enumerate(token_ids, first_index):
+            if index >= self.count:
+                self._early[index] = token_id
+            elif token_id != self._token_ids[index]:
+                raise Unavailable(
+                    f"the request was computed again and its token {index} came out differently from the one already "
+                    "sent, so the answer cannot go on; send the request again"
+                )
+        start = self.count
+        while self.count in self._early:
+            self._token_ids.append(self._early.pop(self.count))
+        return tuple(self._token_ids[start:])
+
+    def finish_at(self, end: int, reason: FinishReason) -> None:
+        """The generation ended for `reason`, `end` tokens long."""
+        self._finish, self._finish_at = reason, end
+
+    @property
+    def finished(self) -> FinishReason | None:
+        """Why the answer ended, once every token of it is in order."""
+        return self._finish if self._finish is not None and self.count >= self._finish_at else None
+
+    def restart(self) -> None:
+        """A new attempt begins: keep what is out, forget what was early."""
+        self._early.clear()
+        self._finish = None

@@ -1,0 +1,321 @@
+"""One request's walk: queue, place, reserve on the decode worker, prefill, and its end, whatever the end is.
+
+The request's queues, in order:
+1. `queue`: admitted, waits for a worker with room.
+2. walking: Reserve and Prefill are on their way (walk.py), one short task a request.
+3. placed: the workers have it; their events (stream.py) carry it on until it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from router.answer import Answer, Ending
+from router.answer_text import AnswerText
+from router.config import RouterConfig
+from router.placement import Need, Pair, Placement
+from router.queue import RequestQueue
+from router.request import Admitted, RoutedRequest
+from router.stream import EventStream
+from router.walk import Walks
+from router.worker_link import WorkerLink
+from router.worker_pool import WorkerPool
+from wire.ending import pages_for
+from wire.errors import (
+    DeadlineExceeded,
+    InvalidArgument,
+    ResourceExhausted,
+    StaleEpoch,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+)
+from wire.messages import FinishReason, Lease, StepEvents
+from wire.timeline import Edge, EdgeStamp, Timeline
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.25
+_RETRYABLE = (TransferFailed, StaleEpoch)
+"""Failures of an attempt, not of the request: prefilling again can succeed."""
+
+
+class Dispatcher:
+    """Owns every request in flight. Belongs to the event loop; `WorkerLink`s report to it (`LinkObserver`)."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        placement: Placement,
+        decode: Callable[[Sequence[int]], str],
+        on_readiness: Callable[[], None],
+    ) -> None:
+        """`decode` turns token ids into text; `on_readiness` is called when `pool.ready` may have changed."""
+        self._config = config
+        self._placement = placement
+        self._decode = decode
+        self._on_readiness = on_readiness
+        self._queue = RequestQueue(config.max_queued_requests)
+        self._live: dict[str, RoutedRequest] = {}
+        self._by_client_id: dict[str, RoutedRequest] = {}
+        self._arrivals = 0
+        self._pump_scheduled = False
+        self._draining = False
+        self._emptied = asyncio.Event()
+        self._walks = Walks(config, self)
+        self._events = EventStream(config, self)
+        self.pool = WorkerPool(config, self)
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="router-sweep")
+
+    # ---- what the doors call ----
+
+    def submit(self, admitted: Admitted) -> Answer:
+        """Queue a request and return its answer-to-be; refuses at once when nobody could serve it or the queue is
+        full. The caller closes the answer.
+        """
+        if admitted.request_id in self._by_client_id:
+            raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
+        if self._draining:
+            raise self._leaving()
+        if not self.pool.ready:
+            raise self._nobody()
+        if self._queue.full:
+            limit = self._config.max_queued_requests
+            message = f"{limit} requests are waiting, the most this router queues; try again later"
+            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+        request = self._new_request(admitted)
+        self._live[request.wire_id] = request
+        self._by_client_id[admitted.request_id] = request
+        self._queue.push(request)
+        self._schedule_pump()
+        return request.answer
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request by its client's id: its answer completes with finish reason `abort`."""
+        request = self._by_client_id.get(request_id)
+        if request is None:
+            return False
+        self.finish(request, FinishReason.ABORT, "")
+        return True
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def running(self) -> int:
+        return len(self._live) - len(self._queue)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new, let what runs end for `grace_s` seconds, then fail the rest."""
+        self._draining = True
+        if self._live and grace_s > 0:
+            self._emptied.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._emptied.wait(), grace_s)
+        for request in list(self._live.values()):
+            self.fail(request, self._leaving())
+
+    async def close(self) -> None:
+        """Fail what still runs, abort it on the workers, and close every connection."""
+        await self.drain(0.0)
+        self._sweeper.cancel()
+        await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._walks.close()
+        await self.pool.close()
+        await self._events.close()
+
+    # ---- ends of a request ----
+
+    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
+        """The answer is complete."""
+        if request.ended:
+            return
+        request.answer.finish(lambda: _ending(request, reason, matched_stop))
+        self._end(request)
+
+    def fail(self, request: RoutedRequest, error: TandemError) -> None:
+        """The answer ends with `error`."""
+        if request.ended:
+            return
+        log.info("request %s failed: %s", request.wire_id, error.message)
+        request.answer.fail(error)
+        self._end(request)
+
+    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
+        """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
+        else the request fails.
+        """
+        request.failures += 1
+        retry = isinstance(error, _RETRYABLE) if retry is None else retry
+        if not retry or request.failures >= self._config.max_attempts:
+            self.fail(request, error)
+            return
+        log.info("request %s, attempt %d failed, again: %s", request.wire_id, request.attempt, error.message)
+        request.waiting_since = time.monotonic()
+        self.requeue(request)
+
+    def _end(self, request: RoutedRequest) -> None:
+        request.ended = True
+        self._queue.remove(request)
+        del self._live[request.wire_id]
+        del self._by_client_id[request.admitted.request_id]
+        if not self._live:
+            self._emptied.set()
+        self._leave_workers(request)
+
+    def requeue(self, request: RoutedRequest) -> None:
+        """Back to its place in the queue, for another attempt."""
+        self._leave_workers(request)
+        request.attempt += 1
+        request.assembler.restart()
+        self._queue.push(request)
+        self._schedule_pump()
+
+    def _leave_workers(self, request: RoutedRequest) -> None:
+        """Free the books, and let the workers forget the attempt unless they have finished it."""
+        ref = request.ref
+        for link in {link for link in (request.prefill, request.decode) if link is not None}:
+            if not request.generated:
+                link.abort(ref)
+        self.settle(request)
+        request.prefill = request.decode = None
+        self._schedule_pump()
+
+    def settle(self, request: RoutedRequest) -> None:
+        """No worker computes for this attempt any more: their room is free."""
+        if request.prefill is not None:
+            request.prefill.unbook_prefill(request.wire_id)
+        if request.decode is not None:
+            request.decode.unbook_decode(request.wire_id)
+
+    # ---- queue and placement ----
+
+    def _schedule_pump(self) -> None:
+        if not self._pump_scheduled and len(self._queue):
+            self._pump_scheduled = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Bind requests to workers as long as the next one finds room."""
+        self._pump_scheduled = False
+        if not self.pool.ready:
+            for waiting in self._queue:
+                self.fail(waiting, self._nobody())
+        while (request := self._queue.head()) is not None:
+            pair = self._placement.choose(_need(request), self.pool.views())
+            if pair is None:
+                return
+            self._queue.remove(request)
+            self._place(request, pair)
+
+    def _place(self, request: RoutedRequest, pair: Pair) -> None:
+        request.edges.append(EdgeStamp.now(Edge.PLACED))
+        request.last_heard = time.monotonic()
+        request.prefill = self.pool.link(pair.prefill)
+        request.prefill.book_prefill(request.wire_id, len(request.admitted.prompt_token_ids))
+        request.prefill_worker, request.decode_worker = pair.prefill.worker_id, ""
+        if pair.decode is not None:
+            request.decode = self.pool.link(pair.decode)
+            size = pages_for(request.admitted.kv_tokens, request.decode.info.page_tokens)
+            request.decode.book_decode(request.wire_id, size)
+            request.decode_worker = pair.decode.worker_id
+        self._walks.start(request)
+
+    # ---- what links report ----
+
+    def on_step(self, _link: WorkerLink, step: StepEvents) -> None:
+        self._events.take(step, self._live)
+        self._schedule_pump()
+
+    def on_lost(self, link: WorkerLink) -> None:
+        message = f"{link.name} went away while it served the request; send it again"
+        for request_id in link.request_ids:
+            request = self._live.get(request_id)
+            if request is not None:
+                self.fail(request, Unavailable(message, retry_after_s=self._config.retry_after_s))
+
+    def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
+        request = self._live.get(lease.request_id)
+        if request is not None and request.lease == lease and request.decode is link:
+            self.fail_attempt(request, StaleEpoch(f"{link.name} dropped the lease before the transfer was complete"))
+
+    def on_change(self) -> None:
+        self._schedule_pump()
+        self._on_readiness()
+
+    # ---- time ----
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                self._sweep(time.monotonic())
+            except Exception:
+                log.exception("sweeping failed")
+
+    def _sweep(self, now: float) -> None:
+        """End what waits or is silent for too long; try waiting requests again, as load reports grow old."""
+        for request in self._queue:
+            if now - request.waiting_since > self._config.queue_timeout_s:
+                message = f"no worker had room for {self._config.queue_timeout_s:g} s; try again later"
+                self.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
+        for request in list(self._live.values()):
+            placed = request.prefill is not None
+            if placed and now - request.last_heard > self._config.stall_timeout_s:
+                silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
+                message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
+                self.fail(request, DeadlineExceeded(message))
+        self.pool.sweep()
+        self._schedule_pump()
+
+    # ---- small parts ----
+
+    def _new_request(self, admitted: Admitted) -> RoutedRequest:
+        self._arrivals += 1
+        request = RoutedRequest(
+            wire_id=f"{admitted.request_id}~{uuid.uuid4().hex[:12]}",
+            admitted=admitted,
+            sequence=self._arrivals,
+            text=AnswerText(self._decode, admitted.stop),
+            answer=Answer(admitted.request_id),
+            waiting_since=time.monotonic(),
+            edges=list(admitted.edges),
+        )
+        request.answer.connect(
+            first=lambda: request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN)),
+            close=lambda: self.finish(request, FinishReason.ABORT, ""),
+        )
+        return request
+
+    def _leaving(self) -> Unavailable:
+        message = "the router is shutting down; send the request again"
+        return Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+    def _nobody(self) -> Unavailable:
+        live = [view.role for view in self.pool.views()]
+        missing = "prefill" if not any(role.prefills for role in live) else "decode"
+        message = f"no {missing} worker is serving now; try again in a moment"
+        return Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+
+def _need(request: RoutedRequest) -> Need:
+    admitted = request.admitted
+    return Need(len(admitted.prompt_token_ids), admitted.kv_tokens, admitted.sampling.max_tokens > 1)
+
+
+def _ending(request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
+    request.edges.append(EdgeStamp.now(Edge.FINISHED))
+    return Ending(
+        finish_reason=reason,
+        matched_stop=matched_stop,
+        prompt_tokens=len(request.admitted.prompt_token_ids),
+        completion_tokens=request.answer.token_count,
+        cached_tokens=0,
+        timeline=Timeline(tuple(request.edges), request.transfer, request.prefill_worker, request.decode_worker),
+    )

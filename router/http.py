@@ -1,0 +1,223 @@
+"""The HTTP door: OpenAI's chat completions, completions and models, and probes. FastAPI routes, one answer a call."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.admission import Admission, check_size
+from router.answer import Answer, Ending
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.openai_replies import ReplyShape, error_body, error_event, error_headers, json_error, model_card
+from router.openai_requests import OpenAICall, parse_chat, parse_completion
+from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
+from wire.timeline import Edge, EdgeStamp
+
+_JSON = "application/json"
+_DRAIN_BYTES = 64 << 20
+"""A body over the limit is read this far, so that the client sees the answer instead of a broken pipe."""
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+
+Parser = Callable[[bytes, EdgeStamp], OpenAICall]
+
+
+def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> ASGIApp:
+    """The whole door, keys included."""
+    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
+    door = _Door(config, admission, dispatcher, int(time.time()))
+    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
+    app.add_api_route("/v1/models", door.models, methods=["GET"])
+    app.add_api_route("/v1/models/{name:path}", door.model, methods=["GET"])
+    app.add_api_route("/health", door.health, methods=["GET"])
+    app.add_api_route("/ready", door.ready, methods=["GET"])
+    app.add_exception_handler(TandemError, _on_tandem_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+    return _KeyCheck(app, config.api_keys) if config.api_keys else app
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    config: RouterConfig
+    admission: Admission
+    dispatcher: Dispatcher
+    started: int
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat, chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_completion, chat=False)
+
+    async def models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        if name != self.config.model_name:
+            raise NotFound(f"model: {name!r} is not served here; this router serves {self.config.model_name!r}")
+        return JSONResponse(self._card())
+
+    async def health(self) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        ready = self.dispatcher.pool.ready
+        return JSONResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
+
+    def _card(self) -> dict[str, object]:
+        served = self.dispatcher.pool.model
+        return model_card(self.config.model_name, self.started, served.facts.max_context if served else None)
+
+    async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
+        received = EdgeStamp.now(Edge.RECEIVED)
+        call = parse(await _read_body(request, self.config.max_request_bytes), received)
+        answer = self.dispatcher.submit(await self.admission.admit(call.ask))
+        shape = ReplyShape(
+            chat=chat,
+            request_id=answer.request_id,
+            model=self.config.model_name,
+            created=received.unix_nanos // 10**9,
+            include_usage=call.include_usage,
+        )
+        watch = asyncio.create_task(_close_on_disconnect(request.receive, answer))
+        stream: _AnswerStream | None = None
+        try:
+            if not call.stream:
+                return Response(await _collect(answer, shape), media_type=_JSON)
+            beginning = _AnswerStream(answer, shape, watch)
+            await beginning.begin()
+            stream = beginning
+            return stream
+        finally:
+            if stream is None:  # a stream that began lets go itself, at its end
+                _let_go(answer, watch)
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The whole body; `InvalidArgument` if it is over `limit` bytes, `Cancelled` if the client leaves."""
+    parts: list[bytes] = []
+    size, more = 0, True
+    while more and size <= _DRAIN_BYTES:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise Cancelled("the client left while it sent the request")
+        part = message.get("body", b"")
+        size += len(part)
+        if size <= limit:
+            parts.append(part)
+        more = message.get("more_body", False)
+    check_size(size, limit)
+    return b"".join(parts)
+
+
+async def _close_on_disconnect(receive: Receive, answer: Answer) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    answer.close()
+
+
+def _let_go(answer: Answer, watch: asyncio.Task[None]) -> None:
+    watch.cancel()
+    answer.close()
+
+
+async def _collect(answer: Answer, shape: ReplyShape) -> bytes:
+    texts: list[str] = []
+    while not isinstance(event := await answer.next(), Ending):
+        texts.append(event.text)
+    return shape.whole("".join(texts), event)
+
+
+class _AnswerStream(Response):
+    """Server-sent events. Headers go out with the first event, so a request that fails before has its own status."""
+
+    def __init__(self, answer: Answer, shape: ReplyShape, watch: asyncio.Task[None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._answer = answer
+        self._shape = shape
+        self._watch = watch
+        self._first = b""
+        self._over = False
+
+    async def begin(self) -> None:
+        """Wait for the first event; raises the request's error."""
+        self._first = self._shape.opening() + await self._next()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            while not self._over:
+                data = await self._next_or_error()
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            _let_go(self._answer, self._watch)
+
+    async def _next(self) -> bytes:
+        event = await self._answer.next()
+        if isinstance(event, Ending):
+            self._over = True
+            return self._shape.closing(event)
+        return self._shape.piece(event.text) if event.text else b""
+
+    async def _next_or_error(self) -> bytes:
+        try:
+            return await self._next()
+        except TandemError as error:
+            self._over = True
+            return error_event(error)
+
+
+class _KeyCheck:
+    """Lets only callers with a key through, to every route but the probes."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._knows(scope):
+            refusal = Unauthenticated("the request carries no valid API key; send 'Authorization: Bearer <key>'")
+            await _respond(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        header = dict(scope["headers"]).get(b"authorization", b"")
+        key = header[7:] if header[:7].lower() == b"bearer " else b""
+        return any(hmac.compare_digest(key, known) for known in self._keys)
+
+
+def _respond(error: TandemError) -> Response:
+    return Response(error_body(error), error.http_status, error_headers(error), _JSON)
+
+
+async def _on_tandem_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return _respond(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase.lower()}"
+    code = HTTPStatus(error.status_code).name.lower()
+    return Response(json_error(error.status_code, message, code=code), error.status_code, error.headers, _JSON)
+
+
+async def _on_defect(_request: Request, error: Exception) -> Response:
+    message = f"unexpected {type(error).__name__}; the server's log has the details"
+    return Response(json_error(500, message, code="internal"), 500, media_type=_JSON)

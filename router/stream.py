@@ -1,0 +1,165 @@
+"""From workers' events to the client's answer: order the tokens, turn them into text, end the answer.
+
+Few answers send every token at once. Many share a budget of chunks a second, so that sending never takes the CPU from
+an engine on the same machine: a chunk then carries the tokens of several steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from router.answer_text import TextJob, TextThread
+from router.config import RouterConfig
+from router.request import RoutedRequest
+from wire.errors import Internal, TandemError, Unavailable, from_code
+from wire.messages import FinishReason, RequestEvent, StepEvents
+from wire.timeline import Edge
+
+
+class RequestOwner(Protocol):
+    """Who ends requests: the dispatcher."""
+
+    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None: ...
+
+    def fail(self, request: RoutedRequest, error: TandemError) -> None: ...
+
+    def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None: ...
+
+    def settle(self, request: RoutedRequest) -> None: ...
+
+
+class EventStream:
+    """Takes the events of both workers of every request; belongs to the event loop."""
+
+    def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
+        self._config = config
+        self._owner = owner
+        self._text = TextThread(self._deliver)
+        self._jobs: dict[str, TextJob] = {}
+        self._flushed_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def close(self) -> None:
+        """End the text thread."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._text.stop()
+
+    def take(self, step: StepEvents, live: Mapping[str, RoutedRequest]) -> None:
+        """One worker's step. Events of requests and attempts that are over are dropped."""
+        now = time.monotonic()
+        urgent: list[TextJob] = []
+        for event in step.events:
+            request = live.get(event.ref.request_id)
+            if request is None or event.ref.attempt != request.attempt or request.prefill is None:
+                continue
+            request.last_heard = now
+            if event.edges or event.transfer is not None:
+                self._note(request, event)
+            if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
+                self._owner.fail_attempt(request, _error(event))
+            elif event.token_ids or event.finish_reason is not None:
+                try:
+                    must_not_wait = self._take_tokens(request, event)
+                except Unavailable as error:
+                    self._owner.fail(request, error)
+                    continue
+                if must_not_wait:
+                    urgent.append(self._jobs.pop(request.wire_id))
+        if urgent:
+            self._text.submit(urgent)
+        if self._jobs:
+            self._flush_when_due(now, len(live))
+
+    def _take_tokens(self, request: RoutedRequest, event: RequestEvent) -> bool:
+        """Add the tokens that are next in order to the request's job; whether the job must not wait."""
+        assembler = request.assembler
+        first = assembler.count == 0
+        fresh = assembler.add(event.first_index, event.token_ids)
+        if event.finish_reason is not None:
+            assembler.finish_at(event.first_index + len(event.token_ids), event.finish_reason)
+        if event.first_index == 0:
+            assert request.prefill is not None
+            request.prefill.prompt_computed(request.wire_id)
+        elif request.lease is not None:
+            self._admitted(request)
+        finished = assembler.finished
+        if finished is not None:
+            self._generated(request)
+        if not fresh and finished is None:
+            return False
+        job = self._jobs.get(request.wire_id)
+        if job is None:
+            job = self._jobs[request.wire_id] = TextJob(request, [])
+        job.token_ids.extend(fresh)
+        job.finish = finished
+        return first or finished is not None
+
+    def _flush_when_due(self, now: float, answers: int) -> None:
+        due = self._flushed_at + min(answers / self._config.chunks_per_s, self._config.chunk_delay_max_s)
+        if now >= due:
+            self._flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(due - now, self._flush)
+
+    def _flush(self) -> None:
+        """Send what waits: one hop to the text thread for all requests."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._flushed_at = time.monotonic()
+        if self._jobs:
+            self._text.submit([job for job in self._jobs.values() if not job.request.ended])
+            self._jobs.clear()
+
+    def _generated(self, request: RoutedRequest) -> None:
+        """The workers have finished it: their room is free before the last text is made."""
+        request.generated = True
+        self._owner.settle(request)
+
+    def _note(self, request: RoutedRequest, event: RequestEvent) -> None:
+        request.edges.extend(event.edges)
+        if event.transfer is not None:
+            request.transfer = event.transfer
+            self._handed_over(request)
+        if any(stamp.edge is Edge.DECODE_ADMITTED for stamp in event.edges):
+            self._admitted(request)
+
+    def _admitted(self, request: RoutedRequest) -> None:
+        """The decode worker has the request for good: its lease needs no heartbeat."""
+        request.lease = None
+        if request.decode is not None:
+            request.decode.leases.drop(request.wire_id)
+        self._handed_over(request)
+
+    def _handed_over(self, request: RoutedRequest) -> None:
+        """The prefill worker is needed no longer, once its token is here: its death would not matter."""
+        if request.prefill is not None and request.assembler.count > 0:
+            request.prefill.unbook_prefill(request.wire_id)
+
+    def _deliver(self, jobs: list[TextJob]) -> None:
+        """Back from the text thread: one call for all the requests of a step."""
+        for job in jobs:
+            request = job.request
+            if request.ended:
+                continue
+            if job.failed:
+                self._owner.fail(request, Internal("the answer could not be decoded; the router's log has the details"))
+                continue
+            if job.token_ids or job.text:
+                request.answer.push(job.text, job.token_ids)
+            if job.matched_stop:
+                self._owner.finish(request, FinishReason.STOP, job.matched_stop)
+            elif job.finish is not None:
+                self._owner.finish(request, job.finish, "")
+
+
+def _error(event: RequestEvent) -> TandemError:
+    if event.error is not None:
+        return from_code(event.error.code, event.error.message, event.error.retry_after_s)
+    if event.finish_reason is FinishReason.ABORT:
+        return Unavailable("a worker gave the request up, as it does when it drains; send it again")
+    return Internal("a worker failed without saying why; its log has the details")

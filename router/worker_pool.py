@@ -1,0 +1,144 @@
+"""The workers this router sees: the controller's membership, one link to each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+import grpc.aio
+
+from router.config import RouterConfig
+from router.placement import WorkerView
+from router.worker_link import LinkObserver, WorkerLink
+from wire import convert
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.messages import Membership, ModelFacts, PeerRef, WorkerInfo
+from wire.rpc import open_channel
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = (0.1, 2.0)
+"""First and longest pause before the controller is asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as the workers loaded it, and the largest request they can hold, in tokens."""
+
+    facts: ModelFacts
+    prefill_tokens_max: int
+    decode_tokens_max: int
+
+
+class WorkerPool:
+    """Follows the cluster's membership. Links of workers that left stay until their last request has ended."""
+
+    def __init__(self, config: RouterConfig, observer: LinkObserver) -> None:
+        self._config = config
+        self._observer = observer
+        self._links: dict[PeerRef, WorkerLink] = {}
+        self._model: ServedModel | None = None
+        self._channel = open_channel(config.controller_address, config.token)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """Every link, those of workers that are leaving included."""
+        return list(self._links.values())
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What is served; None until the first worker of each role was seen. Survives the workers' absence."""
+        return self._model
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served: the model is known and both roles are live."""
+        live = self._live()
+        roles = [link.info.role for link in live]
+        return self._model is not None and any(r.prefills for r in roles) and any(r.decodes for r in roles)
+
+    def views(self) -> list[WorkerView]:
+        """The live workers, for placement."""
+        return [link.view() for link in self._live()]
+
+    def link(self, peer: PeerRef) -> WorkerLink:
+        """The link to `peer`, which placement just chose."""
+        return self._links[peer]
+
+    def sweep(self) -> None:
+        """Close links of workers that left and whose requests have ended."""
+        for link in self.links:
+            if link.retired and not (link.connected and link.request_ids):
+                self._drop(link)
+
+    async def close(self) -> None:
+        """End every stream and channel."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        for link in self.links:
+            self._drop(link)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._channel.close()
+
+    def _live(self) -> list[WorkerLink]:
+        return [link for link in self._links.values() if link.connected and not link.retired]
+
+    async def _watch_forever(self) -> None:
+        stub = cluster_pb2_grpc.ClusterStub(self._channel)
+        pause = _RETRY_S[0]
+        while True:
+            try:
+                async for message in stub.Watch(cluster_pb2.WatchRequest()):
+                    self._follow(convert.membership_from_proto(message))
+                    pause = _RETRY_S[0]
+            except grpc.aio.AioRpcError as error:
+                # Workers go on serving without a controller; only changes are missed until it is back.
+                log.warning(
+                    "watching the controller at %s failed: %s", self._config.controller_address, error.details()
+                )
+            except Exception:
+                # A router that no longer follows would serve ghosts for ever; the next message may be a good one.
+                log.exception("following the controller at %s failed", self._config.controller_address)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _RETRY_S[1])
+
+    def _follow(self, membership: Membership) -> None:
+        named = {info.peer: info for info in membership.workers}
+        successors = {info.peer.worker_id: info.peer for info in membership.workers}
+        for peer, link in list(self._links.items()):
+            if peer not in named:
+                link.retired = True
+            if successors.get(peer.worker_id, peer) != peer:
+                self._drop(link)  # its process is gone: what ran there is lost now, not at a timeout
+        for peer, info in named.items():
+            known = self._links.get(peer)
+            if known is None:
+                self._links[peer] = self._open(info)
+            else:
+                known.info, known.retired = info, False
+        self._learn_model(membership)
+        self.sweep()
+        self._observer.on_change()
+
+    def _open(self, info: WorkerInfo) -> WorkerLink:
+        config = self._config
+        return WorkerLink(info, config.router_id, config.token, config.rpc_timeout_s, self._observer)
+
+    def _drop(self, link: WorkerLink) -> None:
+        self._links.pop(link.info.peer, None)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _learn_model(self, membership: Membership) -> None:
+        prefills = [w for w in membership.workers if w.role.prefills]
+        decodes = [w for w in membership.workers if w.role.decodes]
+        if prefills and decodes:
+            self._model = ServedModel(
+                facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
+                prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
+                decode_tokens_max=max(w.pages_total * w.page_tokens for w in decodes),
+            )

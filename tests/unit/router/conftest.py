@@ -1,0 +1,124 @@
+"""A small model folder, and a router over fake workers."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from router.config import RouterConfig
+from router.server import RouterEndpoints, RouterServer
+from router.tokenizer import Tokenizer
+from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, until
+from wire.messages import Role
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "The quick brown fox jumps over the lazy dog; 你好世界, naïve café 😀. " * 3
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a byte-level tokenizer of VOCAB_SIZE ids, the first three special, and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    inner: Any = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([f"{TEXT} {chr(97 + i)}{chr(98 + i)}{chr(99 + i)}" * 4 for i in range(20)], trainer)
+    inner.save(str(folder / "tokenizer.json"))
+    config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Tokenizer:
+    return Tokenizer(model)
+
+
+@dataclass
+class Cluster:
+    """A router over fakes. `restart` swaps workers; fields are there to reach into."""
+
+    controller: FakeController
+    workers: list[FakeWorker]
+    router: RouterServer
+    config: RouterConfig
+    endpoints: RouterEndpoints
+    extra: list[FakeWorker] = field(default_factory=list)
+
+    @property
+    def prefill(self) -> FakeWorker:
+        return next(w for w in self.workers if w.role.prefills)
+
+    @property
+    def decode(self) -> FakeWorker:
+        return next(w for w in self.workers if w.role.decodes)
+
+    async def members(self, *workers: FakeWorker) -> None:
+        """Make these the cluster's workers and wait until the router is ready."""
+        self.workers = list(workers)
+        self.extra.extend(workers)
+        await self.controller.set(*workers)
+        peers = {worker.info.peer for worker in workers}
+        await until(lambda: {view.peer for view in self.router._dispatcher.pool.views()} == peers, "all are live")
+
+    async def settled(self) -> None:
+        """Wait until neither the router nor any live worker knows of a request."""
+        dispatcher = self.router._dispatcher
+        await until(lambda: not dispatcher._live and not dispatcher._walks, "the router forgot every request")
+        await until(lambda: all(w.idle for w in self.workers), "the workers forgot every request")
+        for link in dispatcher.pool.links:
+            assert (link.request_ids, link._prefill_tokens, link._pages, len(link.leases)) == (set(), 0, 0, 0)
+        assert not dispatcher._by_client_id
+        assert dispatcher.waiting == 0
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Fields of RouterConfig a test wants otherwise; override in the module."""
+    return {}
+
+
+@pytest.fixture
+async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluster]:
+    """One prefill and one decode worker and a router that is ready; checks at the end that nothing leaked."""
+    controller = await FakeController("secret").start()
+    workers = [
+        await FakeWorker("prefill-0", Role.PREFILL, token="secret").start(),
+        await FakeWorker("decode-0", Role.DECODE, token="secret").start(),
+    ]
+    config = RouterConfig(
+        **{
+            "router_id": "router-0",
+            "model": model,
+            "model_name": "fake",
+            "controller_address": controller.address,
+            "token": "secret",
+            "grpc_port": 0,
+            "http_port": 0,
+            "default_max_tokens": 32,
+            **settings,
+        }
+    )
+    router = RouterServer(config)
+    cluster = Cluster(controller, workers, router, config, await router.start(), list(workers))
+    await cluster.members(*workers)
+    yield cluster
+    await cluster.settled()
+    await router.stop(1.0)
+    for worker in cluster.extra:
+        await worker.kill()
+    await controller.stop()

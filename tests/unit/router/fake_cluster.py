@@ -1,0 +1,315 @@
+"""A controller and workers that speak the real protocol and compute nothing, with switches for every kind of trouble.
+
+A fake worker answers token number i of a prompt with `answer_token(prompt, i)`, so any attempt on any worker gives
+the same answer. Both halves live in one fake; its role says which are asked.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from wire import convert
+from wire.errors import ResourceExhausted, StaleEpoch, TandemError
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.messages import (
+    ErrorDetail,
+    FinishReason,
+    GrantedLease,
+    Lease,
+    Membership,
+    ModelFacts,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    Role,
+    StepEvents,
+    WorkerInfo,
+    WorkerLoad,
+)
+from wire.rpc import open_server
+from wire.timeline import Edge, EdgeStamp, TransferStats
+
+EOS = 2
+VOCAB_SIZE = 400
+
+
+def answer_token(prompt: Sequence[int], index: int) -> int:
+    """Token `index` of the answer to `prompt`: any of the small vocabulary but the special ones."""
+    return 3 + (sum(prompt) * 31 + index * index * 7) % (VOCAB_SIZE - 3)
+
+
+@dataclass
+class Switches:
+    """Trouble to make. Each applies to every request of the worker until it is set back."""
+
+    refuse_reserve: int = 0
+    """Answer so many Reserve calls with RESOURCE_EXHAUSTED."""
+    prefill_error: TandemError | None = None
+    """Refuse Prefill with this."""
+    fail_transfers: int = 0
+    """Let so many transfers fail after the first token went out."""
+    silent_prefill: bool = False
+    """Accept prompts and never answer."""
+    stop_at: int | None = None
+    """End with an end-of-sequence token at this index."""
+    step_s: float = 0.0
+    """Pause between decode steps."""
+    decode_first: bool = False
+    """Let the decode worker's tokens overtake the prefill worker's first one."""
+    forget_leases: bool = False
+    """Answer heartbeats as if no lease were held."""
+    lease_s: float = 0.3
+    """How long leases live without a heartbeat."""
+    break_after: int | None = None
+    """Drop the event stream once a request has this many tokens."""
+
+
+@dataclass
+class FakeWorker(worker_pb2_grpc.WorkerServicer):
+    """One worker. `start` it, hand it to the controller, `stop` or `kill` it."""
+
+    worker_id: str
+    role: Role
+    incarnation: int = 1
+    pages_total: int = 512
+    page_tokens: int = 16
+    max_context: int = 2048
+    max_step_tokens: int = 512
+    token: str = ""
+    answer: Callable[[Sequence[int], int], int] = answer_token
+    switches: Switches = field(default_factory=Switches)
+    peers: dict[str, "FakeWorker"] = field(default_factory=dict)
+    """Workers by id: where a transfer goes."""
+
+    def __post_init__(self) -> None:
+        self.streams: dict[str, asyncio.Queue[StepEvents | None]] = {}
+        self.leases: dict[str, Lease] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.aborted: list[RequestRef] = []
+        self.heartbeats: list[list[Lease]] = []
+        self.reservations: list[Reservation] = []
+        self.prefills: list[PrefillTask] = []
+        self.epoch = 0
+        self.step = 0
+
+    async def start(self) -> "FakeWorker":
+        self.server = open_server(tokens=frozenset({self.token} if self.token else ()))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        return self
+
+    async def kill(self) -> None:
+        """Go away at once, as SIGKILL would: no goodbye on any stream."""
+        for task in self.tasks.values():
+            task.cancel()
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        await self.server.stop(0)
+
+    @property
+    def info(self) -> WorkerInfo:
+        facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32")
+        return WorkerInfo(
+            PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
+            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory",
+        )  # fmt: skip
+
+    @property
+    def idle(self) -> bool:
+        """Whether it knows of no request and no lease."""
+        return not self.leases and not self.tasks
+
+    # ---- the service ----
+
+    async def Attach(self, request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+        queue: asyncio.Queue[StepEvents | None] = asyncio.Queue()
+        self.streams[request.router_id] = queue
+        await context.send_initial_metadata(())
+        try:
+            while (events := await queue.get()) is not None:
+                yield convert.step_events_to_proto(events)
+        finally:
+            if self.streams.get(request.router_id) is queue:
+                del self.streams[request.router_id]
+            for task in self.tasks.values():
+                task.cancel()
+            self.leases.clear()
+
+    async def Reserve(self, request: Any, _context: Any) -> Any:
+        reservation = convert.reservation_from_proto(request)
+        self.reservations.append(reservation)
+        if self.switches.refuse_reserve > 0:
+            self.switches.refuse_reserve -= 1
+            raise ResourceExhausted("no pages", retry_after_s=0.01)
+        self.epoch += 1
+        lease = Lease(reservation.ref.request_id, reservation.ref.attempt, self.epoch)
+        self.leases[lease.request_id] = lease
+        return convert.granted_to_proto(GrantedLease(lease, self.switches.lease_s))
+
+    async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
+        task = convert.prefill_task_from_proto(request)
+        self.prefills.append(task)
+        if self.switches.prefill_error is not None:
+            raise self.switches.prefill_error
+        if not self.switches.silent_prefill:
+            self._start(task.ref.request_id, self._prefill(task))
+        return worker_pb2.PrefillResponse()
+
+    async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        for message in request.requests:
+            ref = convert.ref_from_proto(message)
+            self.aborted.append(ref)
+            lease = self.leases.get(ref.request_id)
+            if lease is not None and lease.attempt <= ref.attempt:
+                del self.leases[ref.request_id]
+            if (work := self.tasks.get(ref.request_id)) is not None:
+                work.cancel()
+        return worker_pb2.AbortWorkResponse()
+
+    async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
+        leases = [convert.lease_from_proto(lease) for lease in request.leases]
+        self.heartbeats.append(leases)
+        unknown = [x for x in leases if self.switches.forget_leases or self.leases.get(x.request_id) != x]
+        return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
+
+    # ---- the work ----
+
+    async def _prefill(self, task: PrefillTask) -> None:
+        prompt, destination = task.prompt_token_ids, task.destination
+        only = task.sampling.max_tokens == 1 or self.switches.stop_at == 0
+        reason = (FinishReason.STOP if self.switches.stop_at == 0 else FinishReason.LENGTH) if only else None
+        first = RequestEvent(
+            task.ref, 0, (self._token(prompt, 0),), reason,
+            edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
+        )  # fmt: skip
+        if not self.switches.decode_first:
+            self.send(task.router_id, first)
+        if only or destination is None:
+            if destination is not None:
+                self.peers[destination.peer.worker_id].leases.pop(task.ref.request_id, None)
+            return
+        if self.switches.fail_transfers > 0:
+            self.switches.fail_transfers -= 1
+            detail = ErrorDetail("TRANSFER_FAILED", "the pages did not arrive")
+            self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
+            return
+        self.peers[destination.peer.worker_id].arrive(task)
+        if self.switches.decode_first:
+            await asyncio.sleep(0.05)
+            self.send(task.router_id, first)
+        stats = TransferStats(4096, 1, "fake", 1000)
+        self.send(task.router_id, RequestEvent(task.ref, transfer=stats))
+
+    def arrive(self, task: PrefillTask) -> None:
+        """The KV of `task` is here: decode it, if the lease still holds."""
+        assert task.destination is not None
+        if self.leases.get(task.ref.request_id) != task.destination.lease:
+            error = StaleEpoch("the lease is over")
+            detail = ErrorDetail(error.code, error.message)
+            self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
+            return
+        del self.leases[task.ref.request_id]
+        self._start(task.ref.request_id, self._decode(task))
+
+    async def _decode(self, task: PrefillTask) -> None:
+        edges = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
+        for index in range(1, task.sampling.max_tokens):
+            await asyncio.sleep(self.switches.step_s)
+            ids = (self._token(task.prompt_token_ids, index),)
+            reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
+            if self.switches.stop_at == index:
+                reason = FinishReason.STOP
+            self.send(task.router_id, RequestEvent(task.ref, index, ids, reason, edges=edges))
+            edges = ()
+            if self.switches.break_after == index + 1:
+                await self.drop_streams()
+            if reason is not None:
+                return
+
+    def send(self, router_id: str, *events: RequestEvent) -> None:
+        self.step += 1
+        load = WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total)
+        if (queue := self.streams.get(router_id)) is not None:
+            queue.put_nowait(StepEvents(self.step, events, load))
+
+    async def drop_streams(self) -> None:
+        """Break every event stream, as a network failure would."""
+        for queue in self.streams.values():
+            queue.put_nowait(None)
+        await asyncio.sleep(0)
+
+    def _token(self, prompt: Sequence[int], index: int) -> int:
+        return EOS if self.switches.stop_at == index else self.answer(prompt, index)
+
+    def _start(self, request_id: str, work: Any) -> None:
+        key = request_id
+        while key in self.tasks:  # a prefill and a decode of one request on one worker
+            key += "'"
+        task = asyncio.create_task(work)
+        self.tasks[key] = task
+        task.add_done_callback(lambda _: self.tasks.pop(key, None))
+
+
+class FakeController(cluster_pb2_grpc.ClusterServicer):
+    """Tells routers of the workers it is given."""
+
+    def __init__(self, token: str = "") -> None:
+        self.token = token
+        self.workers: dict[str, WorkerInfo] = {}
+        self.revision = 0
+        self.changed = asyncio.Condition()
+
+    async def start(self) -> "FakeController":
+        self.server = open_server(tokens=frozenset({self.token} if self.token else ()))
+        cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        return self
+
+    async def stop(self) -> None:
+        await self.server.stop(0)
+
+    async def set(self, *workers: FakeWorker) -> None:
+        """Make exactly these the members."""
+        self.workers = {worker.worker_id: worker.info for worker in workers}
+        for worker in workers:
+            worker.peers = {other.worker_id: other for other in workers}
+        async with self.changed:
+            self.revision += 1
+            self.changed.notify_all()
+
+    async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
+        seen = -1
+        while True:
+            async with self.changed:
+                while self.revision <= seen:
+                    await self.changed.wait()
+                seen = self.revision
+                membership = Membership(seen, tuple(self.workers.values()))
+            yield convert.membership_to_proto(membership)
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+    """Wait for `condition`; AssertionError that names `what` if it does not come."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"never came true: {what}"
+        await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def channel_to(address: str, key: str = "") -> AsyncIterator[grpc.aio.Channel]:
+    from wire.rpc import open_channel
+
+    channel = open_channel(address, key)
+    try:
+        yield channel
+    finally:
+        await channel.close()

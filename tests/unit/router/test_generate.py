@@ -1,0 +1,576 @@
+"""The gRPC door over fake workers: answers, limits, cancellation, and what happens when workers misbehave."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import socket
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from router.request import RoutedRequest
+from router.server import RouterServer, serve
+from router.tokenizer import Tokenizer
+from tests.unit.router.conftest import TEXT, Cluster
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from wire.errors import FailedPrecondition, Unavailable
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc, types_pb2
+from wire.messages import Role
+from wire.rpc import RETRY_AFTER
+
+PROMPT = [5, 6, 7, 8]
+
+
+def expected(count: int, prompt: list[int] | None = None) -> list[int]:
+    return [answer_token(prompt or PROMPT, index) for index in range(count)]
+
+
+def ask(max_tokens: int | None = 8, prompt: list[int] | None = None, **options: Any) -> pb.GenerateRequest:
+    if max_tokens is not None:
+        options["max_tokens"] = max_tokens
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT if prompt is None else prompt), options=pb.GenerationOptions(**options)
+    )
+
+
+class Client:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.stub = inference_pb2_grpc.InferenceStub(channel)
+
+    async def run(self, request: Any) -> tuple[str, list[int], pb.Complete]:
+        """Text, tokens and the last message of an answer."""
+        call = self.stub.Chat(request) if isinstance(request, pb.ChatRequest) else self.stub.Generate(request)
+        texts, ids, complete = [], [], None
+        async for message in call:
+            assert complete is None, "a message after Complete"
+            if message.HasField("chunk"):
+                texts.append(message.chunk.text)
+                ids.extend(message.chunk.token_ids)
+            else:
+                complete = message.complete
+        assert complete is not None
+        return "".join(texts), ids, complete
+
+    async def error(self, request: Any) -> grpc.aio.AioRpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.run(request)
+        return caught.value
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> Any:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield Client(channel)
+
+
+async def test_answer_usage_and_timeline(cluster: Cluster, client: Client, tokenizer: Tokenizer) -> None:
+    text, ids, complete = await client.run(ask(40))
+    assert ids == expected(40)
+    assert text == tokenizer.decode(ids)
+    assert complete.finish_reason == types_pb2.FINISH_REASON_LENGTH
+    assert (complete.prompt_tokens, complete.completion_tokens, complete.cached_tokens) == (4, 40, 0)
+    timeline = complete.timeline
+    assert (timeline.prefill_worker, timeline.decode_worker, timeline.transfer.backend) == (
+        "prefill-0", "decode-0", "fake",
+    )  # fmt: skip
+    edges = {stamp.edge for stamp in timeline.edges}
+    names = (
+        "RECEIVED",
+        "TOKENIZED",
+        "PLACED",
+        "RESERVED",
+        "PREFILL_FINISHED",
+        "FIRST_TOKEN",
+        "DECODE_ADMITTED",
+        "FINISHED",
+    )
+    assert {types_pb2.Edge.Value(f"EDGE_{name}") for name in names} <= edges
+    reservation, task = cluster.decode.reservations[0], cluster.prefill.prefills[0]
+    assert task.destination is not None
+    assert (task.destination.address, reservation.prefill) == (cluster.decode.address, cluster.prefill.info.peer)
+    assert cluster.prefill.aborted == [], "a request that ended well needs no abort"
+
+
+async def test_text_prompt_and_chat(cluster: Cluster, client: Client, tokenizer: Tokenizer) -> None:
+    await client.run(pb.GenerateRequest(text="The quick brown fox"))
+    assert list(cluster.prefill.prefills[0].prompt_token_ids) == tokenizer.encode("The quick brown fox")
+    message = pb.ChatMessage(role="user", content="Hello 😀")
+    _, ids, complete = await client.run(pb.ChatRequest(messages=[message]))
+    prompt = cluster.prefill.prefills[1].prompt_token_ids
+    assert tokenizer._inner.decode(prompt, skip_special_tokens=False) == (
+        "<|im_start|>user\nHello 😀<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert ids == [answer_token(prompt, index) for index in range(32)]
+    assert complete.completion_tokens == 32, "default_max_tokens of the router"
+
+
+async def test_one_token_needs_no_decode_worker(cluster: Cluster, client: Client) -> None:
+    _, ids, complete = await client.run(ask(1))
+    assert (ids, complete.timeline.decode_worker) == (expected(1), "")
+    assert cluster.decode.reservations == []
+
+
+async def test_end_of_sequence_at_the_first_token_frees_the_lease(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.stop_at = 0
+    text, ids, complete = await client.run(ask(8))
+    assert (text, ids, complete.finish_reason) == ("", [2], types_pb2.FINISH_REASON_STOP)
+    await until(lambda: cluster.decode.idle, "the decode worker dropped the lease")
+
+
+async def test_tokens_of_the_two_workers_may_race(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.decode_first = True
+    _, ids, _ = await client.run(ask(8))
+    assert ids == expected(8)
+
+
+async def test_sampling_defaults_and_values(cluster: Cluster, client: Client) -> None:
+    await client.run(ask(2))
+    await client.run(ask(2, temperature=0.5, top_k=7, top_p=0.25, min_p=0.125, seed=2**64 - 1, stop_token_ids=[9]))
+    plain, chosen = (task.sampling for task in cluster.prefill.prefills)
+    assert (plain.temperature, plain.top_k, plain.top_p, plain.min_p) == (1.0, 0, 1.0, 0.0)
+    assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p) == (0.5, 7, 0.25, 0.125)
+    assert (chosen.seed, chosen.stop_token_ids) == (2**64 - 1, (9,))
+    assert cluster.decode.reservations[0].sampling == plain, "both workers sample alike"
+
+
+async def test_stop_string(cluster: Cluster, client: Client, tokenizer: Tokenizer) -> None:
+    cluster.decode.switches.step_s = 0.002
+    whole = tokenizer.decode(expected(60))
+    stop = whole[20:26]
+    text, ids, complete = await client.run(ask(60, stop=["never there", stop]))
+    assert text == whole[: whole.index(stop)]
+    assert (complete.finish_reason, complete.matched_stop) == (types_pb2.FINISH_REASON_STOP, stop)
+    assert ids == expected(len(ids))
+    assert complete.completion_tokens == len(ids) < 60
+    assert stop in tokenizer.decode(ids)
+    await until(lambda: len(cluster.decode.aborted) == 1, "the decode worker was told to stop")
+
+
+BAD: list[tuple[str, Any, str]] = [
+    ("empty token ids", ask(prompt=[]), "prompt"),
+    ("no prompt", pb.GenerateRequest(), "prompt"),
+    ("empty text", pb.GenerateRequest(text=""), "prompt"),
+    ("NUL", pb.GenerateRequest(text="a\0b"), "prompt"),
+    ("id out of range", ask(prompt=[1, 400]), "prompt"),
+    ("over the context", ask(None, prompt=[5] * 2048), "prompt"),
+    ("prompt and answer over the context", ask(2045), "max_tokens"),
+    ("max_tokens 0", ask(0), "max_tokens"),
+    ("max_tokens negative", ask(-3), "max_tokens"),
+    ("temperature NaN", ask(temperature=float("nan")), "temperature"),
+    ("temperature negative", ask(temperature=-0.1), "temperature"),
+    ("temperature inf", ask(temperature=float("inf")), "temperature"),
+    ("top_p 0", ask(top_p=0.0), "top_p"),
+    ("top_p over 1", ask(top_p=1.5), "top_p"),
+    ("top_p NaN", ask(top_p=float("nan")), "top_p"),
+    ("top_k negative", ask(top_k=-1), "top_k"),
+    ("min_p over 1", ask(min_p=1.5), "min_p"),
+    ("empty stop", ask(stop=[""]), "stop"),
+    ("long stop", ask(stop=["x" * 257]), "stop"),
+    ("many stops", ask(stop=["x"] * 17), "stop"),
+    ("stop id", ask(stop_token_ids=[400]), "stop_token_ids"),
+    ("slo class", ask(slo_class="gold"), "slo_class"),
+    ("request id", pb.GenerateRequest(request_id="with space", text="x"), "request_id"),
+    ("no messages", pb.ChatRequest(), "messages"),
+    ("bad role", pb.ChatRequest(messages=[pb.ChatMessage(role="king", content="x")]), "messages[0].role"),
+    ("10 MB", pb.GenerateRequest(text="x" * 10_000_000), "request"),
+]
+
+
+async def test_bad_input_names_field_and_next_request_works(cluster: Cluster, client: Client) -> None:
+    for what, request, field in BAD:
+        error = await client.error(request)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, what
+        assert (error.details() or "").startswith(f"{field}: "), (what, error.details())
+    error = await client.error(pb.GenerateRequest(model="other", text="x"))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "'fake'" in (error.details() or "")
+    assert cluster.prefill.prefills == []
+    _, ids, _ = await client.run(ask(4))
+    assert ids == expected(4)
+
+
+async def test_context_is_the_limit_to_the_token(client: Client) -> None:
+    _, ids, _ = await client.run(ask(None, prompt=[5] * 2047))
+    assert len(ids) == 1
+    _, ids, _ = await client.run(ask(4, prompt=[5] * 2044))
+    assert len(ids) == 4
+
+
+async def test_a_request_no_pool_can_hold_is_refused(cluster: Cluster, client: Client) -> None:
+    small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
+    await cluster.members(cluster.prefill, small)
+    await until(lambda: cluster.router._dispatcher.pool.model.decode_tokens_max == 64, "the small pool is known")  # type: ignore[union-attr]
+    error = await client.error(ask(62))
+    assert error.details() == (
+        "max_tokens: is 62, the limit behind a prompt of 4 tokens is 61 (KV cache of a decode worker, 64 tokens)"
+    )
+    assert (await client.error(ask(None, prompt=[5] * 65))).details() == (
+        "prompt: is 65 tokens long, the limit is 64 (KV cache of the workers)"
+    )
+    _, ids, _ = await client.run(ask(61))
+    assert len(ids) == 61
+
+
+async def test_transfer_failures_are_retried_without_repeat_or_gap(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.fail_transfers = 2
+    _, ids, complete = await client.run(ask(8))
+    assert ids == expected(8)
+    assert complete.completion_tokens == 8
+    assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2, 3]
+    cluster.prefill.switches.fail_transfers = 3
+    error = await client.error(ask(8))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "did not arrive" in (error.details() or "")
+
+
+async def test_a_full_decode_worker_sends_the_request_back_to_the_queue(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.refuse_reserve = 4
+    _, ids, _ = await client.run(ask(8))
+    assert ids == expected(8)
+    assert len(cluster.decode.reservations) == 5
+
+
+async def test_pages_bind_late(cluster: Cluster, client: Client) -> None:
+    tiny = await FakeWorker("decode-1", Role.DECODE, pages_total=2, token="secret").start()
+    await cluster.members(cluster.prefill, tiny)
+    tiny.switches.step_s = 0.002
+    answers = await asyncio.gather(*(client.run(ask(20)) for _ in range(5)))
+    assert all(ids == expected(20) for _, ids, _ in answers)
+    assert len(tiny.reservations) == 5, "no Reserve was refused: the router knew there was no room"
+
+
+async def test_priority_goes_first(cluster: Cluster, client: Client) -> None:
+    tiny = await FakeWorker("decode-1", Role.DECODE, pages_total=2, token="secret").start()
+    await cluster.members(cluster.prefill, tiny)
+    tiny.switches.step_s = 0.005
+    runs = []
+    for number, priority in enumerate((0, 0, 5)):
+        runs.append(asyncio.create_task(client.run(ask(20, prompt=[10 + number] * 4, priority=priority))))
+        await until(lambda n=number: cluster.router._dispatcher._arrivals == n + 1, "it arrived")
+    await asyncio.gather(*runs)
+    assert [task.prompt_token_ids[0] for task in cluster.prefill.prefills] == [10, 12, 11]
+
+
+class TestFullQueue:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"max_queued_requests": 2, "retry_after_s": 3.0}
+
+    async def test_the_next_one_is_turned_away_at_once(self, cluster: Cluster, client: Client) -> None:
+        cluster.decode.switches.refuse_reserve = 10**9
+        waiting = [asyncio.create_task(client.run(ask(4))) for _ in range(2)]
+        await until(lambda: cluster.router._dispatcher._arrivals == 2, "both arrived")
+        error = None
+        while error is None:  # one of the two may be on its walk, out of the queue, for a moment
+            call = client.stub.Generate(ask(4))
+            try:
+                await asyncio.wait_for(call.read(), 0.02)
+            except grpc.aio.AioRpcError as caught:
+                error = caught
+            except TimeoutError:
+                call.cancel()
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(error.trailing_metadata() or ())[RETRY_AFTER] == "3"
+        cluster.decode.switches.refuse_reserve = 0
+        await asyncio.gather(*waiting)
+
+
+async def test_no_worker_means_unavailable_at_once(cluster: Cluster, client: Client) -> None:
+    await cluster.controller.set(cluster.prefill)
+    await until(lambda: not cluster.router.ready, "the router saw the decode worker leave")
+    error = await client.error(ask(4))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no decode worker" in (error.details() or "")
+    assert RETRY_AFTER in dict(error.trailing_metadata() or ())
+
+
+async def test_an_attempt_that_samples_another_first_token_is_not_spliced_in(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.fail_transfers = 1
+    prefills = cluster.prefill.prefills
+    cluster.prefill.answer = lambda prompt, index: answer_token(prompt, index) + len(prefills) - 1
+    error = await client.error(ask(8))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "token 0 came out differently" in (error.details() or "")
+    assert len(prefills) == 2
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_dead_worker_ends_its_requests_and_its_successor_serves(
+    cluster: Cluster, client: Client, role: Role
+) -> None:
+    cluster.decode.switches.step_s = 0.01
+    cluster.prefill.switches.silent_prefill = role is Role.PREFILL
+    running = [asyncio.create_task(client.error(ask(500, prompt=[5, n]))) for n in range(4)]
+    await until(lambda: len(cluster.prefill.prefills) == 4, "all are placed")
+    old = cluster.prefill if role is Role.PREFILL else cluster.decode
+    if role is Role.DECODE:
+        await until(lambda: len(old.tasks) == 4, "all are decoding")
+    await old.kill()
+    for error in await asyncio.wait_for(asyncio.gather(*running), 5):
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert old.worker_id in (error.details() or "")
+    heir = await FakeWorker(old.worker_id, role, incarnation=2, token="secret").start()
+    other = next(w for w in cluster.workers if w is not old)
+    await cluster.members(*(heir, other))
+    _, ids, _ = await client.run(ask(8))
+    assert ids == expected(8)
+
+
+async def test_prefill_worker_may_die_after_the_hand_over(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    run = asyncio.create_task(client.run(ask(40)))
+    await until(lambda: cluster.router._dispatcher.pool.links[0].connected and bool(cluster.decode.tasks), "it decodes")
+    links = cluster.router._dispatcher.pool.links
+    await until(lambda: not any(link.request_ids for link in links if link.info.role.prefills), "handed over")
+    await cluster.prefill.kill()
+    _, ids, _ = await run
+    assert ids == expected(40)
+
+
+async def test_a_broken_stream_fails_its_requests_and_comes_back(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.break_after = 3
+    error = await client.error(ask(20))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    cluster.decode.switches.break_after = None
+    await until(lambda: cluster.router.ready, "the stream is open again")
+    _, ids, _ = await client.run(ask(8))
+    assert ids == expected(8)
+
+
+async def test_worker_that_leaves_finishes_what_it_has(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    run = asyncio.create_task(client.run(ask(40)))
+    await until(lambda: bool(cluster.decode.tasks), "it decodes")
+    leaving = cluster.decode
+    heir = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+    await cluster.members(cluster.prefill, heir)
+    _, ids, _ = await client.run(ask(4))
+    assert len(heir.reservations) == 1
+    _, ids, _ = await run
+    assert ids == expected(40)
+    await until(lambda: len(cluster.router._dispatcher.pool.links) == 2, "its link is gone")
+    assert leaving.idle
+
+
+async def test_a_prefill_worker_that_refuses_is_asked_again_three_times(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.prefill_error = Unavailable("draining")
+    error = await client.error(ask(8))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert len(cluster.prefill.prefills) == 3
+
+
+async def test_heartbeats_keep_waiting_leases_and_a_lost_one_is_noticed(cluster: Cluster, client: Client) -> None:
+    cluster.prefill.switches.silent_prefill = True
+    run = asyncio.create_task(client.run(ask(8)))
+    await until(lambda: len(cluster.decode.heartbeats) >= 2, "heartbeats")
+    cluster.prefill.switches.silent_prefill = False
+    cluster.decode.switches.forget_leases = True
+    _, ids, _ = await run
+    assert ids == expected(8)
+    assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2]
+
+
+class TestStall:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"stall_timeout_s": 0.3, "queue_timeout_s": 0.3}
+
+    async def test_silence_ends_at_a_deadline(self, cluster: Cluster, client: Client) -> None:
+        cluster.prefill.switches.silent_prefill = True
+        error = await client.error(ask(8))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "prefill-0" in (error.details() or "")
+
+    async def test_waiting_ends_at_a_deadline(self, cluster: Cluster, client: Client) -> None:
+        cluster.decode.switches.refuse_reserve = 10**9
+        error = await client.error(ask(8))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "no worker had room" in (error.details() or "")
+
+
+async def test_abort_by_id_completes_the_answer(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    request = ask(500)
+    request.request_id = "mine"
+    run = asyncio.create_task(client.run(request))
+    await until(lambda: bool(cluster.decode.tasks), "it decodes")
+    again = await client.error(request)
+    assert (again.details() or "").startswith("request_id: ")
+    assert (await client.stub.Abort(pb.AbortRequest(request_id="mine"))).found
+    _, ids, complete = await run
+    assert complete.finish_reason == types_pb2.FINISH_REASON_ABORT
+    assert ids == expected(len(ids))
+    assert not (await client.stub.Abort(pb.AbortRequest(request_id="mine"))).found
+
+
+async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.001
+    cluster.decode.switches.lease_s = 10.0
+    dice = random.Random(7)
+
+    async def one(number: int) -> None:
+        prompt = [3 + number % 200, 4, 5]
+        call = client.stub.Generate(ask(dice.randrange(1, 30), prompt=prompt))
+        after = dice.randrange(0, 12) if number % 3 == 0 else None
+        ids: list[int] = []
+        try:
+            if after == 0:
+                await asyncio.sleep(dice.random() * 0.05)
+                call.cancel()
+            async for message in call:
+                ids.extend(message.chunk.token_ids)
+                if after is not None and len(ids) >= after:
+                    call.cancel()
+        except asyncio.CancelledError:
+            pass
+        assert ids == expected(len(ids), prompt)
+
+    for _ in range(4):
+        await asyncio.gather(*(one(number) for number in range(150)))
+    await cluster.settled()
+    assert len(cluster.router._dispatcher._queue._heap) <= 64
+    left: list[object] = []
+    for _ in range(100):
+        gc.collect()
+        left = [item for item in gc.get_objects() if type(item) is RoutedRequest]
+        if not left:
+            break
+        await asyncio.sleep(0.05)
+    assert left == []
+
+
+async def test_a_both_worker_serves_alone(cluster: Cluster, client: Client) -> None:
+    both = await FakeWorker("both-0", Role.BOTH, token="secret").start()
+    await cluster.members(both)
+    await until(lambda: len(cluster.router._dispatcher.pool.links) == 1, "only one is left")
+    _, ids, complete = await client.run(ask(8))
+    assert ids == expected(8)
+    assert complete.timeline.prefill_worker == complete.timeline.decode_worker == "both-0"
+
+
+async def test_controller_may_go_and_come_back(cluster: Cluster, client: Client) -> None:
+    await cluster.controller.stop()
+    _, ids, _ = await client.run(ask(8))
+    assert ids == expected(8)
+
+
+async def test_info_loads_health_and_reflection(cluster: Cluster, client: Client) -> None:
+    info = await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model, info.max_context, list(info.eos_token_ids)) == ("fake", 2048, [2])
+    server = await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+    assert {(w.worker_id, w.connected, w.pages_total) for w in server.workers} == {
+        ("prefill-0", True, 512), ("decode-0", True, 512),
+    }  # fmt: skip
+    assert (await client.stub.GetLoads(pb.GetLoadsRequest())) == pb.GetLoadsResponse()
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        probe = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "tandem.v1.Inference"):
+            reply = await probe.Check(health_pb2.HealthCheckRequest(service=service))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        await cluster.controller.set(cluster.decode)
+        await until(lambda: not cluster.router.ready, "not ready")
+        reply = await probe.Check(health_pb2.HealthCheckRequest(service="tandem.v1.Inference"))
+        assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        names = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+            iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        )
+        listed = await names.read()
+        assert "tandem.v1.Inference" in {s.name for s in listed.list_services_response.service}
+
+
+class TestKeys:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("one", "two")}
+
+    async def test_a_key_is_needed_but_for_health(self, cluster: Cluster) -> None:
+        async with channel_to(cluster.endpoints.grpc_address) as channel:
+            assert (await Client(channel).error(ask(4))).code() is grpc.StatusCode.UNAUTHENTICATED
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        async with channel_to(cluster.endpoints.grpc_address, "two") as channel:
+            _, ids, _ = await Client(channel).run(ask(4))
+            assert ids == expected(4)
+
+
+async def test_long_text_streams_in_whole_characters(cluster: Cluster, client: Client, tokenizer: Tokenizer) -> None:
+    wanted = tokenizer.encode(TEXT)
+    for worker in cluster.workers:
+        worker.answer = lambda _prompt, index: wanted[index]
+    texts = []
+    async for message in client.stub.Generate(ask(len(wanted))):
+        texts.append(message.chunk.text)
+    assert "".join(texts) == TEXT
+    assert all("\N{REPLACEMENT CHARACTER}" not in text for text in texts)
+
+
+async def test_stopping_lets_answers_end_and_fails_the_late(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    soon = asyncio.create_task(client.run(ask(10)))
+    late = asyncio.create_task(client.error(ask(1000)))
+    await until(lambda: len(cluster.decode.tasks) == 2, "both decode")
+    stopping = asyncio.create_task(cluster.router.stop(1.5))
+    _, ids, _ = await soon
+    assert ids == expected(10)
+    error = await late
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "shutting down" in (error.details() or "")
+    await stopping
+    await until(lambda: cluster.decode.idle and cluster.prefill.idle, "the workers forgot both")
+
+
+async def test_health_may_be_watched(cluster: Cluster) -> None:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        request = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
+        call = health_pb2_grpc.HealthStub(channel).Watch(request)
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.SERVING
+        await cluster.controller.set(cluster.decode)
+        assert (await call.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        call.cancel()
+
+
+async def test_a_taken_port_is_told_in_words(cluster: Cluster) -> None:
+    for door in ("grpc", "http"):
+        port = int(getattr(cluster.endpoints, f"{door}_address").split(":")[1])
+        with pytest.raises(FailedPrecondition, match=f"{door}_port: .*{port}"):
+            await RouterServer(replace(cluster.config, **{f"{door}_port": port})).start()
+
+
+async def test_ipv6_doors_open_at_the_address_they_name(cluster: Cluster) -> None:
+    router = RouterServer(replace(cluster.config, router_id="router-6", host="::1"))
+    endpoints = await router.start()
+    assert endpoints.grpc_address.startswith("[::1]:")
+    await until(lambda: router.ready, "it sees the workers")
+    async with channel_to(endpoints.grpc_address) as channel:
+        _, ids, _ = await Client(channel).run(ask(4))
+        assert ids == expected(4)
+    async with httpx.AsyncClient() as http:
+        assert (await http.get(f"http://{endpoints.http_address}/health")).status_code == 200
+    await router.stop(1.0)
+
+
+async def test_open_doors_without_a_key_are_warned_of(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    assert "no API key" not in caplog.text
+    for keys in (("key",), ()):
+        router = RouterServer(replace(cluster.config, router_id="router-0", host="0.0.0.0", api_keys=keys))
+        await router.start()
+        await router.stop(0.0)
+        assert ("no API key" in caplog.text) is (not keys)
+
+
+async def test_a_process_serves_until_sigterm(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serving = asyncio.create_task(serve(replace(cluster.config, router_id="router-1", grpc_port=port), 0.5))
+    async with channel_to(f"127.0.0.1:{port}") as channel:
+        request = health_pb2.HealthCheckRequest(service="")
+        await health_pb2_grpc.HealthStub(channel).Check(request, wait_for_ready=True, timeout=5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.wait_for(serving, 5)

@@ -1,0 +1,145 @@
+"""Tokens to text: incremental decoding, stop strings, order of tokens."""
+
+import itertools
+import random
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+from router.assembler import TokenAssembler
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopStrings
+from router.tokenizer import Tokenizer
+from tests.unit.router.fake_cluster import VOCAB_SIZE
+from wire.errors import Unavailable
+from wire.messages import FinishReason
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer.decode)
+    return [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "plain words",
+        "你好，世界！日本語テキスト",
+        "😀👩‍👩‍👧‍👦🏳️‍🌈",
+        "naïve café Ω≈ç√",
+        " \n\t  x ",
+        "\N{REPLACEMENT CHARACTER} ok",
+    ],
+)
+def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    parts = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(parts) == text
+    if BROKEN not in text:
+        assert not any(BROKEN in part for part in parts)
+
+
+@given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_any_tokens_join_to_their_decoding(tokenizer: Tokenizer, ids: list[int]) -> None:
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_endless_broken_text_is_let_out_in_time(tokenizer: Tokenizer) -> None:
+    broken = tokenizer._inner.token_to_id("ÿ")
+    detokenizer = Detokenizer(tokenizer.decode)
+    longest = wait = 0
+    for _ in range(500):
+        wait = 0 if detokenizer.add(broken) else wait + 1
+        longest = max(longest, wait)
+    assert longest < 40
+
+
+def test_special_tokens_are_skipped(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("Hello")
+    assert "".join(pieces(tokenizer, [1, *ids, 0, *ids, 2])) == "HelloHello"
+
+
+def test_a_sentencepiece_tokenizer_with_byte_fallback() -> None:
+    """Llama 2's kind: the first space is stripped, unknown characters are spelled in bytes."""
+    words = ["<unk>", "<s>", "▁Hello", "▁world", "▁", "!", *(f"<0x{i:02X}>" for i in range(256))]
+    inner = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    inner.add_special_tokens(["<unk>", "<s>"])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    spelled = [inner.token_to_id(f"<0x{byte:02X}>") for byte in "中😀".encode()]
+    ids = [1, 2, 3, 4, 3, *spelled, 5, 1, 2, *spelled]
+    detokenizer = Detokenizer(lambda tokens: inner.decode(tokens, skip_special_tokens=True))
+    parts = [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
+    assert "".join(parts) == inner.decode(ids) == "Hello world  world中😀! Hello中😀"
+    assert not any(BROKEN in part for part in parts)
+
+
+def split(text: str, dice: random.Random) -> list[str]:
+    cuts = sorted({0, len(text), *(dice.randrange(len(text) + 1) for _ in range(6))})
+    return [text[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+@given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 99))
+@settings(max_examples=300, deadline=None)
+def test_stop_strings_cut_wherever_pieces_end(text: str, stops: list[str], seed: int) -> None:
+    watch = StopStrings(stops)
+    out = ""
+    for piece in split(text, random.Random(seed)):
+        out += watch.add(piece)
+        assert not any(stop in out for stop in stops)
+        if watch.matched:
+            break
+    else:
+        out += watch.flush()
+    found = [text.index(stop) for stop in stops if stop in text]
+    if not found:
+        assert (out, watch.matched) == (text, "")
+    else:
+        assert watch.matched
+        assert text.startswith(out + watch.matched)
+        assert len(out) >= min(found)
+
+
+def test_nothing_is_held_that_cannot_become_a_stop() -> None:
+    watch = StopStrings(["END"])
+    assert [watch.add("abc E"), watch.add("N"), watch.add("X"), watch.add("EN")] == ["abc ", "", "ENX", ""]
+    assert watch.flush() == "EN"
+
+
+def test_tokens_come_out_once_and_in_order() -> None:
+    order = TokenAssembler()
+    assert order.add(1, (11,)) == ()
+    order.finish_at(4, FinishReason.LENGTH)
+    assert order.add(3, (13,)) == ()
+    assert order.finished is None
+    assert order.add(0, (10,)) == (10, 11)
+    assert order.add(0, (10, 11, 12)) == (12, 13)
+    assert order.finished is FinishReason.LENGTH
+
+
+def test_a_new_attempt_forgets_what_was_early() -> None:
+    order = TokenAssembler()
+    assert order.add(0, (10,)) == (10,)
+    order.add(2, (99,))
+    order.finish_at(3, FinishReason.STOP)
+    order.restart()
+    assert order.finished is None
+    assert order.add(0, (10,)) == ()
+    assert order.add(1, (11,)) == (11,)
+    assert order.add(2, (12,)) == (12,)
+
+
+def test_a_repeated_token_that_differs_is_no_answer() -> None:
+    order = TokenAssembler()
+    assert order.add(0, (10, 11)) == (10, 11)
+    order.restart()
+    assert order.add(0, (10,)) == ()
+    with pytest.raises(Unavailable, match=r"token 1 .* send the request again"):
+        order.add(1, (99,))
+    assert order.count == 2
