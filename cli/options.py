@@ -1,0 +1,32 @@
+"""Options that several commands share."""
+
+from typing import Annotated
+
+import typer
+
+Address = Annotated[
+    str,
+    typer.Option("--address", envvar="TANDEM_ADDRESS", help="The router's host:port; default: the running cluster."),
+]
+ApiKey = Annotated[str, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key for a router that asks for one.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")]
+
+
+def address_or_newest(address: str) -> str:
+    """The address asked for, else that of the newest running cluster. Unavailable if none runs."""
+    from cli.state import newest
+
+    return address or newest().grpc
+
+
+def checked_prompt(name: str, text: str) -> str:
+    """`text`. InvalidArgument if there is nothing in it to answer."""
+    from wire.errors import InvalidArgument
+
+    if not text.strip():
+        raise InvalidArgument(name, "is empty; give a question to answer or a text to continue")
+    return text

@@ -1,0 +1,43 @@
+"""Errors as people read them: one sentence on stderr and an exit code, never a traceback."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FAILED = 1
+BAD_OPTION = 2
+BAD_MODEL = 3
+UNAVAILABLE = 4
+INTERRUPTED = 130
+
+
+def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """Let `command` end with a sentence and a code where it raises a TandemError or is interrupted."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        from wire.errors import TandemError
+
+        try:
+            return command(*args, **kwargs)
+        except TandemError as error:
+            print(f"error: {' '.join(error.message.split())}", file=sys.stderr)
+            raise typer.Exit(exit_code(error)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+    return wrapped
+
+
+def exit_code(error: Exception) -> int:
+    """2 for a wrong option, 3 for a model that cannot be served, 4 for a cluster that is away, else 1."""
+    from wire.errors import InvalidArgument, ModelError, Unavailable
+
+    codes: dict[type[Exception], int] = {InvalidArgument: BAD_OPTION, ModelError: BAD_MODEL, Unavailable: UNAVAILABLE}
+    return codes.get(type(error), FAILED)

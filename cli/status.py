@@ -1,0 +1,75 @@
+"""`tandem status`: what runs, and how busy it is."""
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from cli.options import Address, ApiKey, address_or_newest
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cli.client import ServerView
+    from wire.generated.tandem.v1.inference_pb2 import WorkerStatus
+
+WIDE = 200
+"""Columns where nobody folds lines: pipes and files."""
+
+
+@plain_errors
+def status(address: Address = "", api_key: ApiKey = "") -> None:
+    """Show the router, its workers, their roles, pages and transports."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from cli.client import RouterClient
+
+    where = address_or_newest(address)
+    view = asyncio.run(RouterClient(where, api_key).view())
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    console.print(summary(where, view), markup=False)
+    console.print(worker_table(view))
+
+
+def summary(address: str, view: "ServerView") -> str:
+    """The router in one line."""
+    return (
+        f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
+        f"{view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
+    )
+
+
+def worker_table(view: "ServerView") -> "Table":
+    """One row for each worker the router sees."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "role", "started", "state", "requests", "KV pages", "transport", "device"):
+        table.add_column(column, no_wrap=column != "transport")
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        table.add_row(
+            worker.worker_id,
+            worker.role,
+            _time_of(worker.incarnation),
+            "connected" if worker.connected else "away",
+            str(worker.requests),
+            f"{worker.pages_used} / {worker.pages_total}",
+            worker.transport,
+            worker.device,
+        )
+    return table
+
+
+def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
+    """Workers of a role together, 10 behind 9."""
+    return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
+
+
+def _time_of(incarnation: int) -> str:
+    """An incarnation is the moment its process started, in Unix nanoseconds; here it is local time."""
+    if incarnation == 0:
+        return "-"
+    return datetime.fromtimestamp(incarnation / 1e9).strftime("%Y-%m-%d %H:%M:%S")

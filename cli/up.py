@@ -1,0 +1,71 @@
+"""`tandem up`: start a cluster, answer a first prompt, serve until Ctrl-C."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cli.options import Temperature, checked_prompt
+from cli.plain_errors import plain_errors
+
+GIB = 1 << 30
+
+
+@plain_errors
+def up(
+    *,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
+    ] = None,
+    prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 1,
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(help="KV page pool of each worker.")] = 1.0,
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 512,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
+    host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
+    http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", help="Answer this first and show where the time went.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of that answer.")] = 160,
+    temperature: Temperature = 0.0,
+    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False,
+) -> None:
+    """Start a cluster on this host and serve until Ctrl-C."""
+    from cli.client import Sampling
+    from cli.serving import FirstPrompt, serve
+    from cluster.config import ClusterConfig
+    from wire.errors import InvalidArgument
+
+    if model == "":
+        raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
+    if not math.isfinite(kv_cache_gib):
+        raise InvalidArgument("--kv-cache-gib", f"{kv_cache_gib} is no size")
+    sampling = Sampling(max_tokens, temperature)
+    config = ClusterConfig(
+        model=Path(model or ""),
+        prefill=prefill,
+        decode=decode,
+        device=device,
+        dtype=dtype,
+        page_tokens=page_tokens,
+        kv_cache_bytes=int(kv_cache_gib * GIB),
+        max_step_tokens=max_step_tokens,
+        threads=threads,
+        host=host,
+        grpc_port=grpc_port,
+        http_port=http_port,
+        api_keys=tuple(api_key or ()),
+    )
+    if once and prompt is None:
+        raise InvalidArgument("--once", "needs a --prompt to answer")
+    first = None if prompt is None else FirstPrompt(checked_prompt("--prompt", prompt), sampling)
+    serve(config, None if model is None else Path(model), first, once=once)

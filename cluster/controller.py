@@ -1,0 +1,91 @@
+"""The controller: one Ray actor that keeps the router and every worker alive and knows who serves.
+
+It only ever speaks about processes. Requests and their data never pass through it.
+"""
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from cluster.config import ClusterConfig
+from cluster.health import ClusterHealth
+from cluster.keeper import Keeper
+from cluster.registry import Registry
+from cluster.roles import Slot
+from cluster.router_actor import RouterProcess
+from cluster.service import ClusterServicer
+from cluster.worker_actors import WorkerActors
+from wire.generated.tandem.v1 import cluster_pb2_grpc
+from wire.messages import PeerRef
+from wire.rpc import open_server
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """What the controller keeps alive."""
+
+    cluster: ClusterConfig
+    """Settings of the whole cluster."""
+    slots: tuple[Slot, ...]
+    """The workers."""
+    token: str
+    """The cluster's secret: whoever registers or watches shows it."""
+
+
+class Controller:
+    """Starts, watches and restarts; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
+
+    def __init__(self, config: ControllerConfig) -> None:
+        self._config = config
+        self._registry = Registry(first_revision=time.time_ns())
+        self._server = open_server(tokens=frozenset({config.token}))
+        self._router = RouterProcess(config.cluster, config.token)
+        self._keepers: tuple[Keeper, ...] = ()
+        self._runs: list[asyncio.Task[None]] = []
+        self._stopped = asyncio.Event()
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def start(self) -> str:
+        """Open the controller's door, begin to start everything at once; the door's host:port."""
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._registry), self._server)
+        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        self._router.controller_address = address
+        workers = WorkerActors(self._config.cluster, address, self._config.token)
+        self._keepers = (
+            Keeper("router", self._router.spawn, lambda _: None),
+            *(
+                Keeper(slot.worker_id, partial(workers.spawn, slot), partial(self._forget, slot.worker_id))
+                for slot in self._config.slots
+            ),
+        )
+        self._runs = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        return address
+
+    def _forget(self, worker_id: str, incarnation: int) -> None:
+        """Routers hear of a death as soon as its keeper does."""
+        self._registry.unregister(PeerRef(worker_id, incarnation))
+
+    async def health(self) -> ClusterHealth:
+        """How everything is doing now."""
+        router, *workers = (keeper.health() for keeper in self._keepers)
+        return ClusterHealth(router, self._router.grpc_address, self._router.http_address, tuple(workers))
+
+    async def run(self) -> None:
+        """Pending as long as the controller lives and is wanted."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """End the router, then the workers, then the door; returns when all are gone."""
+        for keeper, run in zip(self._keepers, self._runs, strict=True):
+            keeper.stop()
+            if keeper.name == "router":
+                await run
+        await asyncio.gather(*self._runs)
+        await self._server.stop(grace=0.5)
+        self._stopped.set()

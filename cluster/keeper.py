@@ -1,0 +1,154 @@
+"""Keeps one process of the cluster alive: start, watch, start again.
+
+1. a new incarnation, never used before
+2. spawned; its death is awaited from the first moment
+3. started: it serves
+4. dead: whoever listens hears of it at once, then a bounded wait, then 1.
+"""
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+
+from cluster.health import Backoff, Health, Phase
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 0.2
+"""How often a start is asked how far it is, in seconds."""
+
+
+class Process(ABC):
+    """A spawned process. Its keeper ends it."""
+
+    @abstractmethod
+    async def pid(self) -> int:
+        """Its process id on its host."""
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Load and serve; returns when it serves. Raises what went wrong."""
+
+    async def progress(self) -> tuple[str, float]:
+        """What `start` is busy with, in words, and the fraction of it that is done."""
+        return "", 0.0
+
+    @abstractmethod
+    async def ended(self) -> str:
+        """Wait until the process is gone, for whatever reason; the reason in a sentence."""
+
+    @abstractmethod
+    async def end(self, grace_s: float) -> None:
+        """Ask it to stop, and kill it after `grace_s` seconds. Never raises."""
+
+
+class Keeper:
+    """Keeps the process called `name` alive.
+
+    `spawn` makes the process of an incarnation; `on_death` is called with each incarnation that is over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Callable[[int], Awaitable[Process]],
+        on_death: Callable[[int], None],
+        backoff: Backoff | None = None,
+    ) -> None:
+        self.name = name
+        self._spawn = spawn
+        self._on_death = on_death
+        self._backoff = backoff or Backoff()
+        self._stopping = asyncio.Event()
+        self._phase = Phase.STARTING
+        self._incarnation = 0
+        self._pid = 0
+        self._restarts = 0
+        self._error = ""
+        self._progress = ("", 0.0)
+
+    def health(self) -> Health:
+        """How it is doing now."""
+        return Health(
+            self.name, self._phase, self._incarnation, self._pid, self._restarts, self._error, *self._progress
+        )
+
+    def stop(self) -> None:
+        """Let the process end and start no other; `run` returns then."""
+        self._stopping.set()
+
+    async def run(self, grace_s: float = 5.0) -> None:
+        """Keep the process alive until `stop`; then it has `grace_s` seconds to end by itself."""
+        while not self._stopping.is_set():
+            born = time.monotonic()
+            await self._live(grace_s)
+            if self._stopping.is_set():
+                break
+            self._restarts += 1
+            wait_s = self._backoff.after_death(time.monotonic() - born)
+            log.warning("%s is gone (%s), next try in %.1f s", self.name, self._error, wait_s)
+            self._phase = Phase.WAITING
+            await self._pause(wait_s)
+        self._phase = Phase.STOPPED
+
+    async def _live(self, grace_s: float) -> None:
+        """One incarnation from birth to death."""
+        self._incarnation = max(time.time_ns(), self._incarnation + 1)
+        self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
+        try:
+            process = await self._spawn(self._incarnation)
+        except Exception as error:
+            self._error = first_line(error)
+            return
+        try:
+            await self._watch(process)
+        finally:
+            self._on_death(self._incarnation)
+            self._pid = 0
+            await process.end(grace_s)
+
+    async def _watch(self, process: Process) -> None:
+        """Returns when the process is gone, did not start, or is no longer wanted."""
+        ended = asyncio.ensure_future(process.ended())
+        started = asyncio.ensure_future(self._start(process))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({ended, started, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if started.done() and not started.exception():
+                await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                self._error = ended.result()
+            elif started.done() and (error := started.exception()):
+                self._error = first_line(error)
+        finally:
+            for task in (ended, started, stopping):
+                task.cancel()
+            await asyncio.gather(ended, started, stopping, return_exceptions=True)
+
+    async def _start(self, process: Process) -> None:
+        self._pid = await process.pid()
+        following = asyncio.ensure_future(self._follow(process))
+        try:
+            await process.start()
+        finally:
+            following.cancel()
+        self._phase = Phase.SERVING
+
+    async def _follow(self, process: Process) -> None:
+        """Learn how far the start is, until cancelled."""
+        while True:
+            self._progress = await process.progress()
+            await asyncio.sleep(PROGRESS_S)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+        except TimeoutError:
+            return
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, or its type where it has no words."""
+    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__

@@ -1,0 +1,252 @@
+"""One cluster on this host, from nothing to serving and back to nothing."""
+
+import contextlib
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config import ClusterConfig
+from cluster.controller import Controller, ControllerConfig
+from cluster.health import ClusterHealth, Phase
+from cluster.keeper import first_line
+from cluster.ray_node import RayNode
+from cluster.ray_process import actor_class
+from cluster.roles import offer, plan
+from wire.errors import DeadlineExceeded, TandemError, Unavailable
+
+SERVICE = "tandem.v1.Inference"
+POLL_S = 0.05
+WATCH_S = 0.3
+STOP_TIMEOUT_S = 15.0
+KILL_AFTER_S = 25.0
+"""How long a cluster may take to end before it is killed, in seconds: `tandem down` waits a little longer."""
+KILLED_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+BESIDES_WORKERS = 2
+"""Actors that are not workers: controller and router."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A step of start-up: `name` is "Ray" or a process ("router", "prefill-0"), `detail` what it is busy with, and
+    `fraction` how much of that is done; `done` = it serves. After the start: `done` = it serves again, else it is gone,
+    and `detail` says why."""
+
+    name: str
+    done: bool
+    detail: str = ""
+    fraction: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the cluster listens, each host:port. `token` opens the controller's and the workers' doors."""
+
+    grpc: str
+    http: str
+    controller: str
+    token: str
+
+
+class Cluster:
+    """A running cluster, owned by whoever started it until `stop`.
+
+    Ray lives in a thread of its own, because its processes die with the thread that starts them; the caller's
+    thread stays free for signals.
+    """
+
+    endpoints: Endpoints
+
+    def __init__(self, config: ClusterConfig, progress: Callable[[Progress], None]) -> None:
+        self._config = config
+        self._progress = progress
+        self._token = secrets.token_hex(32)
+        self._stopping = threading.Event()
+        # Waited for instead of the thread: a join that a signal interrupts makes Python 3.11 take the thread for ended.
+        self._over = threading.Event()
+        self._ray_up = threading.Event()
+        self._signals_back = threading.Event()
+        self._ready: Future[Endpoints] = Future()
+        self._failure: TandemError | None = None
+        self._node = RayNode()
+        self._controller: Any = None
+        self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
+
+    @classmethod
+    def start(cls, config: ClusterConfig, progress: Callable[[Progress], None] = lambda _: None) -> "Cluster":
+        """Start everything and wait until it serves.
+
+        `progress` is called from another thread. A TandemError says why it cannot serve; on any exception, a
+        KeyboardInterrupt too, nothing is left behind.
+        """
+        cluster = cls(config, progress)
+        cluster._thread.start()
+        try:
+            cluster.endpoints = cluster._await_ready()
+        except BaseException:
+            cluster.stop()
+            raise
+        return cluster
+
+    def _await_ready(self) -> Endpoints:
+        while True:
+            try:
+                return self._ready.result(timeout=POLL_S)
+            except TimeoutError:
+                if self._ready.done():
+                    raise
+            finally:
+                up = self._ray_up.is_set()
+                _restore_sigterm()
+                if up:
+                    self._signals_back.set()
+
+    def health(self) -> ClusterHealth:
+        """How the router and the workers are doing now. Unavailable once the cluster is gone."""
+        if self._over.is_set():
+            raise self._failure or Unavailable("the cluster is stopped; start it with `tandem up`")
+        health: ClusterHealth = _ask(self._controller.health.remote())
+        return health
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until the cluster is gone or the time is over. Raises what ended it, if it was not `stop`."""
+        self._over.wait(timeout_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
+        """End every process and remove every file of the cluster; returns when they are gone. Idempotent.
+
+        What is not gone after `timeout_s` seconds, a Ray that hangs for instance, is killed.
+        """
+        self._stopping.set()
+        if not self._over.wait(timeout_s):
+            self._node.kill()
+            self._over.wait(KILLED_S)  # the thread is a daemon: if it hangs still, it ends with this process
+
+    def _live(self) -> None:
+        """The Ray thread: start, watch the controller, stop."""
+        try:
+            self._start_ray()
+            self._start_controller()
+        except Exception as error:
+            self._fail(error)
+        finally:
+            try:
+                if self._controller is not None:
+                    _stop_controller(self._controller)
+                self._node.stop()
+            finally:
+                self._over.set()
+
+    def _start_ray(self) -> None:
+        self._progress(Progress("Ray", False))
+        workers = self._config.prefill + self._config.decode
+        self._node.start(offer(self._config), processes=workers + BESIDES_WORKERS)
+        # Whoever is told that Ray is up may send SIGTERM: only the main thread can take that back from Ray first.
+        self._ray_up.set()
+        self._signals_back.wait(1.0)
+        self._progress(Progress("Ray", True))
+
+    def _start_controller(self) -> None:
+        """Bring everything up, then stay until the controller dies or `stop` is called."""
+        if self._stopping.is_set():
+            return
+        config = ControllerConfig(self._config, plan(self._config, self._node.gpus), self._token)
+        self._controller = actor_class(Controller).options(name="controller", num_cpus=0).remote(config)
+        life = self._controller.run.remote()
+        address = _ask(self._controller.start.remote(), timeout_s=60.0)
+        health = self._await_serving(life)
+        if health is None:
+            return
+        self._ready.set_result(Endpoints(health.grpc_address, health.http_address, address, self._token))
+        self._watch(life, health)
+
+    def _watch(self, life: Any, health: ClusterHealth) -> None:
+        """Until `stop`: report each process that goes or comes back."""
+        before = {one.name: one.phase for one in health.all}
+        while not self._stopping.wait(WATCH_S):
+            _raise_if_over(life)
+            for one in self.health().all:
+                if one.phase is not before[one.name] and (
+                    one.phase is Phase.SERVING or before[one.name] is Phase.SERVING
+                ):
+                    self._progress(Progress(one.name, one.phase is Phase.SERVING, one.error))
+                before[one.name] = one.phase
+
+    def _await_serving(self, life: Any) -> ClusterHealth | None:
+        """Poll until all serve; None = `stop` came first. The first death before that ends the start."""
+        give_up = time.monotonic() + self._config.start_timeout_s
+        while not self._stopping.wait(POLL_S):
+            _raise_if_over(life)
+            health = self.health()
+            for one in health.all:
+                if one.restarts:
+                    raise Unavailable(f"{one.name} did not start: {one.error}")
+                self._progress(Progress(one.name, one.phase is Phase.SERVING, one.stage, one.fraction))
+            if all(one.phase is Phase.SERVING for one in health.all) and _sees_workers(health.grpc_address):
+                return health
+            if time.monotonic() > give_up:
+                late = ", ".join(one.name for one in health.all if one.phase is not Phase.SERVING)
+                raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        """Hand `error` to whoever waits for the start, or, after it, to `wait`."""
+        if not isinstance(error, TandemError):
+            error = Unavailable(f"the cluster failed: {type(error).__name__}: {first_line(error)}")
+        self._failure = error
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+
+def _restore_sigterm() -> None:
+    """Ray's core takes SIGTERM behind Python's back, to die with a stack dump; give it back to Python's handler."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _ask(reply: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """The controller's answer. Unavailable if it is dead or silent."""
+    import ray
+
+    try:
+        return ray.get(reply, timeout=timeout_s)
+    except ray.exceptions.RayError as error:
+        raise Unavailable(f"the controller does not answer: {first_line(error)}") from None
+
+
+def _sees_workers(address: str) -> bool:
+    """Whether the router at `address` has found the workers, by its own health service."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        try:
+            reply = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=SERVICE), timeout=ANSWER_TIMEOUT_S
+            )
+        except grpc.RpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _raise_if_over(life: Any) -> None:
+    """Unavailable if the controller is gone."""
+    import ray
+
+    done, _ = ray.wait([life], timeout=0)
+    if done:
+        raise Unavailable("the controller died and took the cluster along; start it again with `tandem up`")
+
+
+def _stop_controller(controller: Any) -> None:
+    """Let it end what it keeps, for a bounded time; what remains dies with Ray."""
+    with contextlib.suppress(Unavailable):
+        _ask(controller.stop.remote(), timeout_s=STOP_TIMEOUT_S)

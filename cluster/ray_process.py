@@ -1,0 +1,74 @@
+"""A kept process that is a Ray actor: its death shows on a call that stays pending for its whole life."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from cluster.keeper import Process
+
+PID_TIMEOUT_S = 120.0
+
+
+def actor_class(plain: type) -> Any:
+    """`plain` as a Ray actor class, to be given `options` and created."""
+    import ray
+
+    return ray.remote(plain)
+
+
+class RayProcess(Process):
+    """An actor with `pid()`, `start()`, `progress()`, `run()` (pending until it stops) and `stop()`. Owns the actor.
+
+    `on_start` is called with what `start()` returned.
+    """
+
+    def __init__(self, actor: Any, on_start: Callable[[Any], None] = lambda _: None) -> None:
+        self._actor = actor
+        self._on_start = on_start
+        self._life = actor.run.remote()
+
+    async def pid(self) -> int:
+        return int(await asyncio.wait_for(self._actor.pid.remote(), PID_TIMEOUT_S))
+
+    async def start(self) -> None:
+        self._on_start(await _plainly(self._actor.start.remote()))
+
+    async def progress(self) -> tuple[str, float]:
+        stage, fraction = await self._actor.progress.remote()
+        return str(stage), float(fraction)
+
+    async def ended(self) -> str:
+        from ray.exceptions import RayActorError
+
+        try:
+            await self._life
+        except RayActorError:
+            return "the process died"
+        except Exception as error:
+            return str(_cause(error))
+        return "the process stopped by itself"
+
+    async def end(self, grace_s: float) -> None:
+        import ray
+
+        # Dead, stuck or too slow: the kill settles all three.
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(self._actor.stop.remote(), grace_s)
+        ray.kill(self._actor, no_restart=True)
+
+
+async def _plainly(reply: Any) -> Any:
+    """A call's result, or the error the actor raised without Ray's traceback around it."""
+    try:
+        return await reply
+    except Exception as error:
+        cause = _cause(error)
+        if cause is error:
+            raise
+        raise cause from None
+
+
+def _cause(error: Exception) -> Exception:
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error

@@ -1,0 +1,60 @@
+"""Who serves: the membership that workers join, the controller prunes and routers watch.
+
+One event loop owns a registry; nothing here blocks.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from wire.errors import StaleEpoch
+from wire.messages import Membership, PeerRef, WorkerInfo
+
+
+class Registry:
+    """The serving workers, at most one incarnation of each id.
+
+    `first_revision` lets a new controller go on above an earlier one's revisions.
+    """
+
+    def __init__(self, first_revision: int = 0) -> None:
+        self._revision = first_revision
+        self._workers: dict[str, WorkerInfo] = {}
+        self._gone: dict[str, int] = {}
+        self._changed = asyncio.Event()
+
+    def register(self, info: WorkerInfo) -> None:
+        """Add a worker or replace its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
+        known = self._workers.get(worker_id)
+        if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
+            raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
+        if known == info:
+            return
+        self._workers[worker_id] = info
+        self._publish()
+
+    def unregister(self, peer: PeerRef) -> bool:
+        """Remove this incarnation for good; whether it was serving. Other incarnations stay."""
+        self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
+        known = self._workers.get(peer.worker_id)
+        if known is None or known.peer != peer:
+            return False
+        del self._workers[peer.worker_id]
+        self._publish()
+        return True
+
+    def membership(self) -> Membership:
+        """All serving workers, by id."""
+        return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)))
+
+    async def watch(self) -> AsyncIterator[Membership]:
+        """The membership now and after each change; a slow watcher skips what is already outdated."""
+        while True:
+            changed = self._changed
+            yield self.membership()
+            await changed.wait()
+
+    def _publish(self) -> None:
+        self._revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,49 @@
+"""From roles to places: which workers a cluster has, and what each asks of the hardware.
+
+Every worker is one Ray actor in a placement group of its own. The custom resources `prefill` and `decode` say which
+nodes may hold which role, so each role can sit on its own hardware; a node offers as many units as it has room for.
+"""
+
+from dataclasses import dataclass
+
+from cluster.config import ClusterConfig
+from wire.messages import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place in the cluster that one worker fills at a time; its id outlives the processes that fill it."""
+
+    worker_id: str
+    role: Role
+    device: str
+    """`cpu` or `cuda:N`."""
+
+
+def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
+    """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn."""
+    roles = [(Role.PREFILL, i) for i in range(config.prefill)] + [(Role.DECODE, i) for i in range(config.decode)]
+    return tuple(
+        Slot(f"{role.value}-{i}", role, _device(config.device, number, gpus)) for number, (role, i) in enumerate(roles)
+    )
+
+
+def _device(asked: str, number: int, gpus: int) -> str:
+    if asked != "cuda":
+        return asked
+    return f"cuda:{number % max(gpus, 1)}"
+
+
+def bundle(slot: Slot) -> dict[str, float]:
+    """The resources of a slot's placement group: one unit of each role it plays."""
+    needs: dict[str, float] = {}
+    if slot.role.prefills:
+        needs[Role.PREFILL.value] = 1.0
+    if slot.role.decodes:
+        needs[Role.DECODE.value] = 1.0
+    return needs
+
+
+def offer(config: ClusterConfig) -> dict[str, float]:
+    """What one node must offer to hold every worker of `config`."""
+    return {Role.PREFILL.value: float(config.prefill), Role.DECODE.value: float(config.decode)}

@@ -1,0 +1,97 @@
+"""The router's process: a thin Ray actor around `router.server.RouterServer`."""
+
+import asyncio
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.config import ClusterConfig
+from cluster.keeper import Process
+from cluster.ray_process import RayProcess, actor_class
+
+if TYPE_CHECKING:
+    from router.config import RouterConfig
+    from router.server import RouterEndpoints, RouterServer
+
+STOP_GRACE_S = 0.5
+"""How long calls in flight may still take when the whole cluster stops, in seconds."""
+
+
+class RouterActor:
+    """Runs one router; `RayProcess` says which methods and why."""
+
+    def __init__(self, config: "RouterConfig") -> None:
+        self._config = config
+        self._stopped = asyncio.Event()
+        self._server: RouterServer | None = None
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def start(self) -> "RouterEndpoints":
+        """Open both doors and say where they are."""
+        from router.server import RouterServer
+
+        server = RouterServer(self._config)
+        endpoints = await server.start()
+        self._server = server
+        return endpoints
+
+    async def progress(self) -> tuple[str, float]:
+        """A router starts in one go."""
+        return "opening the doors", 0.0
+
+    async def run(self) -> None:
+        """Pending until `stop`."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Close both doors; calls in flight end with UNAVAILABLE."""
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE_S)
+        self._stopped.set()
+
+
+class RouterProcess:
+    """Spawns the router, each time on the ports that its first incarnation found."""
+
+    def __init__(self, config: ClusterConfig, token: str) -> None:
+        self._cluster = config
+        self._token = token
+        self.controller_address = ""
+        """Set before the first `spawn`."""
+        self.grpc_address = ""
+        self.http_address = ""
+
+    async def spawn(self, incarnation: int) -> Process:
+        """A new router process; it keeps the doors of the one before."""
+        actor = (
+            actor_class(RouterActor).options(name=f"router-{incarnation}", num_cpus=0).remote(self._config(incarnation))
+        )
+        return RayProcess(actor, on_start=self._opened)
+
+    def _opened(self, doors: "RouterEndpoints") -> None:
+        self.grpc_address, self.http_address = doors.grpc_address, doors.http_address
+
+    def _config(self, incarnation: int) -> "RouterConfig":
+        from router.config import RouterConfig
+
+        config = RouterConfig(
+            router_id=f"router-{incarnation}",
+            model=self._cluster.model,
+            model_name=self._cluster.model_name or self._cluster.model.name,
+            controller_address=self.controller_address,
+            token=self._token,
+            api_keys=self._cluster.api_keys,
+            host=self._cluster.host,
+            grpc_port=self._cluster.grpc_port,
+            http_port=self._cluster.http_port,
+        )
+        if not self.grpc_address:
+            return config
+        return replace(config, grpc_port=_port(self.grpc_address), http_port=_port(self.http_address))
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,66 @@
+"""Workers' processes: Ray actors around `worker.actor.WorkerActor`, each in a placement group of its own."""
+
+from typing import TYPE_CHECKING, Any
+
+from cluster.config import ClusterConfig
+from cluster.keeper import Process
+from cluster.ray_process import RayProcess, actor_class
+from cluster.roles import Slot, bundle
+
+if TYPE_CHECKING:
+    from worker.config import WorkerConfig
+
+
+class WorkerActors:
+    """Spawns workers. A slot's placement group is made once and holds its place between two incarnations."""
+
+    def __init__(self, config: ClusterConfig, controller_address: str, token: str) -> None:
+        self._cluster = config
+        self._controller_address = controller_address
+        self._token = token
+        self._groups: dict[str, Any] = {}
+
+    async def spawn(self, slot: Slot, incarnation: int) -> Process:
+        """A new process for `slot`."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from worker.actor import WorkerActor
+
+        options = {
+            "name": f"{slot.worker_id}-{incarnation}",
+            "num_cpus": 0,
+            "resources": bundle(slot),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
+        }
+        return RayProcess(actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation))
+
+    def _group(self, slot: Slot) -> Any:
+        from ray.util.placement_group import placement_group
+
+        if slot.worker_id not in self._groups:
+            self._groups[slot.worker_id] = placement_group([bundle(slot)], name=slot.worker_id)
+        return self._groups[slot.worker_id]
+
+    def _config(self, slot: Slot) -> "WorkerConfig":
+        from engine.config import EngineConfig
+        from worker.config import WorkerConfig
+
+        cluster = self._cluster
+        engine = EngineConfig(
+            model=cluster.model,
+            device=slot.device,
+            dtype=cluster.dtype,
+            page_tokens=cluster.page_tokens,
+            kv_cache_bytes=cluster.kv_cache_bytes,
+            max_step_tokens=cluster.max_step_tokens,
+            max_batch_requests=cluster.max_batch_requests,
+            threads=cluster.threads,
+        )
+        return WorkerConfig(
+            worker_id=slot.worker_id,
+            role=slot.role,
+            engine=engine,
+            model_name=cluster.model_name or cluster.model.name,
+            controller_address=self._controller_address,
+            token=self._token,
+        )

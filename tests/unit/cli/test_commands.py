@@ -1,0 +1,233 @@
+"""The commands as a shell sees them: one line of error, a code, and no heavy imports for --help."""
+
+import inspect
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import state
+from cli.client import Sampling
+from cli.main import app
+from cli.plain_errors import plain_errors
+from tests.factories import write_tiny_model
+from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
+
+ANY_PORTS = ["--grpc-port", "0", "--http-port", "0"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
+    monkeypatch.setattr("cluster.temp_folder.temp_root", lambda: tmp_path)
+
+
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat"]])
+def test_without_a_cluster_the_way_to_start_one_is_named(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 4
+    assert result.stderr == "error: no cluster is running; start one with `tandem up`\n"
+
+
+def test_down_without_a_cluster_is_no_failure() -> None:
+    result = CliRunner().invoke(app, ["down"])
+    assert result.exit_code == 0
+    assert "no cluster is running" in result.stdout
+
+
+def test_down_clears_up_after_a_killed_cluster(tmp_path: Path) -> None:
+    killed = tmp_path / "tandem-killed"
+    killed.mkdir()
+    (killed / "lock").write_text("1")
+    result = CliRunner().invoke(app, ["down"])
+    assert (result.exit_code, result.stdout) == (0, "cleared up after 1 killed cluster\n")
+    assert not killed.exists()
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
+def test_a_taken_port_names_its_option(option: str) -> None:
+    other = "--http-port" if option == "--grpc-port" else "--grpc-port"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["up", option, str(port), other, "0"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {option}: cannot listen on 127.0.0.1:{port}")
+    assert result.stderr.count("\n") == 1
+
+
+WRONG_NUMBERS = [
+    ("--max-tokens", "0", "1 and 2147483647"),
+    ("--max-tokens", "5000000000", "1 and 2147483647"),
+    ("--temperature", "nan", "0 and 100"),
+]
+WRONG_SEEDS = [("--seed", seed, "0 and 18446744073709551615") for seed in ("-1", "99999999999999999999")]
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value", "limits"),
+    [
+        *((["up", "--prompt", "hi"], *wrong) for wrong in WRONG_NUMBERS),
+        *((["generate", "hi"], *wrong) for wrong in WRONG_NUMBERS + WRONG_SEEDS),
+        *((["chat"], *wrong) for wrong in WRONG_NUMBERS + WRONG_SEEDS),
+    ],
+)
+def test_a_number_out_of_its_range_names_option_and_limits(
+    command: list[str], option: str, value: str, limits: str
+) -> None:
+    result = CliRunner().invoke(app, [*command, option, value])
+    assert (result.exit_code, result.stderr) == (2, f"error: {option}: {value} is not between {limits}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(["generate", ""], "PROMPT"), (["up", "--prompt", "", "--once"], "--prompt"), (["up", "--model", ""], "--model")],
+)
+def test_an_empty_argument_is_refused_before_anything_starts(command: list[str], name: str) -> None:
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {name}: is empty; give a ")
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"]])
+def test_a_prompt_is_read_from_a_pipe(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("cli.answering.answer_one", lambda _client, prompt, _sampling, **_: asked.append(prompt))
+    result = CliRunner().invoke(app, ["generate", *arguments, "--address", "r:1"], input="Grüße\n")
+    assert (result.exit_code, asked) == (0, ["Grüße"])
+    empty = CliRunner().invoke(app, ["generate", *arguments, "--address", "r:1"], input="")
+    assert (empty.exit_code, empty.stderr.startswith("error: PROMPT: is empty; ")) == (2, True)
+
+
+def test_answers_are_greedy_unless_told_otherwise() -> None:
+    assert Sampling().options().temperature == 0.0
+    assert Sampling().options().HasField("temperature")
+    for command in ("up", "generate", "chat"):
+        callback = next(each.callback for each in app.registered_commands if each.callback.__name__ == command)
+        assert inspect.signature(callback).parameters["temperature"].default == 0.0
+
+
+def test_chat_sends_neither_nothing_nor_an_unknown_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.chat._turn", lambda *_: pytest.fail("sent"))
+    result = CliRunner().invoke(app, ["chat", "--address", "127.0.0.1:1"], input="\n/help me\n/exit\n")
+    assert result.exit_code == 0
+    assert "the prompt is empty" in result.stdout
+    assert "/help is no command: /clear forgets" in result.stdout
+
+
+@pytest.mark.parametrize("host", ["no host", "192.0.2.77", ""])
+def test_a_host_that_is_not_this_machine_names_its_option(host: str) -> None:
+    result = CliRunner().invoke(app, ["up", "--host", host])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --host: cannot listen on {host!r} (")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_gpu_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = write_tiny_model(tmp_path / "tiny")
+    result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda", *ANY_PORTS])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --device: cuda asked for, PyTorch sees no GPU; use --device cpu\n"
+
+
+def test_a_model_without_tokenizer_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = write_tiny_model(tmp_path / "tiny")
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    result = CliRunner().invoke(app, ["up", "--model", str(model), *ANY_PORTS])
+    assert result.exit_code == 3
+    assert result.stderr.startswith(f"error: {model} has no tokenizer.json; ")
+
+
+def test_a_wrong_option_is_named() -> None:
+    result = CliRunner().invoke(app, ["up", "--decode", "0"])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --decode: 0 is not between 1 and 64\n"
+
+
+@pytest.mark.parametrize("size", ["1000000", "inf", "nan"])
+def test_a_cache_larger_than_the_memory_names_its_option(size: str) -> None:
+    result = CliRunner().invoke(app, ["up", "--kv-cache-gib", size, "--grpc-port", "0", "--http-port", "0"])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --kv-cache-gib: ")
+    assert result.stderr.count("\n") == 1
+    assert size != "1000000" or "GiB of memory that are free; choose less than " in result.stderr
+
+
+def broken_models(tmp_path: Path) -> dict[str, Path]:
+    no_config = tmp_path / "no_config"
+    no_config.mkdir()
+    strange = tmp_path / "strange"
+    strange.mkdir()
+    (strange / "config.json").write_text('{"architectures": ["MambaForCausalLM"], "model_type": "mamba"}')
+    not_gguf = tmp_path / "model.gguf"
+    not_gguf.write_bytes(b"hello")
+    return {"missing": tmp_path / "missing", "no_config": no_config, "strange": strange, "not_gguf": not_gguf}
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (["--host", "0.0.0.0"], True),
+        (["--host", "::"], True),
+        (["--host", "0.0.0.0", "--api-key", "k"], False),
+        (["--host", "::1"], False),
+    ],
+)
+def test_an_open_door_without_a_key_is_warned_of(options: list[str], *, warned: bool, tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    result = CliRunner().invoke(app, ["up", "--model", missing, "--grpc-port", "0", "--http-port", "0", *options])
+    assert result.exit_code == 3, "it ends at the missing model"
+    assert result.stderr.startswith(f"warning: --host {options[1]} ") is warned
+    assert ("set --api-key" in result.stderr) is warned
+
+
+@pytest.mark.parametrize("kind", ["missing", "no_config", "strange", "not_gguf"])
+def test_a_model_that_cannot_be_served_is_one_sentence(kind: str, tmp_path: Path) -> None:
+    path = broken_models(tmp_path)[kind]
+    result = CliRunner().invoke(app, ["up", "--model", str(path), "--grpc-port", "0", "--http-port", "0"])
+    assert result.exit_code == 3
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert path.name in result.stderr
+    assert ("Tandem does not download models" in result.stderr) is (kind == "missing")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidArgument("--x", "is wrong"), 2),
+        (ModelError("m is broken"), 3),
+        (Unavailable("gone"), 4),
+        (ResourceExhausted("full"), 1),
+    ],
+)
+def test_exit_codes(error: TandemError, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from typer import Exit
+
+    @plain_errors
+    def command() -> None:
+        raise error
+
+    with pytest.raises(Exit) as failure:
+        command()
+    assert failure.value.exit_code == code
+    assert capsys.readouterr().err == f"error: {error.message}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'ray', 'grpc', 'numpy', 'fastapi', 'transformers'}"
+    script = (
+        "import sys, cli.main, click.testing\n"
+        "from typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(cli.main.app, ['--help']).exit_code == 0\n"
+        f"print({heavy} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,98 @@
+"""Tables as people see them."""
+
+import io
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from cli.client import Answer, ServerView
+from cli.status import summary, worker_table
+from cli.timeline_table import timeline_rows, timeline_table
+from wire.generated.tandem.v1 import inference_pb2
+from wire.messages import FinishReason
+from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+
+MS = 1_000_000
+
+
+def stamps(**at_ms: float) -> tuple[EdgeStamp, ...]:
+    return tuple(EdgeStamp(Edge[name], int(ms * MS)) for name, ms in at_ms.items())
+
+
+def text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=160).print(table)
+    return out.getvalue()
+
+
+def disaggregated() -> Answer:
+    edges = stamps(
+        RECEIVED=0, PREFILL_STARTED=5, PREFILL_FINISHED=25, FIRST_TOKEN=27, TRANSFER_STARTED=15, TRANSFER_FINISHED=29,
+        DECODE_STARTED=31, FINISHED=127,
+    )  # fmt: skip
+    timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
+    return Answer("…", FinishReason.LENGTH, 40, 11, timeline)
+
+
+def test_a_disaggregated_request() -> None:
+    rows = {row.name: row for row in timeline_rows(disaggregated())}
+    assert rows["queue"].figure == "5.0 ms"
+    assert rows["prefill"].figure == "20.0 ms"
+    assert rows["prefill"].note == "40 tokens, 2000 tokens/s on prefill-0"
+    assert rows["transfer"].figure == "5.0 ms"
+    assert rows["transfer"].note == "2.50 MB in 3 pages by UCX, overlaps prefill, 4.0 ms of it after"
+    assert rows["first token"].figure == "27.0 ms"
+    assert rows["hand-over"].figure == "6.0 ms"
+    assert rows["inter-token"].figure == "10.0 ms"
+    assert rows["rate"].figure == "100.0 tokens/s"
+    assert rows["total"].figure == "127.0 ms"
+    shown = text(timeline_table(disaggregated()))
+    assert all(name in shown for name in rows)
+
+
+def test_a_transfer_after_prefill_has_a_rate_and_long_times_are_seconds() -> None:
+    edges = stamps(RECEIVED=0, PREFILL_FINISHED=25, TRANSFER_STARTED=26, TRANSFER_FINISHED=31, FINISHED=12_345)
+    timeline = Timeline(edges, TransferStats(2_500_000, 3, "UCX", 5 * MS), "prefill-0", "decode-0")
+    rows = {row.name: row for row in timeline_rows(Answer("…", FinishReason.LENGTH, 40, 11, timeline))}
+    assert rows["transfer"].note == "2.50 MB in 3 pages by UCX, 0.50 GB/s"
+    assert rows["total"].figure == "12.3 s"
+
+
+def test_what_did_not_happen_is_a_dash() -> None:
+    timeline = Timeline(stamps(RECEIVED=0, FIRST_TOKEN=9, FINISHED=9), None, "", "")
+    rows = {row.name: row for row in timeline_rows(Answer("", FinishReason.STOP, 3, 1, timeline))}
+    assert {rows[name].figure for name in ("queue", "prefill", "transfer", "hand-over", "inter-token", "rate")} == {"-"}
+    assert rows["transfer"].note == "no KV moved"
+    assert rows["first token"].figure == "9.0 ms"
+
+
+def test_status() -> None:
+    started = int(datetime(2026, 3, 1, 12).timestamp() * 1e9) + 7
+    worker = inference_pb2.WorkerStatus(
+        worker_id="decode-0", role="decode", incarnation=started, connected=True, requests=2, pages_used=3,
+        pages_total=9, transport="UCX (cma)", device="cpu",
+    )  # fmt: skip
+    view = ServerView(
+        inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker]),
+        inference_pb2.GetLoadsResponse(waiting=4, running=2),
+        inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048),
+    )
+    shown = text(worker_table(view))
+    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX (cma)", "cpu"):
+        assert word in shown
+    line = summary("127.0.0.1:5", view)
+    assert "2 running, 4 waiting" in line
+    assert "float32, context 2048" in line
+
+
+def test_workers_stand_by_role_and_number() -> None:
+    names = ["prefill-1", "decode-10", "prefill-0", "decode-9"]
+    workers = [inference_pb2.WorkerStatus(worker_id=name, role=name.partition("-")[0]) for name in names]
+    view = ServerView(
+        inference_pb2.GetServerInfoResponse(workers=workers),
+        inference_pb2.GetLoadsResponse(),
+        inference_pb2.GetModelInfoResponse(),
+    )
+    shown = text(worker_table(view)).split()
+    assert [word for word in shown if word in names] == ["decode-9", "decode-10", "prefill-0", "prefill-1"]

@@ -1,0 +1,65 @@
+"""Options have limits that are named, and roles become places."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.roles import Slot, bundle, offer, plan
+from wire.errors import InvalidArgument
+from wire.messages import Role
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"prefill": 0}, "--prefill"),
+        ({"decode": 65}, "--decode"),
+        ({"page_tokens": 0}, "--page-tokens"),
+        ({"kv_cache_bytes": 1}, "--kv-cache-gib"),
+        ({"max_step_tokens": 0}, "--max-step-tokens"),
+        ({"threads": 0}, "--threads"),
+        ({"grpc_port": 65536}, "--grpc-port"),
+        ({"http_port": -1}, "--http-port"),
+        ({"device": "tpu"}, "--device"),
+        ({"dtype": "int8"}, "--dtype"),
+    ],
+)
+def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
+    with pytest.raises(InvalidArgument) as failure:
+        ClusterConfig(model=Path("m"), **settings)
+    assert failure.value.field == option
+
+
+def test_each_worker_has_a_slot_of_its_role() -> None:
+    slots = plan(ClusterConfig(model=Path("m"), prefill=2, decode=1), gpus=0)
+    assert slots == (
+        Slot("prefill-0", Role.PREFILL, "cpu"),
+        Slot("prefill-1", Role.PREFILL, "cpu"),
+        Slot("decode-0", Role.DECODE, "cpu"),
+    )
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])])
+def test_workers_spread_over_gpus(gpus: int, devices: list[str]) -> None:
+    slots = plan(ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
+    assert [slot.device for slot in slots] == devices
+
+
+def test_a_chosen_gpu_is_kept() -> None:
+    slots = plan(ClusterConfig(model=Path("m"), device="cuda:3"), gpus=8)
+    assert {slot.device for slot in slots} == {"cuda:3"}
+
+
+def test_a_node_offers_what_its_workers_ask_for() -> None:
+    config = ClusterConfig(model=Path("m"), prefill=2, decode=3)
+    asked: dict[str, float] = {}
+    for slot in plan(config, gpus=0):
+        for name, amount in bundle(slot).items():
+            asked[name] = asked.get(name, 0.0) + amount
+    assert asked == offer(config) == {"prefill": 2.0, "decode": 3.0}
+
+
+def test_a_worker_of_both_roles_needs_both_places() -> None:
+    assert bundle(Slot("both-0", Role.BOTH, "cpu")) == {"prefill": 1.0, "decode": 1.0}

@@ -1,0 +1,146 @@
+"""A keeper with processes that live as long as the test says."""
+
+import asyncio
+
+import pytest
+
+from cluster.health import Backoff, Phase
+from cluster.keeper import Keeper, Process
+
+
+class FakeProcess(Process):
+    """Starts and dies on command."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.may_start = asyncio.Event()
+        self.start_error: Exception | None = None
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.ends = 0
+
+    async def pid(self) -> int:
+        return 1000 + self.number
+
+    async def progress(self) -> tuple[str, float]:
+        return "loading", 0.5
+
+    async def start(self) -> None:
+        await self.may_start.wait()
+        if self.start_error is not None:
+            raise self.start_error
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self.death)
+
+    async def end(self, grace_s: float) -> None:
+        self.ends += 1
+
+
+class Stage:
+    """A keeper, its processes and the incarnations whose death it told of."""
+
+    def __init__(self) -> None:
+        self.processes: list[FakeProcess] = []
+        self.incarnations: list[int] = []
+        self.dead: list[int] = []
+        self.spawn_error: Exception | None = None
+        self.keeper = Keeper("w", self._spawn, self.dead.append, Backoff(first_s=0, longest_s=0))
+        self.run = asyncio.ensure_future(self.keeper.run())
+
+    async def _spawn(self, incarnation: int) -> Process:
+        self.incarnations.append(incarnation)
+        if self.spawn_error is not None:
+            error, self.spawn_error = self.spawn_error, None
+            raise error
+        self.processes.append(FakeProcess(len(self.processes)))
+        return self.processes[-1]
+
+    async def until(self, processes: int, phase: Phase) -> FakeProcess:
+        async with asyncio.timeout(5):
+            while len(self.processes) < processes or self.keeper.health().phase is not phase:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        return self.processes[-1]
+
+
+async def test_death_is_told_and_a_new_incarnation_follows() -> None:
+    stage = Stage()
+    first = await stage.until(1, Phase.STARTING)
+    first.may_start.set()
+    await stage.until(1, Phase.SERVING)
+    assert stage.keeper.health().pid == 1000
+    first.death.set_result("the process died")
+    second = await stage.until(2, Phase.STARTING)
+    assert stage.dead == stage.incarnations[:1]
+    assert stage.incarnations[1] > stage.incarnations[0]
+    assert first.ends == 1
+    second.may_start.set()
+    await stage.until(2, Phase.SERVING)
+    health = stage.keeper.health()
+    assert (health.restarts, health.error, health.pid) == (1, "the process died", 1001)
+    stage.keeper.stop()
+    await stage.run
+
+
+async def test_death_during_the_start_is_seen_at_once() -> None:
+    stage = Stage()
+    (await stage.until(1, Phase.STARTING)).death.set_result("killed while loading")
+    await stage.until(2, Phase.STARTING)
+    assert stage.keeper.health().error == "killed while loading"
+    stage.keeper.stop()
+    await stage.run
+
+
+async def test_a_failed_start_is_ended_and_tried_again() -> None:
+    stage = Stage()
+    first = await stage.until(1, Phase.STARTING)
+    first.start_error = ValueError("no room\nsecond line")
+    first.may_start.set()
+    await stage.until(2, Phase.STARTING)
+    assert first.ends == 1
+    assert stage.keeper.health().error == "no room"
+    assert stage.dead == stage.incarnations[:1]
+    stage.keeper.stop()
+    await stage.run
+
+
+async def test_a_failed_spawn_is_tried_again() -> None:
+    stage = Stage()
+    stage.spawn_error = RuntimeError("no node has room")
+    await stage.until(1, Phase.STARTING)
+    assert stage.keeper.health().error == "no node has room"
+    assert len(stage.incarnations) == 2
+    stage.keeper.stop()
+    await stage.run
+
+
+@pytest.mark.parametrize("serving", [False, True])
+async def test_stop_ends_the_process_and_starts_no_other(serving: bool) -> None:
+    stage = Stage()
+    process = await stage.until(1, Phase.STARTING)
+    if serving:
+        process.may_start.set()
+        await stage.until(1, Phase.SERVING)
+    stage.keeper.stop()
+    await stage.run
+    assert process.ends == 1
+    assert len(stage.processes) == 1
+    assert stage.dead == stage.incarnations
+    assert stage.keeper.health().phase is Phase.STOPPED
+
+
+async def test_progress_of_the_start_is_known() -> None:
+    stage = Stage()
+    await stage.until(1, Phase.STARTING)
+    async with asyncio.timeout(5):
+        while stage.keeper.health().stage != "loading":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert stage.keeper.health().fraction == 0.5
+    stage.keeper.stop()
+    await stage.run
+
+
+def test_backoff_doubles_up_to_its_bound_and_forgets_after_a_long_life() -> None:
+    backoff = Backoff(first_s=0.5, longest_s=3.0, stable_s=30.0)
+    assert [backoff.after_death(1.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
+    assert backoff.after_death(31.0) == 0.0
+    assert backoff.after_death(1.0) == 0.5

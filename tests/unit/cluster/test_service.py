@@ -1,0 +1,65 @@
+"""The controller's door: it asks for the secret, registers, and pushes changes to watchers."""
+
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from cluster.registry import Registry
+from cluster.service import ClusterServicer
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.messages import PeerRef
+from wire.rpc import open_channel, open_server
+
+
+@pytest.fixture
+async def door() -> AsyncIterator[tuple[str, Registry]]:
+    registry = Registry()
+    server = open_server(tokens=frozenset({"secret"}))
+    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield f"127.0.0.1:{port}", registry
+    await server.stop(None)
+
+
+def registration(worker_id: str, incarnation: int) -> cluster_pb2.RegisterRequest:
+    return cluster_pb2.RegisterRequest(
+        worker=cluster_pb2.WorkerInfo(
+            worker_id=worker_id, incarnation=incarnation, role="decode", address="127.0.0.1:1"
+        )
+    )
+
+
+async def test_a_watcher_sees_who_comes_and_goes(door: tuple[str, Registry]) -> None:
+    address, registry = door
+    async with open_channel(address, "secret") as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        watch = stub.Watch(cluster_pb2.WatchRequest())
+        assert not (await watch.read()).workers
+        await stub.Register(registration("decode-0", 7))
+        assert [w.incarnation for w in (await watch.read()).workers] == [7]
+        registry.unregister(PeerRef("decode-0", 7))
+        assert not (await watch.read()).workers
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.Register(registration("decode-0", 7))
+        assert failure.value.code() is grpc.StatusCode.ABORTED
+        watch.cancel()
+
+
+async def test_unregister_is_for_good(door: tuple[str, Registry]) -> None:
+    address, registry = door
+    async with open_channel(address, "secret") as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        await stub.Register(registration("decode-0", 7))
+        await stub.Unregister(cluster_pb2.UnregisterRequest(worker_id="decode-0", incarnation=7))
+        assert registry.membership().workers == ()
+
+
+async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
+    address, registry = door
+    async with open_channel(address, "wrong") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await cluster_pb2_grpc.ClusterStub(channel).Register(registration("decode-0", 7))
+    assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert registry.membership().workers == ()

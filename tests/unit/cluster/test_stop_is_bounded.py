@@ -1,0 +1,68 @@
+"""Whatever hangs, `stop` comes to an end and takes the processes along."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+from cluster.ray_node import RayNode
+from cluster.temp_folder import TempFolder
+from wire.errors import Unavailable
+
+
+class HangingNode:
+    """A Ray that never comes up, until it is killed."""
+
+    gpus = 0
+
+    def __init__(self) -> None:
+        self.starting = threading.Event()
+        self.killed = threading.Event()
+
+    def start(self, *_: object, **__: object) -> None:
+        self.starting.set()
+        self.killed.wait()
+        raise ConnectionError("Ray was killed")
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None:
+        self.killed.set()
+
+
+def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.launcher.RayNode", HangingNode)
+    cluster = Cluster(ClusterConfig(model=Path("m")), lambda _: None)
+    node = cluster._node
+    assert isinstance(node, HangingNode)
+    cluster._thread.start()
+    node.starting.wait()
+    cluster.stop(timeout_s=0.05)
+    assert node.killed.is_set()
+    with pytest.raises(Unavailable, match="Ray was killed"):
+        cluster.wait()
+
+
+def test_kill_ends_the_family_and_removes_the_folder(tmp_path: Path) -> None:
+    node = RayNode()
+    node._folder = folder = TempFolder(tmp_path)
+    script = (
+        "import subprocess, sys, time, signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(folder.path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+        assert len(family) == 2
+        node.kill()
+        assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert not folder.path.exists()

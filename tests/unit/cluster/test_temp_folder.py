@@ -1,0 +1,72 @@
+"""A dead cluster's folder is removed by the next one; a living one's is not."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cluster.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
+
+
+def age(path: Path) -> None:
+    old = time.time() - 2 * YOUNG_S
+    os.utime(path, (old, old))
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    folder = TempFolder(tmp_path)
+    age(folder.path)
+    assert remove_abandoned(tmp_path) == []
+    assert folder.path.is_dir()
+    folder.remove()
+    folder.remove()
+    assert not folder.path.exists()
+
+
+def test_an_abandoned_folder_goes(tmp_path: Path) -> None:
+    abandoned = tmp_path / "tandem-dead"
+    abandoned.mkdir()
+    (abandoned / LOCK).touch()
+    (abandoned / "log").write_text("x")
+    assert remove_abandoned(tmp_path) == []  # too young to tell
+    age(abandoned)
+    assert remove_abandoned(tmp_path) == [abandoned]
+    assert not abandoned.exists()
+
+
+def test_what_is_not_ours_stays(tmp_path: Path) -> None:
+    other = tmp_path / "tandem-notes"
+    other.mkdir()
+    age(other)
+    assert remove_abandoned(tmp_path) == []
+    assert other.is_dir()
+
+
+def start(name: str, log: Path) -> subprocess.Popen[bytes]:
+    """A sleeping process called `name` that keeps `log` open."""
+    script = "import sys, time; log = open(sys.argv[1], 'w'); print(flush=True); time.sleep(60)"
+    command = [name, "-c", script, os.path.relpath(log, log.parent)]
+    process = subprocess.Popen(command, executable=sys.executable, stdout=subprocess.PIPE, cwd=log.parent)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_agents_of_a_killed_cluster_end_with_its_folder(tmp_path: Path) -> None:
+    owned = "from cluster.temp_folder import TempFolder; import os, sys; from pathlib import Path\n"
+    owned += "TempFolder(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", owned, str(tmp_path)], check=False)
+    (folder,) = tmp_path.iterdir()
+    agent, pager = start("ray::DashboardAgent", folder / "agent.log"), start("less", folder / "other.log")
+    elsewhere = start("ray::DashboardAgent", tmp_path / "agent.log")
+    try:
+        assert remove_abandoned(tmp_path) == [folder], "however young it is"
+        assert not folder.exists()
+        agent.wait(5)
+        assert pager.poll() is None
+        assert elsewhere.poll() is None
+    finally:
+        for process in (agent, pager, elsewhere):
+            process.kill()
+            process.communicate()
