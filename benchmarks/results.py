@@ -1,0 +1,92 @@
+"""What every measurement says of itself: machine, versions, commit, command; and where results are kept."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "transformers", "numba", "nixl", "ray", "grpcio")
+
+
+def run_facts(device: str) -> dict[str, object]:
+    """Hardware, versions, commit, date and command of this run, ready for JSON."""
+    return {
+        "hardware": _hardware(device),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+    }
+
+
+def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS) -> Path:
+    """Write `result`, which holds `run_facts` and a `dtype`, as <name>-<hardware>-<date>-<dtype>.json → the file."""
+    hardware = result["hardware"]
+    machine = hardware["name"] if isinstance(hardware, Mapping) else "unknown"
+    date = str(result["date"])[:19].replace(":", "")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}-{_file_name(str(machine))}-{date}-{result['dtype']}.json"
+    file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return file
+
+
+def _hardware(device: str) -> dict[str, object]:
+    facts: dict[str, object] = {"name": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "arch": platform.machine()}
+    if device.startswith("cuda"):
+        facts |= {"cpu": facts["name"], "name": torch.cuda.get_device_name(device)}
+    facts["capability"] = torch.backends.cpu.get_cpu_capability()
+    return facts
+
+
+def _cpu_name() -> str:
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*:\s*(.+)$", listed, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    """The checked-out commit, `-dirty` if tracked files differ from it."""
+    here = Path(__file__).parent
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _command() -> str:
+    """The command, without this machine's paths."""
+    program = Path(sys.argv[0])
+    name = f"python -m benchmarks.{program.stem}" if program.parent.name == "benchmarks" else program.name
+    return " ".join([name, *sys.argv[1:]])
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "_", text).strip("_")

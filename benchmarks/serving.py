@@ -1,0 +1,183 @@
+"""The whole cluster against its own engine: `python -m benchmarks.serving --device cpu`.
+
+The same eight requests — greedy, same prompts, same answer length — once through the front door of a running cluster,
+once through the engine alone in this process. Rounds of both alternate, medians are compared. Both sides compute
+every prompt token and every answer token; what is left is what serving costs.
+
+The last line is one JSON object with `cluster_efficiency_b8`.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import run_facts, save_result
+from cli.default_model import NAME, find_default_model
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+from engine.batch import Draw, StepBatch, StepRow
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from engine.weights.gguf import prepare_model
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.messages import RequestRef, SamplingParams
+from wire.rpc import open_channel
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """`prompts` of equal length, each answered with `new_tokens` tokens."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Answer tokens of one round."""
+        return len(self.prompts) * self.new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One pass over the workload: answer tokens a second, and the answers, to compare."""
+
+    tokens_per_second: float
+    answers: tuple[tuple[int, ...], ...]
+
+
+def make_workload(streams: int, prompt_tokens: int, new_tokens: int) -> Workload:
+    """Arbitrary but fixed token ids, every prompt different."""
+    prompts = tuple(tuple(1000 + (17 * s + 131 * i) % 20000 for i in range(prompt_tokens)) for s in range(streams))
+    return Workload(prompts, new_tokens)
+
+
+def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) -> Round:
+    """Prefill in steps of at most `max_step_tokens`, then decode all together."""
+    sampling = SamplingParams(max_tokens=workload.new_tokens, ignore_eos=True)
+    total = len(workload.prompts[0]) + workload.new_tokens
+    refs = [RequestRef(f"alone-{i}", 1) for i in range(len(workload.prompts))]
+    pages = [runner.pool.allocate(ref, -(-total // runner.page_tokens)) for ref in refs]
+    answers: list[list[int]] = [[] for _ in refs]
+    started = time.perf_counter()
+    at_once = max(1, max_step_tokens // len(workload.prompts[0]))
+    for first in range(0, len(refs), at_once):
+        group = range(first, min(first + at_once, len(refs)))
+        rows = [StepRow(workload.prompts[i], 0, pages[i], Draw(sampling, 0)) for i in group]
+        for i, token in zip(group, runner.run(StepBatch(rows)).token_ids, strict=True):
+            answers[i].append(_drawn(token))
+    for index in range(1, workload.new_tokens):
+        start = len(workload.prompts[0]) + index - 1
+        rows = [StepRow([a[-1]], start, p, Draw(sampling, index)) for a, p in zip(answers, pages, strict=True)]
+        for answer, token in zip(answers, runner.run(StepBatch(rows)).token_ids, strict=True):
+            answer.append(_drawn(token))
+    seconds = time.perf_counter() - started
+    for ref, owned in zip(refs, pages, strict=True):
+        runner.pool.free(ref, owned)
+    return Round(workload.tokens / seconds, tuple(map(tuple, answers)))
+
+
+def _drawn(token: int | None) -> int:
+    if token is None:
+        raise RuntimeError("the engine drew no token for a row that asked for one")
+    return token
+
+
+async def cluster_round(address: str, workload: Workload) -> Round:
+    """All requests at once over one connection, from the first byte sent to the last answer's end."""
+    channel = open_channel(address)
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(_ask(stub, prompt, workload.new_tokens) for prompt in workload.prompts))
+    seconds = time.perf_counter() - started
+    await channel.close()
+    return Round(workload.tokens / seconds, tuple(answers))
+
+
+async def _ask(stub: Any, prompt: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
+    options = inference_pb2.GenerationOptions(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), options=options)
+    answer: list[int] = []
+    async for message in stub.Generate(request, timeout=600):
+        answer.extend(message.chunk.token_ids)
+    return tuple(answer)
+
+
+def compare(
+    runner: ModelRunner, cluster: Cluster, workload: Workload, rounds: int, max_step_tokens: int
+) -> dict[str, object]:
+    """Alternate engine and cluster after one unmeasured round of each; medians and their ratio."""
+    address = cluster.endpoints.grpc
+    engine_round(runner, workload, max_step_tokens)
+    asyncio.run(cluster_round(address, workload))
+    alone, served = [], []
+    for number in range(1, rounds + 1):
+        alone.append(engine_round(runner, workload, max_step_tokens))
+        served.append(asyncio.run(cluster_round(address, workload)))
+        print(
+            f"round {number}: engine {alone[-1].tokens_per_second:7.1f} tokens/s,"
+            f" cluster {served[-1].tokens_per_second:7.1f} tokens/s",
+            flush=True,
+        )
+    engine = statistics.median(r.tokens_per_second for r in alone)
+    through = statistics.median(r.tokens_per_second for r in served)
+    same = sum(a == b for a, b in zip(alone[-1].answers, served[-1].answers, strict=True))
+    return {
+        f"cluster_efficiency_b{len(workload.prompts)}": round(through / engine, 4),
+        "engine_tokens_per_s": round(engine, 1),
+        "cluster_tokens_per_s": round(through, 1),
+        "engine_rounds": [round(r.tokens_per_second, 1) for r in alone],
+        "cluster_rounds": [round(r.tokens_per_second, 1) for r in served],
+        "identical_answers": f"{same} of {len(workload.prompts)}",
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Start a cluster, load the engine beside it, measure both."""
+    arguments = parse_arguments()
+    folder = prepare_model(arguments.model or find_default_model())
+    name = NAME if arguments.model is None else folder.name
+    engine = EngineConfig(folder, device=arguments.device, dtype=arguments.dtype)
+    config = ClusterConfig(
+        folder, model_name=name, device=arguments.device, dtype=arguments.dtype, grpc_port=0, http_port=0
+    )
+    workload = make_workload(arguments.streams, arguments.prompt_tokens, arguments.new_tokens)
+    runner = ModelRunner.load(engine)
+    cluster = Cluster.start(config)
+    try:
+        result = compare(runner, cluster, workload, arguments.rounds, engine.max_step_tokens)
+    finally:
+        cluster.stop()
+    result |= {
+        "model": name,
+        "dtype": arguments.dtype,
+        "streams": arguments.streams,
+        "prompt_tokens": arguments.prompt_tokens,
+        "new_tokens": arguments.new_tokens,
+        **run_facts(arguments.device),
+    }
+    if arguments.save:
+        print("saved", save_result(f"serving-{name}", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Real clusters for tests: one at a time, on free ports, reused while the same settings are asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from cluster.config import ClusterConfig
+from cluster.health import Health, Phase
+from cluster.launcher import Cluster
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+IDLE_WITHIN_S = 20.0
+"""Longer than any lease and quarantine: what is not free by then never will be."""
+
+
+class RunningCluster:
+    """A cluster under test, with a view of its insides."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._cluster = Cluster.start(config)
+        self.grpc_address = self._cluster.endpoints.grpc
+        self.http_address = self._cluster.endpoints.http
+
+    def stop(self) -> None:
+        self._cluster.stop()
+
+    def workers(self) -> tuple[Health, ...]:
+        """Every worker as the controller sees it."""
+        return self._cluster.health().workers
+
+    def router(self) -> Health:
+        return self._cluster.health().router
+
+    def worker(self, role: str, within_s: float = 60.0) -> Health:
+        """The first worker of a role, once it serves."""
+        give_up = time.monotonic() + within_s
+        while True:
+            one = next(w for w in self.workers() if w.name.startswith(role))
+            if one.phase is Phase.SERVING:
+                return one
+            assert time.monotonic() < give_up, one
+            time.sleep(0.1)
+
+    def members(self) -> list[cluster_pb2.WorkerInfo]:
+        """Who is registered now."""
+        with grpc.insecure_channel(self._cluster.endpoints.controller) as channel:
+            stream = cluster_pb2_grpc.ClusterStub(channel).Watch(
+                cluster_pb2.WatchRequest(), metadata=self._credentials(), timeout=10
+            )
+            members = list(next(stream).workers)
+            stream.cancel()
+        return members
+
+    def inspect(self) -> list[worker_pb2.InspectResponse]:
+        """Every registered worker's pages and open work."""
+        found = []
+        for member in self.members():
+            with grpc.insecure_channel(member.address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                found.append(stub.Inspect(worker_pb2.InspectRequest(), metadata=self._credentials(), timeout=10))
+        return found
+
+    def assert_idle_and_sound(self) -> None:
+        """All pages free, nothing open, every page pool consistent, on every worker, in the end."""
+        give_up = time.monotonic() + IDLE_WITHIN_S
+        while True:
+            found = self.inspect()
+            assert [one.integrity_error for one in found] == [""] * (self.config.prefill + self.config.decode)
+            if all(_idle(one) for one in found):
+                return
+            assert time.monotonic() < give_up, f"still not idle: {found}"
+            time.sleep(0.1)
+
+    def _credentials(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self._cluster.endpoints.token}"),)
+
+
+def _idle(one: worker_pb2.InspectResponse) -> bool:
+    taken = one.pages_owned + one.pages_shared + one.pages_advertised + one.pages_quarantined + one.pages_promised
+    return one.pages_free == one.pages_total and not (taken or one.requests or one.leases)
+
+
+class _Shelf:
+    """Holds the one running cluster of this session."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._running: RunningCluster | None = None
+
+    def get(self, *, fresh: bool, **settings: Any) -> RunningCluster:
+        config = ClusterConfig(
+            **{"model": self._model, "model_name": "SmolLM2-135M-Instruct", "grpc_port": 0, "http_port": 0, **settings}
+        )
+        if self._running is not None and (fresh or self._running.config != config):
+            self.clear()
+        if self._running is None:
+            self._running = RunningCluster(config)
+        return self._running
+
+    def clear(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None
+
+
+@pytest.fixture(scope="session")
+def model_folder() -> Path:
+    """SmolLM2-135M-Instruct in Hugging Face layout, prepared once into the user's cache."""
+    from cli.default_model import find_default_model
+    from engine.weights.gguf import prepare_model
+
+    return prepare_model(find_default_model())
+
+
+@pytest.fixture(scope="session")
+def _shelf(model_folder: Path) -> Iterator[_Shelf]:
+    shelf = _Shelf(model_folder)
+    yield shelf
+    shelf.clear()
+
+
+@pytest.fixture(scope="session")
+def running_cluster(_shelf: _Shelf) -> Callable[..., RunningCluster]:
+    """A cluster with these settings of `ClusterConfig`; whichever test comes next may use it too."""
+    return lambda **settings: _shelf.get(fresh=False, **settings)
+
+
+@pytest.fixture
+def fresh_cluster(_shelf: _Shelf) -> Iterator[Callable[..., RunningCluster]]:
+    """A cluster of the test's own, for tests that break it."""
+    yield lambda **settings: _shelf.get(fresh=True, **settings)
+    _shelf.clear()

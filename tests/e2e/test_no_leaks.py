@@ -1,0 +1,129 @@
+"""Two hundred requests, a third cancelled at random moments: every page comes home."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
+from wire.rpc import open_channel
+
+REQUESTS = 200
+AT_ONCE = 24
+
+
+def request_of(prompt: tuple[int, ...], tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
+    return inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=prompt),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True),
+    )
+
+
+async def to_the_end(stub: Any, prompt: tuple[int, ...], tokens: int) -> str:
+    got = [t async for m in stub.Generate(request_of(prompt, tokens), timeout=240) for t in m.chunk.token_ids]
+    assert len(got) == tokens
+    return "finished"
+
+
+async def cancel_after_a_while(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+    call = stub.Generate(request_of(prompt, tokens), timeout=240)
+    await asyncio.sleep(rng.choice([0, 0.01, 0.1, 0.4, 1.5]) * rng.random())
+    call.cancel()
+    return "cancelled while waiting"
+
+
+async def cancel_after_some_tokens(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+    """The first token comes before the transfer ends: cancelling at it hits the hand-over."""
+    call = stub.Generate(request_of(prompt, tokens), timeout=240)
+    wanted = rng.choice([1, 1, 2, 5])
+    got = 0
+    async for message in call:
+        got += len(message.chunk.token_ids)
+        if got >= wanted:
+            call.cancel()
+            break
+    return "cancelled at a token"
+
+
+async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+    """Its own connection, closed under the running call."""
+    channel = open_channel(address)
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(request_of(prompt, tokens), timeout=240)
+    reader = asyncio.ensure_future(call.read())
+    await asyncio.sleep(rng.random())
+    await channel.close()
+    await asyncio.gather(reader, return_exceptions=True)
+    return "closed the socket"
+
+
+async def drop_http(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+    """A raw HTTP client that vanishes in the middle of the stream."""
+    host, port = address.removeprefix("http://").split(":")
+    body = f'{{"prompt": {list(prompt)}, "max_tokens": {tokens}, "temperature": 0, "stream": true}}'
+    lines = ("POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json")
+    head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write((head + body).encode())
+    await writer.drain()
+    await asyncio.sleep(rng.random())
+    writer.transport.abort()
+    return "dropped HTTP"
+
+
+async def abort_by_id(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
+    """Over a second call; the answer then ends by itself, saying so."""
+    name = f"abort-{rng.random()}"
+    call = stub.Generate(request_of(prompt, tokens, name), timeout=240)
+    endings = asyncio.ensure_future(_endings(call))
+    await asyncio.sleep(rng.random())
+    found = (await stub.Abort(inference_pb2.AbortRequest(request_id=name), timeout=20)).found
+    expected = types_pb2.FINISH_REASON_ABORT if found else types_pb2.FINISH_REASON_LENGTH
+    assert await endings == [expected]
+    return "aborted by id"
+
+
+async def _endings(call: Any) -> list[int]:
+    return [m.complete.finish_reason async for m in call if m.HasField("complete")]
+
+
+async def storm(cluster: Any, prompts: list[tuple[int, ...]]) -> dict[str, int]:
+    rng = random.Random(20)
+    channel = open_channel(cluster.grpc_address)
+    stub = inference_pb2_grpc.InferenceStub(channel)
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(i: int) -> str:
+        prompt, tokens = prompts[rng.randrange(20)], rng.randint(1, 48)
+        async with gate:
+            if i % 3:
+                return await to_the_end(stub, prompt, tokens)
+            match i // 3 % 5:
+                case 0:
+                    return await cancel_after_a_while(stub, prompt, tokens + 8, rng)
+                case 1:
+                    return await cancel_after_some_tokens(stub, prompt, tokens + 8, rng)
+                case 2:
+                    return await close_the_socket(cluster.grpc_address, prompt, tokens + 8, rng)
+                case 3:
+                    return await drop_http(cluster.http_address, prompt, tokens + 8, rng)
+                case _:
+                    return await abort_by_id(stub, prompt, tokens + 8, rng)
+
+    outcomes = await asyncio.gather(*(one(i) for i in range(REQUESTS)))
+    await channel.close()
+    return {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}
+
+
+@pytest.mark.timeout(600)
+def test_every_page_comes_home(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    outcomes = asyncio.run(storm(cluster, prompts))
+    print(outcomes)
+    assert outcomes["finished"] == sum(1 for i in range(REQUESTS) if i % 3)
+    assert len(outcomes) == 6
+    cluster.assert_idle_and_sound()

@@ -1,0 +1,79 @@
+"""The official OpenAI client against the running cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def client(running_cluster: Callable[..., Any]) -> openai.OpenAI:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return openai.OpenAI(
+        base_url=f"http://{cluster.http_address.removeprefix('http://')}/v1", api_key="unused", max_retries=0
+    )
+
+
+@pytest.fixture(scope="module")
+def model(client: openai.OpenAI) -> str:
+    (served,) = client.models.list().data
+    return served.id
+
+
+def test_chat_knows_paris(client: openai.OpenAI, model: str) -> None:
+    answer = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=40)  # type: ignore[arg-type]
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_stream_is_the_same_text(client: openai.OpenAI, model: str) -> None:
+    whole = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=40)  # type: ignore[arg-type]
+    chunks = list(
+        client.chat.completions.create(
+            model=model,
+            messages=QUESTION,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+def test_completion_with_stop(client: openai.OpenAI, model: str) -> None:
+    free = client.completions.create(model=model, prompt="one two three four", temperature=0, max_tokens=24)
+    text = free.choices[0].text
+    assert len(text) > 12
+    stop = text[8:11]
+    cut = client.completions.create(model=model, prompt="one two three four", temperature=0, max_tokens=24, stop=[stop])
+    assert cut.choices[0].text == text[: text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_seed(client: openai.OpenAI, model: str) -> None:
+    def once(seed: int) -> str:
+        answer = client.completions.create(model=model, prompt="The sea", temperature=1.0, seed=seed, max_tokens=24)
+        return answer.choices[0].text
+
+    assert once(1) == once(1)
+    assert len({once(seed) for seed in range(2, 6)}) > 1
+
+
+def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_tokens"):
+        client.completions.create(model=model, prompt="x", max_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="gpt-17"):
+        client.completions.create(model="gpt-17", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        client.chat.completions.create(model=model, messages=QUESTION, logprobs=True)  # type: ignore[arg-type]

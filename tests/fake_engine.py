@@ -1,0 +1,84 @@
+"""An engine without a model: its "KV" of a token is the token itself, and the next token a hash of all it reads back.
+
+So a token is right only if every page of the context holds what it should, in the right place.
+"""
+
+import hashlib
+import threading
+
+import numpy as np
+
+from engine.batch import StepBatch, StepResult, StepRow
+from engine.cache.page_pool import PagePool
+from kv_transfer.layout import KVLayout
+from wire.messages import ModelFacts, SamplingParams
+
+PAGE_TOKENS = 4
+VOCAB = 1000
+EOS = 2
+FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="int32")
+
+
+class FakeEngine:
+    """`hold` stops it before its next step, or the one after `steps` more; `let_go` lets it run on; `error` is raised
+    by every step from then on."""
+
+    def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
+        self.facts = facts
+        self.page_tokens = PAGE_TOKENS
+        self.pool = PagePool(pages)
+        self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
+        self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
+        self.batches: list[StepBatch] = []
+        self.waiting = threading.Event()
+        """Set while a step is held."""
+        self.error: Exception | None = None
+        self._hold_at = 0
+        self._go = threading.Event()
+        self._go.set()
+
+    def hold(self, *, after: int = 0) -> None:
+        self._hold_at = len(self.batches) + after
+        self._go.clear()
+
+    def let_go(self) -> None:
+        self._go.set()
+
+    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
+        return (("model", "fake"),)
+
+    def run(self, batch: StepBatch) -> StepResult:
+        if len(self.batches) >= self._hold_at and not self._go.is_set():
+            self.waiting.set()
+            assert self._go.wait(20)
+            self.waiting.clear()
+        if self.error is not None:
+            raise self.error
+        self.batches.append(batch)
+        return StepResult([self._row(row) for row in batch.rows])
+
+    def _row(self, row: StepRow) -> int | None:
+        pages, start, tokens = row.page_ids, row.start, row.token_ids
+        for position, token in enumerate(tokens, start):
+            self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 0] = token
+        if row.draw is None:
+            return None
+        end = start + len(tokens)
+        context = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 0]) for p in range(end)]
+        return next_token(context, row.draw.index)
+
+
+def next_token(context: list[int], draw: int) -> int:
+    """Never an end of sequence: tests ask for one through `stop_token_ids`."""
+    digest = hashlib.sha256(repr((context, draw)).encode()).digest()
+    return 3 + int.from_bytes(digest[:4], "little") % (VOCAB - 3)
+
+
+def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What the fake engine must answer, however its steps were cut and wherever they ran."""
+    tokens = list(prompt)
+    for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
+        tokens.append(next_token(tokens, draw))
+        if tokens[-1] in sampling.stop_token_ids:
+            break
+    return tokens[len(prompt) :]

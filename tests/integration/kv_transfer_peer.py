@@ -1,0 +1,81 @@
+"""The other end of the NIXL tests: a process with a pool and a transport, told what to do by JSON lines on stdin.
+
+Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE
+"""
+
+import hashlib
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.backends import open_transport
+from kv_transfer.layout import KVLayout
+from wire.messages import PeerRef, TransferNotice
+
+
+def pool_of(seed: int, pages: int, page_floats: int) -> np.ndarray:
+    """[pages, page_floats] float32, the same in every process."""
+    return np.random.default_rng(seed).random((pages, page_floats), dtype=np.float32)
+
+
+def on_device(pool: np.ndarray, device: str) -> Any:
+    """The array itself on `cpu`, else a tensor of the same values there."""
+    if device == "cpu":
+        return pool
+    import torch  # slow, and only a GPU needs it
+
+    return torch.from_numpy(pool).to(device)
+
+
+def layout_of(pool: Any) -> KVLayout:
+    """The pool as pages of one layer, one head and one token a page."""
+    pages, page_floats = pool.shape
+    if isinstance(pool, np.ndarray):
+        return KVLayout(pool.ctypes.data, pages, 1, 1, 1, page_floats // 2, 4, "float32")
+    return KVLayout(pool.data_ptr(), pages, 1, 1, 1, page_floats // 2, 4, "float32", "VRAM", pool.device.index)
+
+
+def digest(pages: Any) -> str:
+    host = pages if isinstance(pages, np.ndarray) else pages.cpu().numpy()
+    return hashlib.sha256(host.tobytes()).hexdigest()
+
+
+def main() -> None:
+    worker_id, (incarnation, pages, page_floats, seed), device = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
+    pool = on_device(pool_of(seed, pages, page_floats), device)
+    layout = layout_of(pool)
+    heard: list[dict[str, object]] = []
+
+    def on_notice(notice: TransferNotice) -> None:
+        """Tests send, instead of a token hash, the hash of the pages from number `first_token_id` on."""
+        first = notice.first_token_id
+        whole = digest(pool[first : first + notice.pages]) == notice.token_hash.hex()
+        heard.append({"epoch": notice.lease.epoch, "whole": whole})
+
+    transport = open_transport("nixl", layout, PeerRef(worker_id, incarnation), on_notice)
+    print(json.dumps({"metadata": transport.describe().agent_metadata.hex(), "base": layout.base_address}), flush=True)
+    for line in sys.stdin:
+        command = json.loads(line)
+        match command["do"]:
+            case "expect":
+                transport.expect(command["leases"])
+                answer: object = None
+            case "digests":
+                answer = [digest(page) for page in pool]
+            case "heard":
+                answer = heard
+            case "cpu":
+                before = resource.getrusage(resource.RUSAGE_SELF)
+                time.sleep(command["seconds"])
+                after = resource.getrusage(resource.RUSAGE_SELF)
+                answer = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        print(json.dumps(answer), flush=True)
+    transport.close()
+
+
+if __name__ == "__main__":
+    main()

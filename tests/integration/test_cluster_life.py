@@ -1,0 +1,229 @@
+"""A cluster's life on real parts: it serves, heals, listens on loopback alone, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+
+UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
+
+
+def tokens_of_a_request(address: str) -> int:
+    request = inference_pb2.GenerateRequest(
+        text="Once upon a time", options=inference_pb2.GenerationOptions(max_tokens=4, temperature=0, ignore_eos=True)
+    )
+    with grpc.insecure_channel(address) as channel:
+        stream = inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60)
+        return sum(len(message.chunk.token_ids) for message in stream)
+
+
+def tokens_once_it_serves(address: str, within_s: float) -> int:
+    """The same, once the router no longer says UNAVAILABLE."""
+    give_up = time.monotonic() + within_s
+    while True:
+        try:
+            return tokens_of_a_request(address)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up:
+                raise
+            time.sleep(0.2)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """Addresses on which these processes accept connections."""
+    found = set()
+    for process in processes:
+        try:
+            connections = process.net_connections(kind="inet")
+        except psutil.NoSuchProcess:
+            continue
+        found |= {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.fixture
+def temp_root() -> Iterator[Path]:
+    """A temp folder with a name short enough for Ray's sockets."""
+    root = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def environment(tmp_path: Path, temp_root: Path) -> dict[str, str]:
+    """Of a `tandem up` with temp and state folders of its own."""
+    own = {"TMPDIR": str(temp_root), "TANDEM_STATE_DIR": str(tmp_path / "state"), "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, **own}
+
+
+@pytest.fixture
+def start_up(environment: dict[str, str], model_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `tandem up` in a process group of its own; whatever is left of it at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*UP, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    """Output up to the line that holds `words`."""
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if words in line:
+            return seen
+    raise AssertionError(f"{words!r} never came: {seen}")
+
+
+def assert_gone(processes: list[psutil.Process], before: set[str], root: Path) -> None:
+    """No process of the family is left, no shared memory it made, and no file in its temp folder."""
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    assert list(root.iterdir()) == []
+    assert not {name for name in shared_memory() - before if "ucx" in name or "ray" in name or "plasma" in name}
+
+
+@pytest.mark.timeout(240)
+def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[..., Any]) -> None:
+    cluster = fresh_cluster(kv_cache_bytes=100 << 20)
+    assert tokens_of_a_request(cluster.grpc_address) == 4
+    assert listening(family(os.getpid())) <= {"127.0.0.1", "::ffff:127.0.0.1"}
+
+    before = cluster.worker("decode")
+    os.kill(before.pid, signal.SIGKILL)
+    give_up = time.monotonic() + 5
+    while any(m.incarnation == before.incarnation for m in cluster.members()):
+        assert time.monotonic() < give_up, "a dead worker stays registered"
+        time.sleep(0.02)
+    after = _replaced(lambda: cluster.worker("decode"), before)
+    assert after.restarts == 1
+
+    before = cluster.router()
+    os.kill(before.pid, signal.SIGKILL)
+    _replaced(cluster.router, before)
+    assert tokens_once_it_serves(cluster.grpc_address, 60) == 4
+    cluster.assert_idle_and_sound()
+
+
+def _replaced(look: Callable[[], Any], before: Any) -> Any:
+    give_up = time.monotonic() + 90
+    while True:
+        now = look()
+        if now.phase == "serving" and now.incarnation > before.incarnation and now.pid not in (0, before.pid):
+            return now
+        assert time.monotonic() < give_up, now
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(240)
+def test_once_answers_and_leaves_nothing(start_up: Callable[..., subprocess.Popen[str]], temp_root: Path) -> None:
+    before = shared_memory()
+    process = start_up("--prompt", "Say hello.", "--max-tokens", "8", "--once")
+    out = read_until(process, "starting decode-0 (")
+    relatives = family(process.pid)
+    out += process.communicate(timeout=90)[0]
+    assert process.returncode == 0, out
+    for word in ("queue", "prefill", "transfer", "UCX", "first token", "inter-token", "tokens/s"):
+        assert word in out
+    assert_gone(relatives, before, temp_root)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("at", "number", "group", "code"),
+    [
+        ("… starting Ray", signal.SIGINT, True, 130),
+        ("✓ starting Ray", signal.SIGTERM, False, 130),
+        ("… starting decode-0", signal.SIGINT, True, 130),
+        ("Ctrl-C stops it", signal.SIGINT, True, 0),
+    ],
+)
+def test_a_signal_at_any_moment_leaves_nothing(
+    *,
+    at: str,
+    number: signal.Signals,
+    group: bool,
+    code: int,
+    start_up: Callable[..., subprocess.Popen[str]],
+    temp_root: Path,
+) -> None:
+    before = shared_memory()
+    process = start_up()
+    read_until(process, at)
+    relatives = family(process.pid)
+    (os.killpg if group else os.kill)(process.pid, number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == code, out
+    assert "Traceback" not in out
+    assert_gone(relatives, before, temp_root)
+
+
+@pytest.mark.timeout(240)
+def test_down_stops_what_up_started(
+    start_up: Callable[..., subprocess.Popen[str]], environment: dict[str, str], temp_root: Path
+) -> None:
+    before = shared_memory()
+    process = start_up()
+    read_until(process, "Ctrl-C stops it")
+    relatives = family(process.pid)
+    tandem = [sys.executable, "-m", "cli.main"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*tandem, *arguments], env=environment, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    status = run("status")
+    assert status.returncode == 0, status.stderr
+    assert {"prefill-0", "decode-0"} <= set(status.stdout.split())
+    answer = run("generate", "Say hello.", "--max-tokens", "8", "--timeline")
+    assert answer.returncode == 0, answer.stderr
+    assert "first token" in answer.stdout
+    down = run("down")
+    assert down.returncode == 0, down.stderr
+    assert process.wait(timeout=10) == 0
+    assert_gone(relatives, before, temp_root)
+    assert "no cluster is running" in run("down").stdout
+    nothing = run("status")
+    assert nothing.returncode == 4
+    assert nothing.stderr.strip() == "error: no cluster is running; start one with `tandem up`"

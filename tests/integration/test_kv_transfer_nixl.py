@@ -1,0 +1,336 @@
+"""The real transfer between two real processes: this one is the prefill side, kv_transfer_peer.py the decode side."""
+
+import json
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kv_transfer.backends import available_backends, open_transport
+from kv_transfer.base import PageWrite, Transport, WriteDone
+from wire.errors import FailedPrecondition, TransferFailed
+from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
+
+PEER = Path(__file__).with_name("kv_transfer_peer.py")
+ROOT = Path(__file__).resolve().parents[2]
+PAGES, PAGE_FLOATS = 128, 32 * 1024
+ME = PeerRef("prefill-0", 7)
+MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NIXL is for Linux")
+
+_peer_code = runpy.run_path(str(PEER))
+pool_of, on_device, layout_of, digest = (_peer_code[name] for name in ("pool_of", "on_device", "layout_of", "digest"))
+
+
+class Peer:
+    """A decode-side process."""
+
+    def __init__(self, incarnation: int = 1, seed: int = 2, device: str = "cpu") -> None:
+        self.ref = PeerRef("decode-0", incarnation)
+        self.initial = pool_of(seed, PAGES, PAGE_FLOATS)
+        arguments = [self.ref.worker_id, str(incarnation), str(PAGES), str(PAGE_FLOATS), str(seed), device]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        hello = self.read()
+        self.description = PeerDescription(
+            self.ref, bytes.fromhex(hello["metadata"]), hello["base"], PAGE_FLOATS * 4, PAGES, 0, MEMORY[device]
+        )
+
+    def read(self) -> Any:
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def ask(self, do: str, **arguments: object) -> Any:
+        assert self.process.stdin is not None
+        print(json.dumps({"do": do, **arguments}), file=self.process.stdin, flush=True)
+        return self.read()
+
+    def hears(self, notices: int, timeout_s: float = 5.0) -> list[dict[str, Any]]:
+        """What was heard, once so many notices have come."""
+        until = time.monotonic() + timeout_s
+        while len(heard := self.ask("heard")) < notices and time.monotonic() < until:
+            time.sleep(0.005)
+        assert len(heard) == notices
+        return heard
+
+    def end(self) -> int:
+        """Ask the process to leave, and its exit status."""
+        self.process.send_signal(signal.SIGCONT)
+        self.process.communicate(timeout=20)
+        return self.process.returncode
+
+
+class Prefill:
+    """This process's pool and transport."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.pool = pool_of(1, PAGES, PAGE_FLOATS)
+        self.device_pool = on_device(self.pool, device)
+        layout = layout_of(self.device_pool)
+        self.transport: Transport = open_transport("nixl", layout, ME, lambda notice: None)
+
+    def notice(self, epoch: int, local: list[int], first_remote: int) -> TransferNotice:
+        content = bytes.fromhex(digest(self.pool[local]))
+        return TransferNotice(Lease(f"r{epoch}", 1, epoch), ME, content, len(local), first_remote, 1)
+
+    def write(
+        self,
+        peer: Peer,
+        local: list[int],
+        remote: list[int],
+        notice: TransferNotice | None = None,
+        deadline_s: float = 20.0,
+    ) -> "Future[WriteDone]":
+        return self.transport.write(PageWrite(peer.ref, local, remote, notice), deadline_s)
+
+
+@pytest.fixture(params=["", "tcp"], ids=["best", "tcp"])
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The wires UCX may use; both ends read it from the environment when they open."""
+    if request.param:
+        # With a GPU in the machine NIXL insists on a wire for its memory, whatever it is used for.
+        monkeypatch.setenv("UCX_TLS", f"{request.param},cuda" if torch.cuda.is_available() else request.param)
+    return str(request.param)
+
+
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    prefill = Prefill()
+    yield prefill
+    prefill.transport.close()
+
+
+@pytest.fixture
+def start_peer() -> Iterator[Callable[..., Peer]]:
+    peers: list[Peer] = []
+
+    def start(**arguments: Any) -> Peer:
+        peers.append(Peer(**arguments))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.process.kill()
+        peer.process.communicate()
+
+
+@pytest.fixture
+def peer(wire: str, prefill: Prefill, start_peer: Callable[..., Peer]) -> Peer:
+    peer = start_peer()
+    peer.ask("expect", leases=1)
+    prefill.transport.add_peer(peer.description)
+    return peer
+
+
+def test_every_byte_arrives_and_no_other_page_changes(prefill: Prefill, peer: Peer, wire: str) -> None:
+    shuffle = random.Random(5)
+    local, remote = (shuffle.sample(range(PAGES), 70) for _ in range(2))
+    done = prefill.write(peer, local[:50], remote[:50]).result(timeout=20)
+    prefill.write(peer, local[50:], remote[50:]).result(timeout=20)
+    expected = peer.initial.copy()
+    expected[remote] = prefill.pool[local]
+    assert peer.ask("digests") == [digest(page) for page in expected]
+    assert done.bytes == 50 * PAGE_FLOATS * 4
+    assert done.duration_nanos > 0
+    name = prefill.transport.transport_name()
+    assert name == "UCX (tcp)" if wire == "tcp" else name.startswith("UCX")
+    assert peer.end() == 0
+
+
+def test_the_notice_comes_after_the_data(prefill: Prefill, peer: Peer) -> None:
+    shuffle = random.Random(6)
+    for epoch in range(1, 61):
+        count = shuffle.randint(1, 24)
+        local = shuffle.sample(range(PAGES), count)
+        first = shuffle.randrange(PAGES - count)
+        prefill.pool[local] = np.float32(epoch) + prefill.pool[local]
+        notice = prefill.notice(epoch, local, first)
+        prefill.write(peer, local, list(range(first, first + count)), notice).result(timeout=20)
+        heard = peer.hears(epoch)
+        assert heard[-1] == {"epoch": epoch, "whole": True}
+
+
+def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
+    futures = []
+    for epoch in range(1, 33):
+        first = 4 * (epoch - 1)
+        local = [(first * 7 + i * 13) % PAGES for i in range(4)]
+        for i in range(3):
+            futures.append(prefill.write(peer, [local[i]], [first + i]))
+        wait(futures[-3:], timeout=20)
+        notice = prefill.notice(epoch, local, first)
+        futures.append(prefill.write(peer, local[3:], [first + 3], notice))
+    assert sum(future.result(timeout=20).bytes for future in futures) == PAGES * PAGE_FLOATS * 4
+    heard = peer.hears(32)
+    assert sorted(one["epoch"] for one in heard) == list(range(1, 33))
+    assert all(one["whole"] for one in heard)
+
+
+def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
+    prefill: Prefill, peer: Peer, start_peer: Callable[..., Peer]
+) -> None:
+    every = list(range(PAGES))
+    futures = [prefill.write(peer, every, every) for _ in range(6)]
+    futures[0].result(timeout=20)
+    peer.process.kill()
+    peer.process.wait()
+    futures += [prefill.write(peer, every, every) for _ in range(6)]
+    settled, moving = wait(futures, timeout=5)
+    assert not moving
+    errors = [future.exception() for future in settled]
+    assert all(error is None or isinstance(error, TransferFailed) for error in errors)
+    with pytest.raises(TransferFailed, match="decode-0"):
+        prefill.write(peer, [0], [0]).result(timeout=5)
+
+    reborn = start_peer(incarnation=2, seed=3)
+    reborn.ask("expect", leases=1)
+    prefill.transport.add_peer(reborn.description)
+    prefill.transport.add_peer(peer.description)
+    prefill.write(reborn, [4, 9], [1, 0], prefill.notice(5, [9, 4], 0)).result(timeout=5)
+    assert reborn.hears(1) == [{"epoch": 5, "whole": True}]
+    with pytest.raises(TransferFailed, match="not known"):
+        prefill.write(peer, [0], [0]).result(timeout=5)
+    expected = reborn.initial.copy()
+    expected[[1, 0]] = prefill.pool[[4, 9]]
+    assert reborn.ask("digests") == [digest(page) for page in expected]
+
+
+@pytest.mark.parametrize("wire", ["tcp"], indirect=True)
+class TestStoppedPeer:
+    """Over TCP a peer that does not run takes no bytes: a write that stays in flight, on demand."""
+
+    @pytest.fixture
+    def stuck(self, prefill: Prefill, peer: Peer) -> "Future[WriteDone]":
+        prefill.write(peer, [0], [0]).result(timeout=20)
+        peer.process.send_signal(signal.SIGSTOP)
+        return prefill.write(peer, list(range(PAGES)), list(range(PAGES)), deadline_s=0.2)
+
+    def test_past_its_deadline_a_write_fails_only_when_it_is_quiet(
+        self, prefill: Prefill, peer: Peer, stuck: "Future[WriteDone]"
+    ) -> None:
+        with pytest.raises(TimeoutError):
+            stuck.result(timeout=0.7)
+        assert not stuck.cancel()
+        peer.process.send_signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed, match="after its deadline"):
+            stuck.result(timeout=10)
+        landed = peer.ask("digests")
+        prefill.pool += 1
+        assert peer.ask("digests") == landed
+
+    def test_a_removed_peer_s_writes_fail_at_once(
+        self, prefill: Prefill, peer: Peer, stuck: "Future[WriteDone]", start_peer: Callable[..., Peer]
+    ) -> None:
+        prefill.transport.remove_peer(peer.ref)
+        with pytest.raises(TransferFailed, match="gone"):
+            stuck.result(timeout=2)
+        peer.process.kill()
+        reborn = start_peer(incarnation=2)
+        reborn.ask("expect", leases=1)
+        prefill.transport.add_peer(reborn.description)
+        prefill.write(reborn, [1], [1]).result(timeout=5)
+
+    def test_close_is_bounded_with_a_write_in_flight(
+        self, prefill: Prefill, stuck: "Future[WriteDone]", monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kv_transfer.nixl_transport.CLOSE_TIMEOUT_S", 0.5)
+        began = time.monotonic()
+        prefill.transport.close()
+        assert time.monotonic() - began < 5
+        with pytest.raises(TransferFailed, match="closing"):
+            stuck.result(timeout=1)
+
+
+@pytest.mark.parametrize("wire", [""], indirect=True)
+class TestEdges:
+    def test_what_cannot_be_written_fails_alone(self, prefill: Prefill, peer: Peer) -> None:
+        for local, remote, deadline_s, why in (
+            ([PAGES], [0], 5.0, "local page 128 is outside"),
+            ([0], [-1], 5.0, "remote page -1 is outside"),
+            ([0, 1], [0], 5.0, "2 pages do not go onto 1"),
+            ([], [], 5.0, "neither pages nor a notice"),
+            ([0], [0], 0.0, "before it began"),
+        ):
+            with pytest.raises(TransferFailed, match=why):
+                prefill.write(peer, local, remote, deadline_s=deadline_s).result(timeout=5)
+        stranger = PageWrite(PeerRef("decode-9", 1), [0], [0])
+        with pytest.raises(TransferFailed, match="decode-9"):
+            prefill.transport.write(stranger, 5.0).result(timeout=5)
+        prefill.write(peer, [], [], prefill.notice(1, [], 0)).result(timeout=5)
+        peer.hears(1)
+
+    def test_a_notice_that_lies_about_its_sender_is_dropped(self, prefill: Prefill, peer: Peer) -> None:
+        lie = TransferNotice(Lease("r", 1, 1), PeerRef("prefill-1", 7), b"", 0, 0, 0)
+        prefill.write(peer, [0], [0], lie).result(timeout=5)
+        prefill.write(peer, [0], [0], prefill.notice(2, [0], 0)).result(timeout=5)
+        assert [one["epoch"] for one in peer.hears(1)] == [2]
+
+    def test_other_page_sizes_are_refused(self, prefill: Prefill, peer: Peer) -> None:
+        description = PeerDescription(PeerRef("decode-9", 1), b"", 4096, 1 << 20, 4, 0, "DRAM")
+        with pytest.raises(FailedPrecondition, match="decode-9 have 1048576 bytes"):
+            prefill.transport.add_peer(description)
+
+    def test_metadata_that_is_no_metadata_fails_writes_to_that_peer_only(self, prefill: Prefill, peer: Peer) -> None:
+        broken = PeerDescription(PeerRef("decode-9", 1), b"nonsense", 4096, PAGE_FLOATS * 4, 4, 0, "DRAM")
+        prefill.transport.add_peer(broken)
+        with pytest.raises(TransferFailed, match="no connection to decode-9"):
+            prefill.transport.write(PageWrite(broken.peer, [0], [0]), 5.0).result(timeout=5)
+        prefill.write(peer, [0], [0]).result(timeout=5)
+
+    def test_an_idle_transport_costs_nothing_and_a_listening_one_little(self, prefill: Prefill, peer: Peer) -> None:
+        prefill.write(peer, [0], [0]).result(timeout=5)
+        assert peer.ask("cpu", seconds=1.0) < 0.2
+        peer.ask("expect", leases=0)
+        assert peer.ask("cpu", seconds=1.0) < 0.02
+
+    def test_close_is_final_and_idempotent(self, prefill: Prefill, peer: Peer) -> None:
+        prefill.transport.close()
+        prefill.transport.close()
+        prefill.transport.remove_peer(peer.ref)
+        prefill.transport.expect(3)
+        with pytest.raises(TransferFailed, match="closed"):
+            prefill.write(peer, [0], [0]).result(timeout=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
+def test_device_memory_goes_the_same_way(start_peer: Callable[..., Peer], here: str, there: str) -> None:
+    prefill, peer = Prefill(here), start_peer(device=there)
+    peer.ask("expect", leases=1)
+    prefill.transport.add_peer(peer.description)
+    expected = peer.initial.copy()
+    shuffle = random.Random(8)
+    for epoch in range(1, 21):
+        local, first = shuffle.sample(range(PAGES), 16), shuffle.randrange(PAGES - 16)
+        remote = list(range(first, first + 16))
+        expected[remote] = prefill.pool[local]
+        prefill.write(peer, local, remote, prefill.notice(epoch, local, first)).result(timeout=20)
+        assert peer.hears(epoch)[-1] == {"epoch": epoch, "whole": True}
+    assert peer.ask("digests") == [digest(page) for page in expected]
+    prefill.transport.close()
+    assert peer.end() == 0
+
+
+def test_the_doctor_finds_ucx() -> None:
+    report = available_backends()
+    assert report.error == ""
+    assert "UCX" in report.plugins
+    assert report.package.startswith("nixl-cu")

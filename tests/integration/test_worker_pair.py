@@ -1,0 +1,328 @@
+"""Two real worker processes on the CPU: gRPC between them, NIXL under them, a router played by the test."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from engine.batch import Draw, StepBatch, StepRow
+from engine.model_runner import ModelRunner
+from tests.factories import tiny_engine_config, write_tiny_model
+from wire import convert, rpc
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import (
+    Destination,
+    FinishReason,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    SamplingParams,
+    WorkerInspection,
+)
+from wire.timeline import Edge
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "secret"
+PAGE_BYTES = 3 * 2 * 2 * 16 * 16 * 4
+"""3 layers, keys and values, 2 heads, 16 tokens of 16 dimensions, float32."""
+ENGINE = {"threads": 1, "kv_cache_bytes": 1 << 22, "max_step_tokens": 48}
+
+
+@dataclass
+class Answer:
+    """What the router saw of one request."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    edges: set[Edge] = field(default_factory=set)
+    finish: FinishReason | None = None
+    error: str = ""
+    moved: int = 0
+    pages: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def take(self, event: RequestEvent) -> None:
+        for number, token in enumerate(event.token_ids, event.first_index):
+            assert number not in self.tokens
+            self.tokens[number] = token
+        self.edges |= {stamp.edge for stamp in event.edges}
+        if event.transfer is not None:
+            self.moved, self.pages = event.transfer.bytes, event.transfer.pages
+        if event.finish_reason is not None:
+            self.finish = event.finish_reason
+            self.error = event.error.code if event.error else ""
+            self.done.set()
+
+
+class WorkerEnd:
+    """A worker process, and a router's stream to it."""
+
+    def __init__(self, worker_id: str, role: str, model: Path, **changes: Any) -> None:
+        self.peer = PeerRef(worker_id, 1)
+        self._order = {"worker_id": worker_id, "incarnation": 1, "role": role, "model": str(model), "engine": ENGINE}
+        self._order |= {"token": TOKEN, **changes}
+        self.answers: dict[str, Answer] = {}
+
+    async def start(self, answers: dict[str, Answer]) -> None:
+        self.answers = answers
+        script = str(ROOT / "tests/integration/worker_process.py")
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, script, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, cwd=ROOT,
+        )  # fmt: skip
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(self._order).encode() + b"\n")
+        self.info = await self._line()
+        self.channel = rpc.open_channel(self.info["address"], TOKEN)
+        self.stub = worker_pb2_grpc.WorkerStub(self.channel)
+        await self.attach()
+
+    async def attach(self) -> None:
+        self.stream = self.stub.Attach(worker_pb2.AttachRequest(router_id="r"))
+        await self.stream.initial_metadata()
+        self.reader = asyncio.create_task(self._read())
+
+    async def _line(self) -> dict[str, Any]:
+        assert self.process.stdout
+        line = await self.process.stdout.readline()
+        assert line, f"{self.peer.worker_id} ended: {await self.process.wait()}"
+        value: dict[str, Any] = json.loads(line)
+        return value
+
+    async def _read(self) -> None:
+        try:
+            async for message in self.stream:
+                for event in convert.step_events_from_proto(message).events:
+                    self.answers[event.ref.request_id].take(event)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            return
+
+    async def stop(self) -> dict[str, Any]:
+        """The last words of a process that ended by itself."""
+        await self.channel.close()
+        await self.reader
+        assert self.process.stdin
+        self.process.stdin.close()
+        last = await self._line()
+        assert await self.process.wait() == 0
+        return last
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+        await self.channel.close()
+        await self.reader
+
+    async def inspect(self) -> WorkerInspection:
+        return convert.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
+
+    async def empty(self) -> WorkerInspection:
+        """Wait until every page is free and no request is known."""
+        async with asyncio.timeout(10):
+            while True:
+                found = await self.inspect()
+                assert found.integrity_error == ""
+                if found.pages_free == found.pages_total and not (
+                    found.requests or found.leases or found.pages_promised
+                ):
+                    return found
+                await asyncio.sleep(0.02)
+
+
+class Pair:
+    """A prefill and a decode worker, and the router between them."""
+
+    def __init__(self, model: Path, **changes: Any) -> None:
+        self.answers: dict[str, Answer] = {}
+        self.prefill = WorkerEnd("prefill-0", "prefill", model, **changes)
+        self.decode = WorkerEnd("decode-0", "decode", model, **changes)
+
+    async def send(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
+        answer = self.answers[request_id] = Answer()
+        ref = RequestRef(request_id, 1)
+        lease = await self.reserve(ref, prompt, sampling)
+        destination = Destination(self.decode.peer, self.decode.info["address"], lease)
+        task = PrefillTask("r", ref, tuple(prompt), sampling, destination)
+        await self.prefill.stub.Prefill(convert.prefill_task_to_proto(task))
+        return answer
+
+    async def reserve(self, ref: RequestRef, prompt: list[int], sampling: SamplingParams) -> Lease:
+        reservation = Reservation("r", ref, tuple(prompt), sampling, self.prefill.peer)
+        reply = await self.decode.stub.Reserve(convert.reservation_to_proto(reservation))
+        return convert.granted_from_proto(reply).lease
+
+    async def abort(self, request_id: str) -> None:
+        message = worker_pb2.AbortWorkRequest(
+            router_id="r", requests=[worker_pb2.RequestRef(request_id=request_id, attempt=1)]
+        )
+        await asyncio.gather(self.prefill.stub.Abort(message), self.decode.stub.Abort(message))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+async def running_pair(model: Path) -> AsyncIterator[Pair]:
+    made = Pair(model, lease_s=1.0, quarantine_s=0.5)
+    await asyncio.gather(made.prefill.start(made.answers), made.decode.start(made.answers))
+    yield made
+    for end in (made.prefill, made.decode):
+        if end.process.returncode is None:
+            last = await end.stop()
+            assert last["threads"] == []
+
+
+pair = pytest_asyncio.fixture(running_pair, scope="module", loop_scope="module", name="pair")
+mortal_pair = pytest_asyncio.fixture(running_pair, loop_scope="module", name="mortal_pair")
+
+
+def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """The same request on one engine, prompt in one piece, one request at a time."""
+    runner = ModelRunner.load(tiny_engine_config(model, kv_cache_bytes=ENGINE["kv_cache_bytes"]))
+    pages = list(range(-(-(len(prompt) + sampling.max_tokens) // runner.page_tokens)))
+    answer: list[int] = []
+    row = StepRow(prompt, 0, pages, Draw(sampling, 0))
+    for index in range(sampling.max_tokens):
+        (token,) = runner.run(StepBatch([row])).token_ids
+        assert token is not None
+        answer.append(token)
+        if token in runner.facts.eos_token_ids and not sampling.ignore_eos:
+            break
+        row = StepRow([token], len(prompt) + index, pages, Draw(sampling, index + 1))
+    return answer
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Lengths around pages and chunks, one to a few hundred tokens."""
+    rng = np.random.default_rng(7)
+    lengths = [1, 15, 16, 17, 47, 48, 49, 96, 130, 300]
+    return [rng.integers(3, 160, lengths[n % len(lengths)]).tolist() for n in range(count)]
+
+
+async def test_same_tokens_as_the_engine_alone(pair: Pair, model: Path) -> None:
+    asked = prompts(20)
+    samplings = [
+        SamplingParams(max_tokens=12 + n, temperature=0.0 if n % 2 else 0.8, seed=n, ignore_eos=n % 3 == 0)
+        for n in range(len(asked))
+    ]
+    answers = await asyncio.gather(
+        *(
+            pair.send(f"q{n}", prompt, sampling)
+            for n, (prompt, sampling) in enumerate(zip(asked, samplings, strict=True))
+        )
+    )
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(answer.done.wait() for answer in answers))
+    for prompt, sampling, answer in zip(asked, samplings, answers, strict=True):
+        expected = alone(model, prompt, sampling)
+        assert [answer.tokens[n] for n in range(len(answer.tokens))] == expected
+        assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
+        if len(expected) > 1:
+            assert answer.pages == -(-len(prompt) // 16)
+            assert answer.moved == answer.pages * PAGE_BYTES
+    assert "UCX" in pair.decode.info["transport"]
+    await pair.prefill.empty()
+    await pair.decode.empty()
+
+
+async def test_edges_of_one_request(pair: Pair) -> None:
+    answer = await pair.send("q", prompts(10)[-1], SamplingParams(max_tokens=8, ignore_eos=True))
+    async with asyncio.timeout(30):
+        await answer.done.wait()
+    assert answer.edges == {
+        Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED, Edge.TRANSFER_STARTED,
+        Edge.TRANSFER_FINISHED, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED,
+    }  # fmt: skip
+
+
+async def test_random_aborts_leave_every_page_free(pair: Pair) -> None:
+    rng = np.random.default_rng(3)
+    asked = prompts(40)
+    answers = await asyncio.gather(
+        *(pair.send(f"q{n}", p, SamplingParams(max_tokens=40, ignore_eos=True)) for n, p in enumerate(asked))
+    )
+    cancelled = set(rng.choice(len(asked), 20, replace=False).tolist())
+
+    async def cancel(number: int) -> None:
+        await asyncio.sleep(float(rng.random()) * 0.5)
+        await pair.abort(f"q{number}")
+
+    await asyncio.gather(*(cancel(number) for number in cancelled))
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(a.done.wait() for n, a in enumerate(answers) if n not in cancelled))
+    assert all(len(a.tokens) == 40 for n, a in enumerate(answers) if n not in cancelled)
+    await pair.prefill.empty()
+    await pair.decode.empty()
+
+
+async def test_router_that_leaves_takes_its_requests_along(pair: Pair) -> None:
+    for n, prompt in enumerate(prompts(10)):
+        await pair.send(f"q{n}", prompt, SamplingParams(max_tokens=200, ignore_eos=True))
+    pair.prefill.stream.cancel()
+    pair.decode.stream.cancel()
+    await asyncio.gather(pair.prefill.empty(), pair.decode.empty())
+    await asyncio.gather(pair.prefill.attach(), pair.decode.attach())
+
+
+async def test_prefill_worker_killed_between_reserve_and_transfer(mortal_pair: Pair) -> None:
+    for n, prompt in enumerate(prompts(10)):
+        await mortal_pair.send(f"q{n}", prompt, SamplingParams(max_tokens=100, ignore_eos=True))
+    await mortal_pair.prefill.kill()
+    # Without a controller nobody says that the writer is dead: what it may still write stays in quarantine.
+    async with asyncio.timeout(20):
+        while (found := await mortal_pair.decode.inspect()).requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert found.integrity_error == ""
+    assert found.pages_promised == 0
+    assert found.pages_free + found.pages_quarantined == found.pages_total
+
+
+async def test_decode_worker_killed_in_the_middle(mortal_pair: Pair) -> None:
+    answers = [
+        await mortal_pair.send(f"q{n}", prompt, SamplingParams(max_tokens=100, ignore_eos=True))
+        for n, prompt in enumerate(prompts(10))
+    ]
+    await mortal_pair.decode.kill()
+    await mortal_pair.prefill.empty()
+    assert all(answer.error in ("", "TRANSFER_FAILED", "UNAVAILABLE") for answer in answers)
+
+
+async def test_a_caller_without_the_token_is_refused(pair: Pair) -> None:
+    channel = rpc.open_channel(pair.decode.info["address"])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    await channel.close()
+
+
+async def test_bad_requests_name_the_field_and_hurt_nobody(pair: Pair) -> None:
+    for prompt, sampling, field_name in (
+        ([], SamplingParams(max_tokens=4), "prompt_token_ids"),
+        ([3, 160], SamplingParams(max_tokens=4), "prompt_token_ids"),
+        ([3] * 512, SamplingParams(max_tokens=4), "prompt_token_ids"),
+        ([3], SamplingParams(max_tokens=0), "max_tokens"),
+        ([3], SamplingParams(max_tokens=4, temperature=float("nan")), "temperature"),
+        ([3], SamplingParams(max_tokens=4, top_p=0.0), "top_p"),
+        ([3], SamplingParams(max_tokens=4, stop_token_ids=(160,)), "stop_token_ids"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await pair.reserve(RequestRef("bad", 1), prompt, sampling)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith(f"{field_name}: ")
+    answer = await pair.send("good", [3, 4, 5], SamplingParams(max_tokens=4, ignore_eos=True))
+    async with asyncio.timeout(30):
+        await answer.done.wait()
+    assert len(answer.tokens) == 4

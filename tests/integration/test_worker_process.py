@@ -1,0 +1,92 @@
+"""One worker process from start to end, in this process: nothing of it is left behind, whatever happened."""
+
+import gc
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from engine.model_runner import ModelRunner
+from tests.factories import tiny_engine_config, write_tiny_model
+from wire.errors import Internal, ModelError, Unavailable
+from wire.messages import PrefillTask, RequestRef, Role, SamplingParams
+from worker.config import WorkerConfig
+from worker.process import WorkerProcess
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def own_threads() -> set[str]:
+    """Threads of a worker; gRPC's poller ends when its last object is collected."""
+    gc.collect()
+    return {t.name for t in threading.enumerate()} & {"engine", "events", "nixl"}
+
+
+def config(model: Path, **changes: object) -> WorkerConfig:
+    return WorkerConfig("w", Role.BOTH, tiny_engine_config(model), **changes)  # type: ignore[arg-type]
+
+
+def test_starts_reports_and_stops(model: Path) -> None:
+    stages: list[str] = []
+    process = WorkerProcess(config(model, model_name="tiny"), 3)
+    info = process.start(lambda stage, _fraction: stages.append(stage))
+    assert (info.peer.worker_id, info.peer.incarnation, info.model.name) == ("w", 3, "tiny")
+    assert info.pages_total > 0
+    assert stages[-1] == "serving"
+    assert own_threads() == {"engine", "events", "nixl"}
+    host, port = info.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5):
+        pass
+    assert process.drain(1.0) == 0
+    process.wait()  # its keeper starts another: this one has left the cluster for good
+    process.stop()
+    process.stop()
+    process.wait()
+    assert own_threads() == set()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
+    process = WorkerProcess(config(tmp_path / "nowhere"), 1)
+    with pytest.raises(ModelError):
+        process.start()
+    assert own_threads() == set()
+
+
+def test_a_taken_port_is_named(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(Unavailable, match=str(port)):
+            WorkerProcess(config(model, port=port), 1).start()
+    assert own_threads() == set()
+
+
+def test_a_controller_that_is_not_there_leaves_nothing(model: Path) -> None:
+    with pytest.raises(Unavailable, match="controller"):
+        WorkerProcess(config(model, controller_address="127.0.0.1:1"), 1).start()
+    assert own_threads() == set()
+
+
+def test_a_step_that_fails_ends_the_wait_loudly(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    process = WorkerProcess(config(model), 1)
+    process.start()
+    monkeypatch.setattr(ModelRunner, "run", broken)
+    worker = process._worker
+    assert worker is not None
+
+    def ask() -> None:
+        worker.prefill(PrefillTask("r", RequestRef("q", 1), (3, 4), SamplingParams(max_tokens=1), None))
+
+    process._events.call_soon_threadsafe(ask)
+    with pytest.raises(Internal, match="a defect"):
+        process.wait()
+    process.stop()
+    assert own_threads() == set()

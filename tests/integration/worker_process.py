@@ -1,0 +1,41 @@
+"""One worker for the integration tests: a real process, told what to serve by one JSON line on stdin.
+
+It prints one JSON line when it serves, and stops, leaving nothing behind, when stdin closes.
+"""
+
+import gc
+import json
+import sys
+import threading
+from pathlib import Path
+
+from engine.config import EngineConfig
+from wire.messages import Role
+from worker.config import WorkerConfig
+from worker.process import WorkerProcess
+
+
+def main() -> None:
+    order = json.loads(sys.stdin.readline())
+    engine = EngineConfig(**(order.pop("engine") | {"model": Path(order["model"])}))
+    del order["model"]
+    incarnation = order.pop("incarnation")
+    config = WorkerConfig(engine=engine, role=Role(order.pop("role")), **order)
+    process = WorkerProcess(config, incarnation)
+    info = process.start()
+    print(json.dumps({"address": info.address, "transport": info.transport}), flush=True)
+    sys.stdin.read()
+    remaining = process.drain(0.0)
+    process.stop()
+    process.wait()
+    del process
+    gc.collect()  # gRPC's poller ends with the last of its objects
+    others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    for thread in others:
+        thread.join(timeout=2.0)
+    threads = [thread.name for thread in others if thread.is_alive()]
+    print(json.dumps({"remaining": remaining, "threads": threads}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

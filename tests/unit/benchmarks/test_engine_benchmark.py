@@ -1,0 +1,86 @@
+"""The engine benchmark's arithmetic and its output, on a tiny model; never its timing."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main
+from benchmarks.peer_transformers import TransformersPeer
+from benchmarks.results import run_facts, save_result
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from tests.factories import write_tiny_model
+
+SMALL = Settings(batches=(1, 3), prompt=5, new_tokens=4, prefill=20, rounds=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny", "smollm2")
+
+
+@pytest.fixture
+def sides(folder: Path) -> tuple[Engine, TransformersPeer]:
+    runner = ModelRunner.load(EngineConfig(folder, threads=1, kv_cache_bytes=1 << 20))
+    return Engine(runner), TransformersPeer(folder, "float32", threads=1)
+
+
+def test_both_sides_answer_the_same(sides: tuple[Engine, TransformersPeer]) -> None:
+    engine, peer = sides
+    prompts = [[5, 9, 30, 7], [11, 12, 13, 14]]
+    seconds, ours = engine.decode(prompts, 6)
+    peer_seconds, theirs = peer.decode(prompts, 6)
+    assert ours == theirs
+    assert [len(answer) for answer in ours] == [6, 6]
+    assert seconds > 0
+    assert peer_seconds > 0
+
+
+def test_every_quantity_is_compared_in_turns(sides: tuple[Engine, TransformersPeer]) -> None:
+    compared = compare(*sides, SMALL)
+    assert [each.name for each in compared] == ["decode_ratio_b1", "decode_ratio_b3", "prefill_ratio_20"]
+    assert all(len(each.engine) == len(each.peer) == SMALL.rounds for each in compared)
+    assert [each.same_tokens for each in compared] == ["1 of 1", "3 of 3", ""]
+    assert compared[1].bytes_read > compared[0].bytes_read > 0
+
+
+def test_a_decode_step_reads_the_output_layer_but_no_separate_embedding(tmp_path: Path) -> None:
+    tied = TransformersPeer(write_tiny_model(tmp_path / "tied", "smollm2"), "float32", threads=1)
+    apart = TransformersPeer(
+        write_tiny_model(tmp_path / "apart", "smollm2", tie_word_embeddings=False), "float32", threads=1
+    )
+    assert tied.weight_bytes() == apart.weight_bytes()
+
+
+def test_ratios_are_of_medians_and_named_by_dtype() -> None:
+    comparison = Comparison("decode_ratio_b1", [1.0, 1.1, 9.0], [3.3, 0.1, 4.0], bytes_read=11 * 10**8)
+    result = as_result([comparison], 50.0, "_bf16")
+    assert result["decode_ratio_b1_bf16"] == 3.0
+    assert result["decode_b1_bf16_gb_per_s"] == 1.0
+    assert result["read_gb_per_s_bf16"] == 50.0
+
+
+def test_the_last_line_is_the_result(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--prompt-tokens", "5", "--new-tokens", "3", "--prefill-tokens", "8", "--rounds", "1"]
+    main(["--model", str(folder), "--dtype", "both", "--threads", "1", *sizes])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    for key in ("decode_ratio_b1", "decode_ratio_b8", "prefill_ratio_8"):
+        assert result[key] > 0
+        assert result[f"{key}_bf16"] > 0
+    assert result["dtype"] == "both"
+    assert {"hardware", "versions", "commit", "command", "date"} <= result.keys()
+
+
+def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> None:
+    result = {"dtype": "float32", "answer": 42} | run_facts("cpu")
+    file = save_result("engine-Tiny", result, tmp_path / "results")
+    assert file.name.startswith("engine-Tiny-")
+    assert file.name.endswith("-float32.json")
+    assert json.loads(file.read_text()) == result
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,183 @@
+"""Two workers over fake engines and an in-memory transfer in the test's own event loop, and a router played by hand.
+
+Routers call the workers' methods; the workers call each other through gRPC, as they do in life.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from tests.fake_engine import FakeEngine
+from wire import rpc
+from wire.generated.tandem.v1 import worker_pb2_grpc
+from wire.messages import (
+    Destination,
+    FinishReason,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+)
+from wire.timeline import Edge
+from worker.config import WorkerConfig
+from worker.outbox import RouterStream
+from worker.servicer import WorkerServicer
+from worker.worker import Worker
+
+ROUTER = "router-1"
+
+
+async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for what other threads bring about."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+@dataclass
+class Heard:
+    """What the router heard of one request, in order."""
+
+    tokens: list[int] = field(default_factory=list)
+    edges: list[Edge] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: str = ""
+    pages: int = 0
+
+    def take(self, event: RequestEvent) -> None:
+        if event.token_ids:
+            assert event.first_index == len(self.tokens)
+        self.tokens += event.token_ids
+        self.edges += [stamp.edge for stamp in event.edges]
+        if event.transfer is not None:
+            self.pages = event.transfer.pages
+        if event.finish_reason is not None:
+            # Each half reports its own failure, but there is one good end.
+            assert self.finish in (None, FinishReason.ERROR)
+            assert self.finish in (None, event.finish_reason)
+            self.finish = event.finish_reason
+            self.error = event.error.code if event.error else ""
+
+
+class End:
+    """One worker, its engine and its server."""
+
+    def __init__(self, worker_id: str, role: Role, fabric: InMemoryFabric, pages: int, changes: dict[str, Any]) -> None:
+        self.engine = FakeEngine(pages)
+        step_tokens = changes.pop("max_step_tokens", 16)
+        batch = changes.pop("max_batch_requests", 8)
+        engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
+        self.config = replace(WorkerConfig(worker_id, role, engine, lease_s=30.0, quarantine_s=0.05), **changes)
+        self.me = PeerRef(worker_id, 1)
+        layout = self.engine.layout
+        self.worker = Worker(
+            self.config, self.me, self.engine, layout, lambda notice: InMemoryTransport(fabric, layout, self.me, notice)
+        )
+
+    async def start(self) -> None:
+        self.server = rpc.open_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self.worker, self.worker.drain), self.server)
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        await self.server.start()
+        self.worker.start()
+
+    async def stop(self) -> None:
+        self.engine.let_go()
+        await self.worker.close()
+        await self.server.stop(None)
+
+    async def empty(self) -> None:
+        """Every page free, nothing promised, nothing known, the pool sound."""
+        await until(lambda: not self.left())
+        counts = self.engine.pool.counts()
+        assert counts.free == counts.total
+        self.engine.pool.check_integrity()
+
+    def left(self) -> str:
+        found = self.worker.inspect()
+        assert not found.integrity_error
+        busy = found.pages_total - found.pages_free + found.pages_promised + found.requests + found.leases
+        return str(found) if busy else ""
+
+
+class WorkerPair:
+    """`prefill` and `decode` ends; one and the same with `both=True`. Use as an async context."""
+
+    def __init__(
+        self, *, pages: int = 64, prefill_pages: int | None = None, both: bool = False, **changes: Any
+    ) -> None:
+        self.fabric = InMemoryFabric()
+        if both:
+            self.prefill = self.decode = End("both-0", Role.BOTH, self.fabric, pages, dict(changes))
+        else:
+            self.prefill = End("prefill-0", Role.PREFILL, self.fabric, prefill_pages or pages, dict(changes))
+            self.decode = End("decode-0", Role.DECODE, self.fabric, pages, dict(changes))
+        self.ends = [self.prefill] if both else [self.prefill, self.decode]
+        self.heard: dict[str, Heard] = {}
+        self.late: list[RequestEvent] = []
+
+    async def __aenter__(self) -> "WorkerPair":
+        self.streams: list[RouterStream] = []
+        self.readers = []
+        for end in self.ends:
+            await end.start()
+            self.attach(end)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.fabric.let_go()
+        for end in self.ends:
+            await end.stop()
+        await asyncio.gather(*self.readers)
+        self.fabric.close()
+
+    def attach(self, end: End) -> RouterStream:
+        stream = end.worker.attach(ROUTER)
+        self.streams.append(stream)
+        self.readers.append(asyncio.create_task(self._read(stream)))
+        return stream
+
+    async def _read(self, stream: RouterStream) -> None:
+        async for step in stream.messages():
+            for event in step.events:
+                heard = self.heard.get(event.ref.request_id)
+                if heard is None:
+                    self.late.append(event)
+                else:
+                    heard.take(event)
+
+    def reservation(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Reservation:
+        return Reservation(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, self.prefill.me)
+
+    def reserve(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Lease:
+        return self.decode.worker.reserve(self.reservation(name, prompt, sampling, attempt)).lease
+
+    def task(
+        self, name: str, prompt: list[int], sampling: SamplingParams, lease: Lease | None, attempt: int = 1
+    ) -> PrefillTask:
+        there = None if lease is None else Destination(self.decode.me, self.decode.address, lease)
+        return PrefillTask(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, there)
+
+    def send(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Heard:
+        """Reserve and prefill, as the router does; returns what it hears."""
+        heard = self.heard[name] = Heard()
+        lease = self.reserve(name, prompt, sampling, attempt)
+        self.prefill.worker.prefill(self.task(name, prompt, sampling, lease, attempt))
+        return heard
+
+    def abort(self, *names: str, attempt: int = 1) -> None:
+        refs = [RequestRef(name, attempt) for name in names]
+        for end in self.ends:
+            end.worker.abort(ROUTER, refs)
+
+    async def empty(self) -> None:
+        for end in self.ends:
+            await end.empty()
