@@ -24,7 +24,7 @@ def up(
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(help="KV page pool of each worker.")] = 1.0,
-    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 512,
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 2048,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,

@@ -29,7 +29,7 @@ class ClusterConfig:
     """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int = 1 << 30
     """KV page pool of each worker, in bytes."""
-    max_step_tokens: int = 512
+    max_step_tokens: int = 2048
     """Most tokens a worker computes in one step: the chunk size of prefill."""
     max_batch_requests: int = 64
     """Most requests of one decode step."""

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from worker.config import WorkerConfig
 
 
+_CPU_GATHER_S = 0.01
+"""A burst reaches a worker within some 10 ms; a step on CPUs takes longer (docs/decisions/0005)."""
+
+
 class WorkerActors:
     """Spawns workers. A slot's placement group is made once and holds its place between two incarnations."""
 
@@ -63,4 +67,5 @@ class WorkerActors:
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self._controller_address,
             token=self._token,
+            gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

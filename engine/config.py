@@ -18,7 +18,7 @@ class EngineConfig:
     """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int = 1 << 30
     """Size of the KV page pool in bytes, rounded down to whole pages."""
-    max_step_tokens: int = 512
+    max_step_tokens: int = 2048
     """Most tokens of one step over all its rows: the chunk budget of prefill."""
     max_batch_requests: int = 64
     """Most requests of one decode step."""

@@ -38,6 +38,8 @@ class WorkerConfig:
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
     """How long requests of a router without an event stream may live, in seconds."""
+    gather_s: float = 0.0
+    """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 

@@ -1,6 +1,7 @@
 """The step loop: schedule, run, postprocess; on a thread of its own that never waits for anything but work."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -26,14 +27,18 @@ class StepLoop:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
+        gather_s: float = 0.0,
         publish: Callable[[int, Sequence[RoutedEvent]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`publish` and `on_death` are called on the loop's thread and return at once."""
+        """`gather_s` is how long an idle loop waits for more prompts before it computes the first, in seconds.
+
+        `publish` and `on_death` are called on the loop's thread and return at once."""
         self._runner = runner
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
+        self._gather_s = gather_s
         self._publish = publish
         self._on_death = on_death
         self._work = threading.Event()
@@ -63,8 +68,17 @@ class StepLoop:
                 self._work.clear()
                 if not self._step():
                     self._work.wait()
+                    self._gather()
         except BaseException as error:
             self._on_death(error)
+
+    def _gather(self) -> None:
+        """The prompts of a burst come within milliseconds: the first waits for the others, and they share its step.
+
+        What decodes never waits.
+        """
+        if self._gather_s > 0.0 and self._prefill.waiting_requests() and not self._decode.running_requests():
+            time.sleep(self._gather_s)
 
     def _step(self) -> bool:
         """One step over both halves' rows; False when there was nothing to do."""

@@ -104,6 +104,7 @@ class Worker:
             decode=self._decode,
             prefill=self._prefill,
             max_step_tokens=config.engine.max_step_tokens,
+            gather_s=config.gather_s,
             publish=self._outbox.publish,
             on_death=lambda error: self._post_threadsafe(self._die, error),
         )

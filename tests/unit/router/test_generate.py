@@ -442,7 +442,7 @@ async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: C
         await asyncio.gather(*(one(number) for number in range(150)))
     await cluster.settled()
     assert len(cluster.router._dispatcher._queue._heap) <= 64
-    # Text of ended answers may still be on its way through the text thread; a count holds no request alive, a list would.
+    # Text of ended answers may still be on its way; a count holds no request alive, as a list would.
     await until(lambda: _living(RoutedRequest) == 0, "every request is gone from memory")
 
 

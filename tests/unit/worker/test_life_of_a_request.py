@@ -51,6 +51,14 @@ async def test_many_at_once(both: bool) -> None:
         await pair.empty()
 
 
+async def test_prompts_of_a_burst_share_their_first_step() -> None:
+    async with WorkerPair(gather_s=0.5, max_step_tokens=64) as pair:
+        heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
+        await until(lambda: all(each.finish for each in heard))
+        assert len(pair.prefill.engine.batches[0].rows) == 4
+        await pair.empty()
+
+
 async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
     async with WorkerPair(max_step_tokens=8, max_batch_requests=4) as pair:
         pair.fabric.hold()
