@@ -157,7 +157,13 @@ def main() -> None:
     name = NAME if arguments.model is None else folder.name
     engine = EngineConfig(folder, device=arguments.device, dtype=arguments.dtype)
     config = ClusterConfig(
-        folder, max_step_tokens=engine.max_step_tokens, model_name=name, device=arguments.device, dtype=arguments.dtype, grpc_port=0, http_port=0
+        folder,
+        max_step_tokens=engine.max_step_tokens,
+        model_name=name,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        grpc_port=0,
+        http_port=0,
     )
     workload = make_workload(arguments.streams, arguments.prompt_tokens, arguments.new_tokens)
     runner = ModelRunner.load(engine)
