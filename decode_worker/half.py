@@ -1,19 +1,22 @@
 """The decode half: the running batch, one token a request and step.
 
+A step may be scheduled while the one before it runs: a request's newest token is then named by its row there.
+
 The path of a request, by its queues (`decode_worker/request.py`):
   1. and 2. belong to `decode_worker/admission.py`
   3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row
-  4. `apply`     appends what was sampled; a request that ends leaves at once, with its pages
+  4. `apply`     appends what was sampled; a request that ends leaves with its pages, once no step uses them
 
 Engine thread only.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.request import DecodeRequest
 from engine.batch import Draw, StepRow
-from wire.ending import reason_to_end
+from wire.ending import may_go_on, reason_to_end
 from wire.messages import ModelFacts, RequestEvent, RoutedEvent
 from wire.timeline import Edge, EdgeStamp
 
@@ -29,29 +32,42 @@ class DecodeHalf:
         self._page_tokens = page_tokens
         self._max_batch = max_batch_requests
         self._running: list[DecodeRequest] = []
+        self._steps: deque[list[DecodeRequest]] = deque()
+        """The requests of each step that was launched and not applied, oldest first."""
 
     def schedule(self, budget: int) -> list[StepRow]:
-        """One row of one token for each running request, at most `budget`; the pages stay the requests'."""
+        """One row of one token for each running request, at most `budget`; the pages stay the requests'.
+
+        A request whose last token is on its way gets none: it ends, whatever that token is.
+        """
         self._drop_cancelled()
         room = min(self._max_batch, budget) - len(self._running)
         for request in self._admission.join(room):
             request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
             self._running.append(request)
-        return [self._row(request) for request in self._running]
+        step = [request for request in self._running if not request.cancelled and self._goes_on(request)]
+        rows = [self._row(request) for request in step]
+        for number, request in enumerate(step):
+            request.in_flight, request.row = request.in_flight + 1, number
+        if step:
+            self._steps.append(step)
+        return rows
 
     def apply(self, token_ids: Sequence[int | None]) -> list[RoutedEvent]:
-        """Results of the rows of `schedule`, in its order → what the routers must hear."""
-        events, staying = [], []
-        for request, token_id in zip(self._running, token_ids, strict=True):
+        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear."""
+        events = []
+        for request, token_id in zip(self._steps.popleft() if token_ids else (), token_ids, strict=True):
             if token_id is None:
                 raise AssertionError("a decode row asks for a draw")
-            event = self._append(request, token_id)
-            if event.finish_reason is None:
-                staying.append(request)
-            else:
+            request.in_flight -= 1
+            if not request.ended and not request.cancelled:
+                event = self._append(request, token_id)
+                request.ended = event.finish_reason is not None
+                events.append(RoutedEvent(request.reservation.router_id, event))
+            # A step that was launched before the end was known still writes to its pages.
+            if request.ended and not request.in_flight:
                 self._admission.leave(request)
-            events.append(RoutedEvent(request.reservation.router_id, event))
-        self._running = staying
+        self._running = [request for request in self._running if not request.ended]
         return events
 
     def running_requests(self) -> int:
@@ -60,24 +76,31 @@ class DecodeHalf:
 
     def abandon(self) -> None:
         """The engine thread has ended: nobody touches the pages of the batch any more, so every request leaves."""
-        running, self._running = self._running, []
-        for request in running:
+        left = {*self._running, *(request for step in self._steps for request in step)}
+        self._running = []
+        self._steps.clear()
+        for request in left:
             self._admission.leave(request)
 
     def _drop_cancelled(self) -> None:
-        if any(request.cancelled for request in self._running):
-            for request in self._running:
-                if request.cancelled:
-                    self._admission.leave(request)
-            self._running = [request for request in self._running if not request.cancelled]
+        gone = [request for request in self._running if request.cancelled and not request.in_flight]
+        if gone:
+            for request in gone:
+                self._admission.leave(request)
+            self._running = [request for request in self._running if request not in gone]
+
+    def _goes_on(self, request: DecodeRequest) -> bool:
+        """Whether the answer may have more tokens than those that are here or on their way."""
+        return may_go_on(request.planned, request.prompt_tokens, request.reservation.sampling, self._model)
 
     def _row(self, request: DecodeRequest) -> StepRow:
         """Feed the newest token: it takes the position after the prompt and the tokens before it."""
-        position = request.prompt_tokens + len(request.token_ids) - 1
+        position = request.prompt_tokens + request.planned - 1
         if position >= len(request.pages) * self._page_tokens:
             self._admission.grow(request)
-        draw = Draw(request.reservation.sampling, request.first_draw + len(request.token_ids) - 1)
-        return StepRow((request.token_ids[-1],), position, request.pages, draw)
+        draw = Draw(request.reservation.sampling, request.first_draw + request.planned - 1)
+        source = request.row if request.in_flight else None
+        return StepRow((request.token_ids[-1],), position, request.pages, draw, source)
 
     def _append(self, request: DecodeRequest, token_id: int) -> RequestEvent:
         index = len(request.token_ids)

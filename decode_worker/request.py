@@ -26,8 +26,8 @@ class DecodeRequest:
       3. running   one row of every step (DECODE_STARTED); its pages grow from the promise
     then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write.
 
-    All fields are guarded by the admission's lock, but for `token_ids` and `edges` of a running request, which the
-    engine thread alone touches.
+    All fields are guarded by the admission's lock, but for `token_ids`, `edges` and what follows the launched
+    steps of a running request, which the engine thread alone touches.
     """
 
     reservation: Reservation
@@ -45,7 +45,18 @@ class DecodeRequest:
     """Number of the random draw of answer token 1."""
     cancelled: bool = False
     """Running, but to be dropped at the next step boundary."""
+    ended: bool = False
+    """Its last token is here; a step that was launched before may still use its pages."""
+    in_flight: int = 0
+    """Launched steps with a row of it whose tokens are not here yet."""
+    row: int = 0
+    """Its row in the newest of them."""
     edges: list[EdgeStamp] = field(default_factory=list)
+
+    @property
+    def planned(self) -> int:
+        """Tokens of the answer that are here or on their way."""
+        return len(self.token_ids) + self.in_flight
 
     @property
     def prompt_tokens(self) -> int:

@@ -4,7 +4,7 @@ A decode row is a piece of one token, a prefill row a chunk of the prompt; the e
 by name, only by length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wire.messages import SamplingParams
@@ -29,12 +29,16 @@ class StepRow:
     `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
     which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.
     `draw` is None for every chunk of a prompt but the last.
+
+    With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
+    which may still be running; the id in `token_ids` then means nothing.
     """
 
     token_ids: Sequence[int]
     start: int
     page_ids: Sequence[int]
     draw: Draw | None
+    source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +53,13 @@ class StepResult:
     """One sampled token id for each row, None where the row asked for no draw."""
 
     token_ids: Sequence[int | None]
+
+
+PendingStep = Callable[[], StepResult]
+"""A step that was launched: called once, waits for its result. Raises what the device reports."""
+
+
+def rows_of(drawn: Sequence[int], batch: StepBatch) -> StepResult:
+    """The tokens of the rows with a draw, in their order, each put at its row."""
+    tokens = iter(drawn)
+    return StepResult([None if row.draw is None else next(tokens) for row in batch.rows])

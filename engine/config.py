@@ -16,11 +16,16 @@ class EngineConfig:
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
     page_tokens: int | None = None
     """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
-    kv_cache_bytes: int = 1 << 30
-    """Size of the KV page pool in bytes, rounded down to whole pages."""
+    kv_cache_bytes: int | None = None
+    """Size of the KV page pool, rounded down to whole pages; None = 1 GiB on CPU, on a GPU what is left of
+    `memory_fraction`."""
+    memory_fraction: float = 0.9
+    """Part of the GPU's memory this process may use for everything, 0 to 1: less where processes share a GPU."""
     max_step_tokens: int = 2048
     """Most tokens of one step over all its rows: the chunk budget of prefill."""
     max_batch_requests: int = 64
     """Most requests of one decode step."""
+    random_weights: bool = False
+    """Whether weights are drawn at random instead of read: the model's folder then needs nothing but config.json."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""

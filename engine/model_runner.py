@@ -1,48 +1,57 @@
 """The engine: one model, one paged cache, one step at a time, on whatever device it was loaded on."""
 
 import os
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.batch import Draw, StepBatch, StepResult, StepRow
+from engine.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
+from engine.device import choose_kernels, device_name, parse_device, parse_dtype, parse_page_tokens
+from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
-from engine.kernels.reference import ReferenceKernels
-from engine.models.config import ModelConfig
+from engine.models.config import ModelConfig, load_model_config
 from engine.models.llama import LlamaModel
 from engine.models.parameters import allocate_parameters, destinations
-from engine.sampler import sample
-from engine.step_packer import StepLimits, StepPacker
-from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash, stored_dtype
+from engine.step_packer import StepPacker, step_limits
+from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
+from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument
 from wire.messages import ModelFacts, SamplingParams
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_PAGE_TOKENS, _GPU_PAGE_TOKENS = 16, 128
+_CPU_CACHE_BYTES = 1 << 30
 _WARM_UP_TOKENS = 64
+
+
+class Stepper(Protocol):
+    """How steps are run on one kind of device."""
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def launch(self, batch: StepBatch) -> PendingStep: ...
+
+    def logits(self, batch: StepBatch) -> Tensor | None: ...
 
 
 class ModelRunner:
     """Computes steps. Not thread-safe but for `pool`: one thread runs it. Owns weights and cache for its lifetime."""
 
     def __init__(
-        self, config: ModelConfig, model: LlamaModel, cache: PagedCache, facts: ModelFacts, revision: str
+        self, config: ModelConfig, cache: PagedCache, facts: ModelFacts, revision: str, stepper: Stepper
     ) -> None:
         """Use `load`. `revision` names the weights, for `compatibility_facts`."""
-        device = cache.tensor.device
         self.model_config = config
         self.facts = facts
         self.cache = cache
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
-        self.device_name = _device_name(device)
-        self._model = model
+        self.device_name = device_name(cache.tensor.device)
         self._revision = revision
-        limits = StepLimits(config.vocab_size, facts.max_context, cache.pages, cache.page_tokens)
-        self._packer = StepPacker(limits, device)
+        self._stepper = stepper
 
     @classmethod
     def load(
@@ -55,53 +64,64 @@ class ModelRunner:
     ) -> "ModelRunner":
         """Reads the model and allocates the cache; `name` is what clients call it, by default the folder's name.
 
-        `kernels` are by default the fastest for the device.
+        `kernels` are by default the fastest for the device; given ones run step by step, without CUDA graphs.
 
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
-        device = _parse_device(config.device)
-        page_tokens = _parse_page_tokens(config, device)
-        model_config = check_model(config.model)
-        dtype = _parse_dtype(config, device, model_config)
+        device = parse_device(config.device)
+        page_tokens = parse_page_tokens(config, device)
+        shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
+        dtype = parse_dtype(config, device, shape)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-        # Outside of inference mode: the transfer and tests write into the cache as well.
-        cache = PagedCache(model_config, page_tokens, config.kv_cache_bytes, dtype, device)
-        with torch.inference_mode():
-            parameters = allocate_parameters(model_config, dtype, device)
-            load_weights(config.model, model_config, destinations(parameters, model_config), progress)
-            # A request that outgrows the whole pool could never finish.
-            max_context = min(model_config.max_context, cache.pages * page_tokens)
-            model = LlamaModel(
-                model_config, parameters, kernels or _choose_kernels(device, dtype, config.threads), max_context
-            )
+        chosen = kernels or choose_kernels(config, shape, device, dtype, page_tokens)
+        model = _load_model(config, shape, chosen, dtype, device, progress=progress)
+
+        stepper: Stepper
+        if device.type == "cuda" and kernels is None:
+            from engine.cuda_start import start_on_gpu
+
+            cache, stepper = start_on_gpu(config, model, page_tokens, dtype, device, progress=progress)
+        else:
+            # Outside of inference mode: the transfer and tests write into the cache as well.
+            capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+            cache = PagedCache(shape, page_tokens, capacity, dtype, device)
+            stepper = HostStepper(StepPacker(step_limits(shape, cache)), forward_over(model, cache), device)
         facts = ModelFacts(
             name=name or config.model.resolve().name,
-            vocab_size=model_config.vocab_size,
-            max_context=max_context,
-            eos_token_ids=model_config.eos_token_ids,
+            vocab_size=shape.vocab_size,
+            max_context=step_limits(shape, cache).max_context,
+            eos_token_ids=shape.eos_token_ids,
             dtype=cache.dtype,
         )
-        runner = cls(model_config, model, cache, facts, revision_hash(config.model))
+        revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
+        runner = cls(shape, cache, facts, revision, stepper)
         runner._warm_up(progress)
         return runner
 
+    @property
+    def asynchronous(self) -> bool:
+        """Whether `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
+        return self._stepper.asynchronous
+
     def run(self, batch: StepBatch) -> StepResult:
         """Stores the KV of every row and samples where a draw is asked for; raises Internal for a malformed batch."""
+        return self.launch(batch)()
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """As `run`, but without waiting where `asynchronous`. At most two steps may be in flight, and their results
+        are asked for in the order of the launches; only then may pages of their rows go to somebody else.
+        """
         with torch.inference_mode():
-            logits = self._forward(batch)
-            if logits is None:
-                return StepResult([None] * len(batch.rows))
-            sampled = iter(sample(logits, [row.draw for row in batch.rows if row.draw is not None]).tolist())
-        return StepResult([None if row.draw is None else next(sampled) for row in batch.rows])
+            return self._stepper.launch(batch)
 
     def logits(self, batch: StepBatch) -> Tensor:
         """As `run`, but the logits [rows with a draw, vocab] themselves, in the model's dtype, on the device."""
         with torch.inference_mode():
-            logits = self._forward(batch)
+            logits = self._stepper.logits(batch)
             if logits is None:
                 return torch.empty(0, self.model_config.vocab_size)
-            return logits
+            return logits[: sum(row.draw is not None for row in batch.rows)]
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """What two workers must share, as (name, value), before KV may move between them."""
@@ -128,53 +148,25 @@ class ModelRunner:
         if progress is not None:
             progress("compiling kernels", 1.0)
 
-    def _forward(self, batch: StepBatch) -> Tensor | None:
-        step = self._packer.pack(batch)
-        return self._model.forward(step.token_ids, step.layout, self.cache.tensor, step.drawn)
 
-
-def _choose_kernels(device: torch.device, dtype: torch.dtype, threads: int | None) -> Kernels:
-    if device.type == "cpu" and dtype in {torch.float32, torch.bfloat16}:
-        # Compiling takes seconds; processes on GPUs need none of it.
-        from engine.kernels.cpu import CpuKernels
-
-        # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
-        torch.set_num_threads(1)
-        return CpuKernels(dtype, threads)
-    return ReferenceKernels()
-
-
-def _parse_device(name: str) -> torch.device:
-    kind, _, ordinal = name.partition(":")
-    if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
-        raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
-    if kind == "cpu":
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(ordinal or 0)
-    if index >= count:
-        raise InvalidArgument("device", f"{name!r} is not there: PyTorch sees {count} CUDA devices; use cpu.")
-    return torch.device("cuda", index)
-
-
-def _parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        name = "float32" if device.type == "cpu" else model.dtype or stored_dtype(config.model)
-    if name not in _DTYPES:
-        raise InvalidArgument("dtype", f"{name!r} is not supported; use auto, {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
-
-
-def _parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
-    default = _CPU_PAGE_TOKENS if device.type == "cpu" else _GPU_PAGE_TOKENS
-    page_tokens = default if config.page_tokens is None else config.page_tokens
-    if page_tokens < 1:
+def _load_model(
+    config: EngineConfig,
+    shape: ModelConfig,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+) -> LlamaModel:
+    try:
+        with torch.inference_mode():
+            parameters = allocate_parameters(shape, dtype, device)
+            if config.random_weights:
+                fill_randomly(parameters)
+            else:
+                load_weights(config.model, shape, destinations(parameters, shape), progress)
+            return LlamaModel(shape, parameters, kernels, shape.max_context)
+    except torch.OutOfMemoryError as error:
         raise InvalidArgument(
-            "page_tokens", f"{page_tokens} is not a page size; use {default} or another power of two."
-        )
-    return page_tokens
-
-
-def _device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+            "device", f"{device} has no room for the weights; free memory there, or serve a smaller model."
+        ) from error

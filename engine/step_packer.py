@@ -1,4 +1,4 @@
-"""From rows to tensors: one packed host buffer a step, copied to the device in one piece."""
+"""From rows to tensors: one host buffer a step, which goes to the device in one piece."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,27 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch, StepRow
+from engine.cache.paged_cache import PagedCache
 from engine.kernels.base import StepLayout
+from engine.models.config import ModelConfig
 from wire.errors import Internal
 
 Words = npt.NDArray[np.int64]
+Narrow = npt.NDArray[np.int32]
+
+_FROM_HOST = -1
+_NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """A step's tensors: token_ids [T] int64; drawn [D] int64, the last tokens of rows with a draw, None = all T."""
+    """A step's tensors: token_ids [T] int64; drawn [D] int64, the last tokens of rows with a draw, None = all T.
+
+    `sources` [T] int32: the draw of the step before whose token this is, -1 = the id in token_ids counts.
+    """
 
     token_ids: Tensor
+    sources: Tensor
     layout: StepLayout
     drawn: Tensor | None
 
@@ -33,14 +43,28 @@ class StepLimits:
     pages: int
     page_tokens: int
 
+    def pages_of(self, context: int) -> int:
+        """Pages that `context` tokens fill."""
+        return -(-context // self.page_tokens)
+
+
+def step_limits(config: ModelConfig, cache: PagedCache) -> StepLimits:
+    """Of a model over a cache: a request that outgrows the whole pool could never finish."""
+    reachable = min(config.max_context, cache.pages * cache.page_tokens)
+    return StepLimits(config.vocab_size, reachable, cache.pages, cache.page_tokens)
+
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The buffer's sections, in order: int64 token_ids, slots, drawn; int32 positions, row starts, contexts, table."""
+class StepSizes:
+    """How long each section of the buffer is, in elements.
+
+    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table.
+    """
 
     tokens: int
     rows: int
     width: int
+    """Pages of the page table's rows."""
     drawn: int
 
     @property
@@ -49,96 +73,154 @@ class _Sizes:
 
     @property
     def narrow(self) -> list[int]:
-        return [self.tokens, self.rows + 1, self.rows, self.rows * self.width]
+        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.rows * self.width]
 
     @property
     def words(self) -> int:
+        """Of 8 bytes, for all sections."""
         return sum(self.wide) + -(-sum(self.narrow) // 2)
 
 
-class StepPacker:
-    """Packs steps into a buffer it keeps: tensors of a step are good until the next one is packed."""
+@dataclass(slots=True)
+class _Sections:
+    """Views into one buffer."""
 
-    def __init__(self, limits: StepLimits, device: torch.device) -> None:
-        self._limits = limits
-        self._device = device
-        self._host = self._allocate(4096)
+    token_ids: Words
+    slots: Words
+    drawn: Words
+    positions: Narrow
+    sources: Narrow
+    row_starts: Narrow
+    contexts: Narrow
+    table: Narrow
 
-    def pack(self, batch: StepBatch) -> PackedStep:
-        """Raises Internal for a batch that breaks the limits: its maker should have refused the request."""
-        rows = batch.rows
-        lengths = [len(row.token_ids) for row in rows]
-        contexts = [row.start + length for row, length in zip(rows, lengths, strict=True)]
-        self._check_rows(rows, lengths, contexts)
-        drawn = [index for index, row in enumerate(rows) if row.draw is not None]
-        sizes = _Sizes(sum(lengths), len(rows), self._pages_of(max(contexts)), len(drawn))
-        if sizes.words > len(self._host):
-            self._host = self._allocate(2 * sizes.words)
-        host = self._host[: sizes.words]
-        self._fill(host.numpy(), sizes, rows, contexts, drawn)
-        on_device = host if self._device.type == "cpu" else host.to(self._device)
-        return _unpack(on_device, sizes, max(lengths), max(contexts))
-
-    def _fill(self, host: Words, sizes: _Sizes, rows: Sequence[StepRow], contexts: list[int], drawn: list[int]) -> None:
+    @classmethod
+    def of(cls, words: Words, sizes: StepSizes) -> "_Sections":
         wide = sum(sizes.wide)
-        token_ids, slots, ends = np.split(host[:wide], np.cumsum(sizes.wide[:-1]))
-        narrow = host[wide:].view(np.int32)[: sum(sizes.narrow)]
-        positions, row_starts, context_lens, table = np.split(narrow, np.cumsum(sizes.narrow[:-1]))
-        page_table = table.reshape(sizes.rows, sizes.width)
-        context_lens[:] = contexts
-        page_tokens, start = self._limits.page_tokens, 0
-        for index, (row, context) in enumerate(zip(rows, contexts, strict=True)):
-            end, used = start + context - row.start, self._pages_of(context)
-            row_starts[index] = start
-            page_table[index, :used] = row.page_ids[:used]
-            page_table[index, used:] = 0
-            token_ids[start:end] = row.token_ids
-            if end - start == 1:
-                positions[start] = row.start
-                slots[start] = row.page_ids[used - 1] * page_tokens + row.start % page_tokens
-            else:
-                here = np.arange(row.start, context)
-                positions[start:end] = here
-                slots[start:end] = page_table[index, here // page_tokens] * np.int64(page_tokens) + here % page_tokens
+        narrow = words[wide:].view(np.int32)[: sum(sizes.narrow)]
+        *rest, table = np.split(narrow, np.cumsum(sizes.narrow[:-1]))
+        return cls(*np.split(words[:wide], np.cumsum(sizes.wide[:-1])), *rest, table.reshape(sizes.rows, sizes.width))
+
+
+class StepPacker:
+    """Checks steps and writes them into buffers; holds none itself."""
+
+    def __init__(self, limits: StepLimits) -> None:
+        self.limits = limits
+
+    def sizes(self, batch: StepBatch) -> StepSizes:
+        """What `batch` needs as it is; raises Internal for a batch that breaks the limits: its maker should have
+        refused the request.
+        """
+        longest = self._check_rows(batch.rows)
+        tokens = sum(len(row.token_ids) for row in batch.rows)
+        drawn = sum(row.draw is not None for row in batch.rows)
+        return StepSizes(tokens, len(batch.rows), self.limits.pages_of(longest), drawn)
+
+    def pack(self, batch: StepBatch, sizes: StepSizes, words: Words, drawn_before: Sequence[int] = ()) -> None:
+        """Fill `words` [sizes.words]. Decode steps may have more rows in `sizes` than in `batch`: the rest read and
+        write nothing. `drawn_before`: for each row of the step before, which of its draws is this row's.
+        """
+        sections = _Sections.of(words, sizes)
+        self._fill_table(sections, batch.rows)
+        if len(batch.rows) <= sizes.rows == sizes.tokens:
+            self._fill_single(sections, batch.rows, sizes, drawn_before)
+        else:
+            self._fill_ragged(sections, batch.rows, drawn_before)
+        self._check_ids(sections)
+
+    def _fill_table(self, into: _Sections, rows: Sequence[StepRow]) -> None:
+        for index, row in enumerate(rows):
+            used = self.limits.pages_of(row.start + len(row.token_ids))
+            into.table[index, :used] = row.page_ids[:used]
+            into.table[index, used:] = 0
+        into.table[len(rows) :] = 0
+
+    def _fill_single(
+        self, into: _Sections, rows: Sequence[StepRow], sizes: StepSizes, drawn_before: Sequence[int]
+    ) -> None:
+        """Every row has one token."""
+        count = len(rows)
+        positions = into.positions[:count]
+        positions[:] = [row.start for row in rows]
+        into.positions[count:] = 0
+        into.token_ids[:count] = [row.token_ids[0] for row in rows]
+        into.token_ids[count:] = 0
+        into.sources[:count] = [_FROM_HOST if row.source is None else drawn_before[row.source] for row in rows]
+        into.sources[count:] = _FROM_HOST
+        into.contexts[:count] = positions + 1
+        into.contexts[count:] = 0
+        into.row_starts[:] = np.arange(sizes.rows + 1)
+        page, offset = np.divmod(positions, self.limits.page_tokens)
+        into.slots[:count] = into.table[np.arange(count), page] * np.int64(self.limits.page_tokens) + offset
+        into.slots[count:] = _NOWHERE
+        into.drawn[:] = [index for index, row in enumerate(rows) if row.draw is not None][: sizes.drawn]
+
+    def _fill_ragged(self, into: _Sections, rows: Sequence[StepRow], drawn_before: Sequence[int]) -> None:
+        start, page_tokens = 0, self.limits.page_tokens
+        for index, row in enumerate(rows):
+            end, context = start + len(row.token_ids), row.start + len(row.token_ids)
+            here = np.arange(row.start, context)
+            into.row_starts[index] = start
+            into.contexts[index] = context
+            into.token_ids[start:end] = row.token_ids
+            into.sources[start:end] = _FROM_HOST if row.source is None else drawn_before[row.source]
+            into.positions[start:end] = here
+            pages = into.table[index, here // page_tokens]
+            into.slots[start:end] = pages * np.int64(page_tokens) + here % page_tokens
             start = end
-        row_starts[sizes.rows] = start
-        ends[:] = row_starts[1:][drawn] - 1
-        self._check_ids(token_ids, page_table)
+        into.row_starts[len(rows)] = start
+        drawn = [index for index, row in enumerate(rows) if row.draw is not None]
+        into.drawn[:] = into.row_starts[1:][drawn] - 1
 
-    def _check_rows(self, rows: Sequence[StepRow], lengths: list[int], contexts: list[int]) -> None:
-        if not rows or min(lengths) < 1:
+    def _check_rows(self, rows: Sequence[StepRow]) -> int:
+        """The longest context."""
+        if not rows or min(len(row.token_ids) for row in rows) < 1:
             raise Internal("A step needs at least one row, and each row at least one token.")
-        if max(contexts) > self._limits.max_context:
-            raise Internal(f"A row ends at position {max(contexts)}; the context is {self._limits.max_context} tokens.")
-        for row, context in zip(rows, contexts, strict=True):
-            if row.start < 0 or len(row.page_ids) < self._pages_of(context):
+        longest = 0
+        for row in rows:
+            context = row.start + len(row.token_ids)
+            longest = max(longest, context)
+            if row.start < 0 or len(row.page_ids) < self.limits.pages_of(context):
                 raise Internal(f"A row from {row.start} to {context} brings {len(row.page_ids)} pages.")
+            if row.source is not None and len(row.token_ids) != 1:
+                raise Internal("A row whose token the step before draws has exactly that token.")
+        if longest > self.limits.max_context:
+            raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
+        return longest
 
-    def _check_ids(self, token_ids: Words, page_table: npt.NDArray[np.int32]) -> None:
-        if token_ids.min() < 0 or token_ids.max() >= self._limits.vocab_size:
-            raise Internal(f"A token id is outside 0 .. {self._limits.vocab_size - 1}.")
-        if page_table.min() < 0 or page_table.max() >= self._limits.pages:
-            raise Internal(f"A page id is outside 0 .. {self._limits.pages - 1}.")
-
-    def _pages_of(self, context: int) -> int:
-        return -(-context // self._limits.page_tokens)
-
-    def _allocate(self, words: int) -> Tensor:
-        return torch.empty(words, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+    def _check_ids(self, sections: _Sections) -> None:
+        ids, table = sections.token_ids, sections.table
+        if ids.min() < 0 or ids.max() >= self.limits.vocab_size:
+            raise Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
+        if table.min() < 0 or table.max() >= self.limits.pages:
+            raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
 
 
-def _unpack(words: Tensor, sizes: _Sizes, max_row_tokens: int, max_context: int) -> PackedStep:
+def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
+    """Views into `words` [sizes.words] int64, on any device."""
+    longest = max(len(row.token_ids) for row in batch.rows)
+    context = max(row.start + len(row.token_ids) for row in batch.rows)
+    single = next((i for i, row in enumerate(batch.rows) if len(row.token_ids) > 1), sizes.rows)
+    return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single)
+
+
+def view_step(
+    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
+) -> PackedStep:
+    """As `unpack`, for any batch of these bounds."""
     wide = sum(sizes.wide)
     token_ids, slots, drawn = words[:wide].split_with_sizes(sizes.wide)
     narrow = words[wide:].view(torch.int32)[: sum(sizes.narrow)]
-    positions, row_starts, context_lens, table = narrow.split_with_sizes(sizes.narrow)
+    positions, sources, row_starts, contexts, table = narrow.split_with_sizes(sizes.narrow)
     layout = StepLayout(
         positions=positions,
         slots=slots,
         row_starts=row_starts,
-        context_lens=context_lens,
+        context_lens=contexts,
         page_table=table.view(sizes.rows, sizes.width),
         max_row_tokens=max_row_tokens,
         max_context=max_context,
+        single_rows=single_rows,
     )
-    return PackedStep(token_ids, layout, None if sizes.drawn == sizes.tokens else drawn)
+    return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)

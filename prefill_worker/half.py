@@ -3,7 +3,7 @@
 The path of a request, by its queues (`prefill_worker/request.py`):
   1. `submit`    puts it at the end of the waiting line and starts its handoff
   2. `schedule`  first come, first served: pages for the whole prompt, then chunks up to the step's token budget
-  3. `apply`     counts what was computed; with the last chunk, the first token
+  3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then
   4. the handoff writes the pages, ends the request and calls `forget`
 
 Threads: `schedule`, `apply` and `announce` belong to the engine thread, everything else to the event loop; one lock
@@ -67,7 +67,8 @@ class PrefillHalf:
         self._leaving: set[PrefillRequest] = set()
         self._waiting: deque[PrefillRequest] = deque()
         self._computing: list[PrefillRequest] = []
-        self._in_step: list[PrefillRequest] = []
+        self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
+        """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
         self._news: list[Callable[[], None]] = []
         self._draining = False
         self.fenced = 0
@@ -126,7 +127,7 @@ class PrefillHalf:
         """Compute no more of this request; its progress says when the engine has let go of it."""
         with self._lock:
             request.withdrawn = True
-            if request.chunk:
+            if request.in_flight:
                 return
             if request in self._computing:
                 self._computing.remove(request)
@@ -149,10 +150,11 @@ class PrefillHalf:
     def abandon(self) -> None:
         """The engine thread has ended: whatever it was computing is released."""
         with self._lock:
-            in_step, self._in_step = self._in_step, []
-            for request in in_step:
-                request.chunk = 0
-        for request in in_step:
+            left = {request: None for step in self._steps for request, _ in step}
+            self._steps.clear()
+            for request in left:
+                request.in_flight = 0
+        for request in left:
             self.withdraw(request)
 
     # ---- engine thread: a step ----
@@ -162,26 +164,31 @@ class PrefillHalf:
         with self._lock:
             self._start_waiting(budget)
             rows: list[StepRow] = []
+            step: list[tuple[PrefillRequest, int]] = []
             for request in self._computing:
                 if budget <= 0 or len(rows) >= self._config.max_rows:
                     break
+                if request.withdrawn or not request.remaining:
+                    continue
                 row = _next_chunk(request, budget)
-                budget -= request.chunk
+                budget -= len(row.token_ids)
                 rows.append(row)
-                self._in_step.append(request)
+                step.append((request, len(row.token_ids)))
+            if step:
+                self._steps.append(step)
             return rows
 
     def apply(self, token_ids: Sequence[int | None]) -> list[RoutedEvent]:
-        """Results of the rows of `schedule`, in its order → what the routers must hear."""
+        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear."""
         events: list[RoutedEvent] = []
         with self._lock:
-            in_step, self._in_step = self._in_step, []
-            for request, token_id in zip(in_step, token_ids, strict=True):
-                request.computed += request.chunk
-                request.chunk = 0
+            for (request, chunk), token_id in zip(self._steps.popleft() if token_ids else (), token_ids, strict=True):
+                request.computed += chunk
+                request.in_flight -= 1
                 if request.withdrawn:
-                    self._computing.remove(request)
-                    self._news.append(request.progress.release)
+                    if not request.in_flight:
+                        self._computing.remove(request)
+                        self._news.append(request.progress.release)
                 elif token_id is None:
                     self._news.append(partial(request.progress.advance, request.computed))
                 else:
@@ -274,11 +281,12 @@ class PrefillHalf:
 
 
 def _next_chunk(request: PrefillRequest, budget: int) -> StepRow:
-    if not request.computed:
+    if not request.launched:
         request.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
-    start, chunk = request.computed, min(budget, request.remaining)
-    request.chunk = chunk
+    start, chunk = request.launched, min(budget, request.remaining)
     draw = Draw(request.task.sampling, 0) if chunk == request.remaining else None
+    request.launched += chunk
+    request.in_flight += 1
     return StepRow(request.task.prompt_token_ids[start : start + chunk], start, request.pages, draw)
 
 

@@ -35,8 +35,11 @@ class PrefillRequest:
     handoff: Handoff | None = None
     pages: list[int] = field(default_factory=list)
     computed: int = 0
-    chunk: int = 0
-    """Tokens of this request in the running step; 0: the engine does not touch it now."""
+    """Tokens of the prompt whose KV is in the pages."""
+    launched: int = 0
+    """Tokens that are computed or in a step that was launched."""
+    in_flight: int = 0
+    """Launched steps with a chunk of it that have not ended; 0: the engine does not touch its pages now."""
     withdrawn: bool = False
     edges: list[EdgeStamp] = field(default_factory=list)
 
@@ -46,4 +49,5 @@ class PrefillRequest:
 
     @property
     def remaining(self) -> int:
-        return self.prompt_tokens - self.computed
+        """Tokens that no step was launched for."""
+        return self.prompt_tokens - self.launched

@@ -5,10 +5,12 @@ So a token is right only if every page of the context holds what it should, in t
 
 import hashlib
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from engine.batch import StepBatch, StepResult, StepRow
+from engine.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_pool import PagePool
 from kv_transfer.layout import KVLayout
 from wire.messages import ModelFacts, SamplingParams
@@ -20,8 +22,10 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class FakeEngine:
-    """`hold` stops it before its next step, or the one after `steps` more; `let_go` lets it run on; `error` is raised
+    """`asynchronous` says what engines made from now on are like; `hold` stops it before its next step, or the one after `steps` more; `let_go` lets it run on; `error` is raised
     by every step from then on."""
+
+    asynchronous = False
 
     def __init__(self, pages: int = 64, facts: ModelFacts = FACTS) -> None:
         self.facts = facts
@@ -34,6 +38,7 @@ class FakeEngine:
         """Set while a step is held."""
         self.error: Exception | None = None
         self._hold_at = 0
+        self._drawn: Sequence[int | None] = []
         self._go = threading.Event()
         self._go.set()
 
@@ -46,6 +51,25 @@ class FakeEngine:
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return (("model", "fake"),)
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """Asynchronous, a step runs when its result is asked for: the halves have planned the next one by then."""
+        if not self.asynchronous:
+            result = self.run(batch)
+            return lambda: result
+
+        def run() -> StepResult:
+            rows = [row if row.source is None else replace(row, token_ids=[self._drew(row.source)]) for row in batch.rows]
+            result = self.run(StepBatch(rows))
+            self._drawn = result.token_ids
+            return result
+
+        return run
+
+    def _drew(self, source: int) -> int:
+        token = self._drawn[source]
+        assert token is not None
+        return token
 
     def run(self, batch: StepBatch) -> StepResult:
         if len(self.batches) >= self._hold_at and not self._go.is_set():

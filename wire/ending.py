@@ -12,9 +12,12 @@ def reason_to_end(
     """
     if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in model.eos_token_ids):
         return FinishReason.STOP
-    if index + 1 >= sampling.max_tokens or prompt_tokens + index + 1 >= model.max_context:
-        return FinishReason.LENGTH
-    return None
+    return None if may_go_on(index + 1, prompt_tokens, sampling, model) else FinishReason.LENGTH
+
+
+def may_go_on(tokens: int, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> bool:
+    """Whether an answer that has `tokens` tokens has room for another."""
+    return tokens < sampling.max_tokens and prompt_tokens + tokens < model.max_context
 
 
 def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:

@@ -1,12 +1,17 @@
-"""The step loop: schedule, run, postprocess; on a thread of its own that never waits for anything but work."""
+"""The step loop: schedule, launch, postprocess; on a thread of its own that waits for nothing but work and the engine.
+
+Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
+with what is certain, and hear of a step's tokens one step late.
+"""
 
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from decode_worker.half import DecodeHalf
-from engine.batch import StepBatch, StepResult
+from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import RoutedEvent
 
@@ -14,7 +19,18 @@ from wire.messages import RoutedEvent
 class Runner(Protocol):
     """What the loop asks of an engine."""
 
-    def run(self, batch: StepBatch) -> StepResult: ...
+    @property
+    def asynchronous(self) -> bool: ...
+
+    def launch(self, batch: StepBatch) -> PendingStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A launched step: its first rows are the decode half's."""
+
+    result: PendingStep
+    decode_rows: int
 
 
 class StepLoop:
@@ -43,6 +59,7 @@ class StepLoop:
         self._on_death = on_death
         self._work = threading.Event()
         self._stopping = False
+        self._running: _Step | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
         """Engine steps so far."""
@@ -69,6 +86,8 @@ class StepLoop:
                 if not self._step():
                     self._work.wait()
                     self._gather()
+            if self._running is not None:
+                self._running.result()
         except BaseException as error:
             self._on_death(error)
 
@@ -81,17 +100,26 @@ class StepLoop:
             time.sleep(self._gather_s)
 
     def _step(self) -> bool:
-        """One step over both halves' rows; False when there was nothing to do."""
+        """Launch a step, take in what is finished; False when there was nothing to do."""
+        launched = finished = self._launch()
+        if self._runner.asynchronous:
+            finished, self._running = self._running, launched
+        if finished is not None:
+            self._postprocess(finished)
+        return launched is not None or finished is not None
+
+    def _launch(self) -> _Step | None:
+        """The next step over both halves' rows, if there are any."""
         decode_rows = self._decode.schedule(self._max_step_tokens)
         prefill_rows = self._prefill.schedule(self._max_step_tokens - len(decode_rows))
         if not decode_rows and not prefill_rows:
-            return False
-        sampled = self._runner.run(StepBatch([*decode_rows, *prefill_rows])).token_ids
-        self._postprocess(sampled[: len(decode_rows)], sampled[len(decode_rows) :])
-        return True
+            return None
+        return _Step(self._runner.launch(StepBatch([*decode_rows, *prefill_rows])), len(decode_rows))
 
-    def _postprocess(self, decoded: Sequence[int | None], prefilled: Sequence[int | None]) -> None:
+    def _postprocess(self, step: _Step) -> None:
+        token_ids = step.result().token_ids
         self.steps += 1
+        decoded, prefilled = token_ids[: step.decode_rows], token_ids[step.decode_rows :]
         events = [*self._decode.apply(decoded), *self._prefill.apply(prefilled)]
         self._publish(self.steps, events)
         self._prefill.announce()

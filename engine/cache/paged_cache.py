@@ -25,18 +25,17 @@ class PagedCache:
         self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
         self.page_tokens = page_tokens
         self.item_bytes = dtype.itemsize
-        self.pages = capacity_bytes // self.page_bytes
+        one = page_bytes(config, page_tokens, dtype)
+        self.pages = capacity_bytes // one
         if self.pages < 1:
-            raise InvalidArgument(
-                "kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {self.page_bytes} bytes."
-            )
+            raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {one} bytes.")
         shape = (self.pages, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
         self.tensor = _zeros(shape, dtype, device)
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.layers * 2 * self.kv_heads * self.page_tokens * self.head_dim * self.item_bytes
+        return self.tensor[0].numel() * self.item_bytes
 
     @property
     def base_address(self) -> int:
@@ -57,6 +56,11 @@ class PagedCache:
     def device_id(self) -> int:
         """GPU ordinal; 0 for host memory."""
         return self.tensor.device.index or 0
+
+
+def page_bytes(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers."""
+    return config.layers * 2 * config.kv_heads * page_tokens * config.head_dim * dtype.itemsize
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -22,7 +22,10 @@ class StepLayout:
     context_lens  [R]     tokens in the cache once this step's are stored
     page_table    [R, max_pages] page ids of each row, padded with 0
     max_row_tokens, max_context: host ints, the largest row and the largest context
+    single_rows: host int, how many rows at the front have one token
     decode_only: every row has one token
+
+    In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
     """
 
     positions: Tensor
@@ -32,6 +35,7 @@ class StepLayout:
     page_table: Tensor
     max_row_tokens: int
     max_context: int
+    single_rows: int = 0
 
     @property
     def decode_only(self) -> bool:
@@ -57,6 +61,17 @@ class AttentionShape:
     window: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Tokens that are known on the device alone: where sources[t] >= 0, token t of the step is drawn[sources[t]].
+
+    sources [T] int32; drawn [n] int64, the tokens that the step before drew
+    """
+
+    sources: Tensor
+    drawn: Tensor
+
+
 class Kernels(ABC):
     """One implementation of a layer's arithmetic. Holds no request state and may cache scratch memory."""
 
@@ -65,8 +80,8 @@ class Kernels(ABC):
         return linear
 
     @abstractmethod
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]."""
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        """Rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""
 
     @abstractmethod
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:

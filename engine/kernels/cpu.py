@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import cpu_attention, cpu_jobs, cpu_products, cpu_rope
-from engine.kernels.base import AttentionShape, Kernels, Linear, StepLayout, is_cpu
+from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout, is_cpu
 from engine.kernels.cpu_attention import ITEM_FIELDS, KEYS, QUERIES
 from engine.kernels.cpu_panels import PANEL_ROWS
 from engine.kernels.cpu_pool import Pool, usable_cores
@@ -50,7 +50,9 @@ class CpuKernels(Kernels):
             raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.weight.dtype}, strided.")
         return linear
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        if feed is not None:
+            raise Internal("On CPUs the tokens of a step are known before it starts.")
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:

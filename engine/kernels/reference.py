@@ -8,13 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, Kernels, Linear, StepLayout
+from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
 
 
 class ReferenceKernels(Kernels):
     """Every operation as a reader would write it; holds nothing."""
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        if feed is not None:
+            sources = feed.sources.long()
+            token_ids = torch.where(sources >= 0, feed.drawn[sources.clamp(min=0)], token_ids)
         return F.embedding(token_ids, table)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:

@@ -2,8 +2,8 @@
 
 With programmatic dependent launch a kernel may start while the one before it still runs. It may read weights at once;
 before it touches anything that an earlier kernel writes or reads, it calls `wait_for_inputs`, which returns when all
-earlier kernels have ended and their writes are visible. Each kernel must call it exactly once, on every path, because the next
-kernel relies on this one having waited.
+earlier kernels have ended and their writes are visible. Each kernel must call it exactly once, on every path, because
+the next kernel relies on this one having waited.
 """
 
 import torch

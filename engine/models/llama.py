@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, Kernels, Linear, StepLayout
+from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
 from engine.layers.rope import rope_table
 from engine.models.config import ModelConfig
 from engine.models.parameters import Parameters
@@ -38,13 +38,16 @@ class LlamaModel:
         self._rope = rope_table(config.rope, config.head_dim, max_context, parameters.embedding.device)
         self._layers = [_prepare_layer(config, parameters, kernels, layer) for layer in range(config.layers)]
 
-    def forward(self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None) -> Tensor | None:
+    def forward(
+        self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None, feed: Feed | None = None
+    ) -> Tensor | None:
         """Stores the step's KV and returns logits [len(drawn), vocab] in the model's dtype.
 
         token_ids [T] int64; cache as in `Kernels.rope_and_store`; drawn [D] int64: tokens whose logits are asked for,
-        None = every one. Nothing drawn (D = 0) gives None, and saves all that follows the last layer's store.
+        None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and saves all that follows the last
+        layer's store.
         """
-        hidden = self._kernels.embed(token_ids, self._embedding)
+        hidden = self._kernels.embed(token_ids, self._embedding, feed)
         for layer in self._layers[:-1]:
             q = self._store(layer, hidden, layout, cache)
             self._finish(layer, self._attend(layer, q, layout, cache), hidden)

@@ -282,6 +282,7 @@ def test_two_routers_may_use_the_same_request_id() -> None:
     house.deliver(lease)
     assert len(house.half.schedule(16)) == 1
     house.abort("q")
+    house.half.apply([7])
     house.half.schedule(16)
     house.assert_empty()
 

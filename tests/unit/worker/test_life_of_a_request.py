@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_engine import PAGE_TOKENS, answer_to
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import ROUTER, Heard, WorkerPair, until
 from wire.errors import (
     FailedPrecondition,
@@ -20,6 +20,12 @@ from wire.timeline import Edge
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=150)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every edge with both kinds of engine."""
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
 
 
 @pytest.mark.parametrize("both", [False, True])

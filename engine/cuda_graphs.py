@@ -1,0 +1,90 @@
+"""CUDA graphs of the decode step: one for each size of batch, replayed without the host touching a kernel."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.batch import StepBatch
+from engine.host_stepper import Forward
+from engine.kernels.base import Feed
+from engine.sampler_cuda import DeviceSampler
+from engine.step_packer import StepPacker, StepSizes, view_step
+from engine.weights.checkpoint import Progress
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+_BEYOND = 64
+"""Step between sizes after the last of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGraph:
+    """A decode step of up to `sizes.rows` rows. Its tensors are where the next replay reads and writes."""
+
+    sizes: StepSizes
+    words: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+    def replay(self, words: Tensor) -> Tensor:
+        """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.rows, vocab], good until
+        the next replay; greedy tokens are where the graphs were told to leave them.
+        """
+        self.words.copy_(words, non_blocking=True)
+        self.graph.replay()
+        return self.logits
+
+
+class DecodeGraphs:
+    """All sizes share one memory pool, because one graph runs at a time."""
+
+    def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor) -> None:
+        """`drawn` [rows] int64: where each step leaves its greedy tokens, and the step after finds them."""
+        self._packer = packer
+        self._forward = forward
+        self._sampler = sampler
+        self._drawn = drawn
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
+        """Capture the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
+        for done, rows in enumerate(sorted(sizes, reverse=True)):
+            self._graphs[rows] = self._capture(rows)
+            if progress is not None:
+                progress("capturing CUDA graphs", (done + 1) / len(sizes))
+        self._graphs = dict(sorted(self._graphs.items()))
+
+    def fitting(self, batch: StepBatch) -> DecodeGraph | None:
+        """The smallest graph that computes `batch`, or None: more rows than any, or rows that do not just decode."""
+        if any(len(row.token_ids) > 1 or row.draw is None for row in batch.rows):
+            return None
+        return next((graph for rows, graph in self._graphs.items() if rows >= len(batch.rows)), None)
+
+    def _capture(self, rows: int) -> DecodeGraph:
+        limits = self._packer.limits
+        sizes = StepSizes(tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows)
+        host = torch.empty(sizes.words, dtype=torch.int64)
+        self._packer.pack(StepBatch([]), sizes, host.numpy())
+        words = host.to(self._drawn.device)
+        step = view_step(words, sizes, max_row_tokens=1, max_context=limits.max_context, single_rows=rows)
+
+        def compute() -> Tensor:
+            logits = self._forward(step, Feed(step.sources, self._drawn))
+            assert logits is not None
+            self._sampler.greedy(logits, self._drawn[:rows])
+            return logits
+
+        compute()  # compiles kernels, which a capture cannot
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = compute()
+        return DecodeGraph(sizes, words, graph, logits)
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows worth a graph of their own, up to `max_rows`, which is the last."""
+    beyond = range(_SIZES[-1] + _BEYOND, max_rows, _BEYOND)
+    return [*(size for size in (*_SIZES, *beyond) if size < max_rows), max_rows]

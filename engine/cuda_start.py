@@ -1,0 +1,91 @@
+"""From loaded weights to an engine that is ready on a GPU: measure, size the cache, capture the graphs."""
+
+import logging
+
+import torch
+
+from engine.batch import Draw, StepBatch, StepRow
+from engine.cache.paged_cache import PagedCache, page_bytes
+from engine.config import EngineConfig
+from engine.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.cuda_stepper import CudaStepper
+from engine.host_stepper import forward_over
+from engine.kernels.triton_launch import overlaps_launches
+from engine.memory import GIB, kv_cache_bytes, measure_peak, no_memory
+from engine.models.llama import LlamaModel
+from engine.sampler_cuda import DeviceSampler
+from engine.step_packer import StepPacker, step_limits
+from engine.weights.checkpoint import Progress
+from wire.messages import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_MARGIN_BYTES = GIB // 4
+"""For fragments of memory, and for what only some steps need."""
+_ANY = SamplingParams(max_tokens=1)
+
+
+def start_on_gpu(
+    config: EngineConfig,
+    model: LlamaModel,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+) -> tuple[PagedCache, CudaStepper]:
+    """The cache, as large as the settings allow, and the stepper over it with its graphs captured.
+
+    InvalidArgument, naming the setting to change, if there is not enough memory.
+    """
+    try:
+        capacity = config.kv_cache_bytes
+        if capacity is None:
+            largest = _measure_steps(config, model, page_tokens, dtype, device)
+            capacity = kv_cache_bytes(device, config.memory_fraction, largest + _MARGIN_BYTES)
+        # Outside of inference mode: the transfer and tests write into the cache as well.
+        cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
+        stepper = _make_stepper(config, model, cache, graph_sizes(config.max_batch_requests), progress)
+    except torch.OutOfMemoryError as error:
+        raise no_memory(device) from error
+    log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
+    return cache, stepper
+
+
+def _measure_steps(
+    config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Bytes of the largest prompt step and of the largest graph, measured over a cache of one row."""
+    row_tokens = min(config.max_step_tokens, model.config.max_context)
+    pages = -(-row_tokens // page_tokens)
+    probe = PagedCache(model.config, page_tokens, pages * page_bytes(model.config, page_tokens, dtype), dtype, device)
+
+    def run() -> CudaStepper:
+        stepper = _make_stepper(config, model, probe, [config.max_batch_requests], None)
+        with torch.inference_mode():
+            stepper.launch(StepBatch(_largest_rows(config.max_step_tokens, row_tokens, probe)))()
+        return stepper
+
+    return measure_peak(device, run)
+
+
+def _largest_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
+    """Rows of `tokens` tokens in all. They share their pages, as nobody reads the result."""
+    pages = range(probe.pages)
+    lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
+    return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
+
+
+def _make_stepper(
+    config: EngineConfig, model: LlamaModel, cache: PagedCache, sizes: list[int], progress: Progress | None
+) -> CudaStepper:
+    device = cache.tensor.device
+    packer = StepPacker(step_limits(model.config, cache))
+    forward = forward_over(model, cache)
+    # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
+    drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
+    sampler = DeviceSampler(model.config.vocab_size, len(drawn), device, overlaps_launches())
+    with torch.inference_mode():
+        graphs = DecodeGraphs(packer, forward, sampler, drawn)
+        graphs.capture(sizes, progress)
+    return CudaStepper(packer, forward, sampler, drawn, graphs)

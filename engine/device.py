@@ -1,0 +1,87 @@
+"""What the settings mean on this machine: device, dtype, page size and kernels."""
+
+import logging
+
+import torch
+
+from engine.config import EngineConfig
+from engine.kernels.base import Kernels
+from engine.kernels.reference import ReferenceKernels
+from engine.models.config import ModelConfig
+from engine.weights.checkpoint import stored_dtype
+from wire.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CPU_PAGE_TOKENS, _GPU_PAGE_TOKENS = 16, 128
+_CAPABILITY = (8, 0)
+"""Oldest GPUs served: bfloat16 and asynchronous copies begin here."""
+
+
+def parse_device(name: str) -> torch.device:
+    """InvalidArgument for a device that is not known, not there or too old."""
+    kind, _, ordinal = name.partition(":")
+    if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
+        raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(ordinal or 0)
+    if index >= count:
+        raise InvalidArgument("device", f"{name!r} is not there: PyTorch sees {count} CUDA devices; use cpu.")
+    capability = torch.cuda.get_device_capability(index)
+    if capability < _CAPABILITY:
+        has, needs = ".".join(map(str, capability)), ".".join(map(str, _CAPABILITY))
+        raise InvalidArgument(
+            "device", f"{name!r} has compute capability {has}; the kernels need {needs} or newer; use cpu."
+        )
+    return torch.device("cuda", index)
+
+
+def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) -> torch.dtype:
+    """InvalidArgument for a dtype that is not known."""
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype or _stored_dtype(config)
+    if name not in _DTYPES:
+        raise InvalidArgument("dtype", f"{name!r} is not supported; use auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
+    """InvalidArgument for a page size that is none."""
+    default = _CPU_PAGE_TOKENS if device.type == "cpu" else _GPU_PAGE_TOKENS
+    page_tokens = default if config.page_tokens is None else config.page_tokens
+    if page_tokens < 1:
+        raise InvalidArgument(
+            "page_tokens", f"{page_tokens} is not a page size; use {default} or another power of two."
+        )
+    return page_tokens
+
+
+def choose_kernels(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int
+) -> Kernels:
+    """The fastest for the device; InvalidArgument for a model that they cannot compute."""
+    if device.type == "cuda":
+        from engine.kernels.cuda import CudaKernels
+
+        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
+    if dtype in {torch.float32, torch.bfloat16}:
+        # Compiling takes seconds; processes on GPUs need none of it.
+        from engine.kernels.cpu import CpuKernels
+
+        # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
+        torch.set_num_threads(1)
+        return CpuKernels(dtype, config.threads)
+    return ReferenceKernels()
+
+
+def device_name(device: torch.device) -> str:
+    """For people: `cpu`, or the GPU's number and product name."""
+    return "cpu" if device.type == "cpu" else f"{device} {torch.cuda.get_device_name(device)}"
+
+
+def _stored_dtype(config: EngineConfig) -> str:
+    return "bfloat16" if config.random_weights else stored_dtype(config.model)

@@ -1,0 +1,55 @@
+"""Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.batch import PendingStep, StepBatch, rows_of
+from engine.cache.paged_cache import PagedCache
+from engine.kernels.base import Feed
+from engine.models.llama import LlamaModel
+from engine.sampler import sample
+from engine.step_packer import PackedStep, StepPacker, unpack
+
+Forward = Callable[[PackedStep, Feed | None], Tensor | None]
+"""Stores a step's KV; logits [drawn, vocab], None if nothing is drawn."""
+
+_WORDS_AT_FIRST = 4096
+
+
+def forward_over(model: LlamaModel, cache: PagedCache) -> Forward:
+    """The model's steps over one cache."""
+
+    def forward(step: PackedStep, feed: Feed | None) -> Tensor | None:
+        return model.forward(step.token_ids, step.layout, cache.tensor, step.drawn, feed)
+
+    return forward
+
+
+class HostStepper:
+    """Keeps one buffer: tensors of a step are good until the next one is packed."""
+
+    asynchronous = False
+
+    def __init__(self, packer: StepPacker, forward: Forward, device: torch.device) -> None:
+        self._packer = packer
+        self._forward = forward
+        self._device = device
+        self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """See `ModelRunner.launch`."""
+        logits = self.logits(batch)
+        draws = [row.draw for row in batch.rows if row.draw is not None]
+        result = rows_of([] if logits is None else sample(logits, draws).tolist(), batch)
+        return lambda: result
+
+    def logits(self, batch: StepBatch) -> Tensor | None:
+        """Logits [draws, vocab] on the device."""
+        sizes = self._packer.sizes(batch)
+        if sizes.words > len(self._words):
+            self._words = torch.empty(2 * sizes.words, dtype=torch.int64)
+        words = self._words[: sizes.words]
+        self._packer.pack(batch, sizes, words.numpy())
+        return self._forward(unpack(words.to(self._device), sizes, batch), None)

@@ -1,0 +1,54 @@
+"""How much of a GPU the KV cache may take: what is left after weights, the largest step and the CUDA graphs."""
+
+import gc
+from collections.abc import Callable
+
+import torch
+
+from wire.errors import InvalidArgument
+
+GIB = 1 << 30
+_OUTSIDE_BYTES = 3 * GIB // 4
+"""Of the process, but not of PyTorch's allocator: the CUDA context, libraries, loaded kernels."""
+
+
+def measure_peak(device: torch.device, run: Callable[[], object]) -> int:
+    """Bytes that `run` takes beyond what is allocated now, at its peak and for good."""
+    torch.cuda.synchronize(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved(device)
+    kept = run()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.memory_reserved(device) - before
+    del kept
+    gc.collect()
+    torch.cuda.empty_cache()
+    return max(0, peak)
+
+
+def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> int:
+    """Bytes for the KV cache in a process that may use `fraction` of the GPU, has its weights on it, and needs
+    `step_bytes` for steps and graphs; InvalidArgument, with the setting to change, if nothing is left.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    taken = torch.cuda.memory_reserved(device) + _OUTSIDE_BYTES
+    left = min(int(total * fraction) - taken, free) - step_bytes
+    if left <= 0:
+        raise InvalidArgument(
+            "memory_fraction",
+            f"{fraction:g} of {device}'s {total / GIB:.0f} GiB leaves no room for a KV cache: weights take"
+            f" {taken / GIB:.1f} GiB, steps and graphs {step_bytes / GIB:.1f} GiB, {free / GIB:.1f} GiB are free;"
+            " raise memory_fraction, lower max_step_tokens or max_batch_requests, or free the GPU.",
+        )
+    return left
+
+
+def no_memory(device: torch.device) -> InvalidArgument:
+    """The GPU ran out of memory at start."""
+    free, total = torch.cuda.mem_get_info(device)
+    return InvalidArgument(
+        "kv_cache_bytes",
+        f"{device} ran out of memory ({free / GIB:.1f} of {total / GIB:.0f} GiB are free); lower kv_cache_bytes,"
+        " memory_fraction, max_step_tokens or max_batch_requests.",
+    )
