@@ -1,0 +1,163 @@
+"""RMSNorm, activation, rotary embedding with the KV store, and embedding in Triton against float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.base import AttentionShape
+from engine.kernels.reference import ReferenceKernels
+from engine.kernels.reference import rms_norm as reference_rms_norm
+from engine.kernels.triton_activation import silu_mul
+from engine.kernels.triton_embed import embed
+from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_norm import rms_norm
+from engine.kernels.triton_rope import rope_and_store
+from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PDL = overlaps_launches()
+EPS = 1e-5
+GUARD = 512
+"""Elements of NaN before and after an input: a load outside it shows."""
+
+# The interpreter cuts a float32 off where a GPU rounds it to bfloat16: there float16 stands for both.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+big = pytest.mark.skipif(DEVICE.type == "cpu", reason="too slow in the interpreter")
+
+
+def random(*sizes: int, seed: int = 0) -> Tensor:
+    """Values that every dtype holds exactly, float64."""
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
+
+
+def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy on the device, NaN on both of its sides."""
+    room = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=dtype, device=DEVICE)
+    inner = room[GUARD : GUARD + values.numel()].view(values.shape)
+    return inner.copy_(values)
+
+
+@all_dtypes
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 576), (3, 100), (129, 64), (2, 4096), pytest.param(2049, 5120, marks=big)]
+)
+def test_rms_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    x, weight = random(tokens, width), random(width, seed=1)
+    x[0] *= 300
+    ours = rms_norm(guarded(x, dtype), guarded(weight, dtype), EPS, pdl=PDL)
+    baseline = reference_rms_norm(x.to(DEVICE, dtype), weight.to(DEVICE, dtype), EPS)
+    assert_as_good(ours.cpu(), baseline.cpu(), reference_rms_norm(x, weight, EPS))
+
+
+@all_dtypes
+@pytest.mark.parametrize(
+    ("tokens", "width"), [(1, 1536), (3, 100), (129, 96), (2, 4096), pytest.param(2049, 14336, marks=big)]
+)
+def test_silu_mul(tokens: int, width: int, dtype: torch.dtype) -> None:
+    x = random(tokens, 2 * width) * 4
+    x[0, :2] = torch.tensor([-200.0, 200.0])
+    ours = silu_mul(guarded(x, dtype), pdl=PDL)
+    gate, up = x.to(DEVICE, dtype).chunk(2, dim=-1)
+    exact_gate, exact_up = x.chunk(2, dim=-1)
+    assert_as_good(ours.cpu(), (F.silu(gate) * up).cpu(), F.silu(exact_gate) * exact_up)
+
+
+@all_dtypes
+@pytest.mark.parametrize(("tokens", "width"), [(1, 576), (129, 100), (3, 4096)])
+def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
+    vocab = 50
+    table = random(vocab, width)
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(vocab, (tokens,), generator=generator)
+    previous = torch.randint(vocab, (7,), generator=generator)
+    sources = torch.randint(-1, 7, (tokens,), generator=generator).int()
+    on_device = guarded(table, dtype)
+    plain = embed(ids.to(DEVICE), None, None, on_device, pdl=PDL)
+    assert torch.equal(plain.cpu(), table[ids].to(dtype))
+    late_ids = torch.where(sources >= 0, -(2**40), ids)
+    late = embed(late_ids.to(DEVICE), sources.to(DEVICE), previous.to(DEVICE), on_device, pdl=PDL)
+    wanted = torch.where(sources >= 0, previous[sources.long()], ids)
+    assert torch.equal(late.cpu(), table[wanted].to(dtype))
+
+
+def run_rope(step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None], slots: Tensor) -> list[Tensor]:
+    """→ q and the cache after the store."""
+    cache = step.cache.to(DEVICE, dtype)
+    q_norm, k_norm = (None if norm is None else guarded(norm, dtype) for norm in norms)
+    positions = torch.where(slots >= 0, step.layout.positions, 2**30)
+    q = rope_and_store(
+        guarded(step.qkv, dtype),
+        step.rope.to(DEVICE),
+        q_norm,
+        k_norm,
+        EPS,
+        cache,
+        LAYER,
+        positions.to(DEVICE),
+        slots.to(DEVICE),
+        step.shape,
+        pdl=PDL,
+    )
+    return [q.cpu(), cache.cpu()]
+
+
+def run_reference(step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None]) -> list[Tensor]:
+    cache = step.cache_as(dtype)
+    q_norm, k_norm = (None if norm is None else norm.to(dtype) for norm in norms)
+    rope = step.rope.to(torch.promote_types(dtype, torch.float32))
+    q = ReferenceKernels().rope_and_store(
+        step.qkv.to(dtype), rope, q_norm, k_norm, EPS, cache, LAYER, step.layout, step.shape
+    )
+    return [q, cache]
+
+
+@all_dtypes
+@pytest.mark.parametrize("normed", [(False, False), (True, True), (False, True)])
+@pytest.mark.parametrize(
+    ("shape", "page_tokens"),
+    [(heads(9, 3, 64), 16), (heads(8, 1, 128), 128), (heads(4, 4, 96), 48), (heads(2, 1, 256), 16)],
+    ids=["9 on 3 of 64", "8 on 1 of 128", "4 on 4 of 96", "2 on 1 of 256"],
+)
+def test_rope_and_store(shape: AttentionShape, page_tokens: int, normed: tuple[bool, bool], dtype: torch.dtype) -> None:
+    head_dim = shape.head_dim
+    step = make_step([(1, 130), (3, 20), (1, 1), (1, 49)], shape, page_tokens=page_tokens, filled=False)
+    norms = tuple(random(head_dim, seed=number) if given else None for number, given in enumerate(normed))
+    chosen = (norms[0], norms[1])
+    q, cache = run_rope(step, dtype, chosen, step.layout.slots)
+    base_q, base_cache = run_reference(step, dtype, chosen)
+    exact_q, exact_cache = run_reference(step, torch.float64, chosen)
+    assert_as_good(q, base_q, exact_q)
+    written = ~exact_cache.isnan()
+    assert torch.equal(cache.isnan(), ~written)
+    assert_as_good(cache[written], base_cache[written], exact_cache[written])
+    page, offset = step.layout.slots // page_tokens, step.layout.slots % page_tokens
+    assert torch.equal(cache[page, LAYER, 1, :, offset], base_cache[page, LAYER, 1, :, offset])
+
+
+def test_a_padded_row_is_stored_nowhere() -> None:
+    step = make_step([(1, 5), (1, 17), (1, 33)], heads(4, 2, 64), filled=False)
+    slots = step.layout.slots.clone()
+    slots[1] = -1
+    q, cache = run_rope(step, torch.float32, (None, None), slots)
+    exact_q, exact_cache = run_reference(step, torch.float64, (None, None))
+    page, offset = step.layout.slots // 16, step.layout.slots % 16
+    exact_cache[page[1], LAYER, :, :, offset[1]] = float("nan")
+    assert torch.equal(cache.isnan(), exact_cache.isnan())
+    torch.testing.assert_close(q[[0, 2]].double(), exact_q[[0, 2]], atol=1e-5, rtol=1e-5)
+
+
+@big
+def test_offsets_beyond_32_bits() -> None:
+    """A cache of more than 2³¹ elements, its last page the only one used."""
+    page_tokens, head_dim, pages = 128, 128, 20_000
+    cache = torch.empty(pages, 1, 2, 8, page_tokens, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    shape = heads(32, 8, head_dim)
+    qkv = random(1, 48 * head_dim).to(DEVICE, torch.bfloat16)
+    values = qkv.view(48, head_dim)[40:].clone()
+    rope = torch.ones(4, head_dim, device=DEVICE)
+    slot = torch.tensor([pages * page_tokens - 1], device=DEVICE)
+    position = torch.tensor([3], dtype=torch.int32, device=DEVICE)
+    rope_and_store(qkv, rope, None, None, EPS, cache, 0, position, slot, shape, pdl=PDL)
+    assert torch.equal(cache[-1, 0, 1, :, -1], values)
