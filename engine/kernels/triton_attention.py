@@ -1,0 +1,187 @@
+"""Decode attention over the paged cache: one query a row, split over the context, in one launch.
+
+Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one row, one key head and one stretch of the
+row's context, and holds all query heads that share the key head as the rows of one tile, so that every key and value is
+read from memory once. The grid depends on the number of rows alone, as CUDA graphs want it: how long a stretch is, and
+how many of a row's programs have one, follows on the device from the row's context. The last program of a row and key
+head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs give the
+same bits.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.kernels.base import AttentionShape
+from engine.kernels.triton_attention_kernel import decode_attention_kernel
+from engine.kernels.triton_launch import INTERPRETED
+
+LEAST_DOT = 16
+"""Fewest rows of a tile that the matrix units take."""
+MERGED_ELEMENTS = 8192
+"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128."""
+LINE_BYTES = 128
+"""A line of the L2 cache."""
+INTERPRETER_SMS = 8
+"""Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
+
+PROGRAMS_PER_SM = 8
+"""Programs to aim at where a split still costs little: several waves, so that the last one weighs less."""
+MOST_SPLITS = 32
+"""More make a single row no faster, as its last program has to merge them."""
+EXACT_SPLITS, EXACT_TOKENS = 8, 512
+"""Splits and shortest stretch of float32, whatever the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call is cut up: tokens of a tile, warps, pipeline stages, programs a row, tiles of the shortest stretch."""
+
+    block_tokens: int
+    warps: int
+    stages: int
+    splits: int
+    least_tiles: int
+
+
+PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
+"""`_plan` or a stand-in for it."""
+
+
+def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
+    """The plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
+
+    float32 is cut the same way whatever the batch, so that a row's bits do not depend on the rows beside it.
+    """
+    if dtype == torch.float32:
+        block = LEAST_DOT
+        splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
+        return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
+    block = 64 if head_dim <= 128 else 32
+    lanes = rows * kv_heads
+    splits = min(MOST_SPLITS, max(1, PROGRAMS_PER_SM * sms // lanes), -(-capacity // block))
+    least_tokens = min(max(triton.next_power_of_2(4 * lanes), 64), 512)
+    return Plan(block, warps=4, stages=3, splits=splits, least_tiles=least_tokens // block)
+
+
+class DecodeAttention:
+    """Attention of rows with one token each. Owns scratch that all calls share, so calls must not overlap.
+
+    Calls of one stream never overlap, with or without programmatic dependent launch. The scratch is some MiB: partial
+    results in float32 for `max_rows` rows, and a counter for each row and key head, 0 between calls.
+
+    shape      heads, scale and window; head_dim is a multiple of 16
+    max_rows   most rows of a call
+    pdl        launch with programmatic dependent launch (see triton_launch)
+    early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
+               (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
+               the L2 cache, while the kernel before still runs
+    choose     the plan of a call; tuning and tests pass their own
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        device: torch.device,
+        pdl: bool,
+        early: bool = False,
+        choose: PlanFunction = _plan,
+    ) -> None:
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
+        self._shape = shape
+        self._max_rows = max_rows
+        self._pdl = pdl
+        self._early = early
+        self._choose = choose
+        self._plans: dict[tuple[int, int, torch.dtype], Plan] = {}
+        self._sms = INTERPRETER_SMS
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        stretches = max(self._most_splits(rows) * rows for rows in range(1, max_rows + 1)) * shape.kv_heads
+        group = shape.heads // shape.kv_heads
+        self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+
+    def __call__(self, q: Tensor, cache: Tensor, layer: int, page_table: Tensor, context_lens: Tensor) -> Tensor:
+        """Attention of each row's query to positions context - window .. context - 1 of its pages.
+
+        q            [R, heads, head_dim], float32, bfloat16 or float16; rows and heads may be strided
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous, dtype of q
+        page_table   [R, W] int32; entries behind a row's context are not read
+        context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
+        → [R, heads·head_dim], dtype of q; ValueError for more than `max_rows` rows
+        """
+        rows, heads, head_dim = q.shape
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
+        shape = self._shape
+        page_tokens = cache.shape[4]
+        chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
+        out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+        decode_attention_kernel[(shape.kv_heads, rows, chosen.splits)](
+            q,
+            cache,
+            page_table,
+            context_lens,
+            out,
+            self._partials,
+            self._partial_lse,
+            self._counters,
+            q.stride(0),
+            q.stride(1),
+            cache.stride(1) * layer,
+            cache.stride(0),
+            page_table.stride(0),
+            chosen.least_tiles,
+            shape.scale * math.log2(math.e),
+            **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
+            PDL=self._pdl,
+            EARLY=self._early,
+            WIDE_DOT=INTERPRETED,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+            launch_pdl=self._pdl,
+        )
+        return out
+
+    def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:
+        shape = self._shape
+        group = shape.heads // shape.kv_heads
+        group_padded = triton.next_power_of_2(group)
+        dim_padded = triton.next_power_of_2(shape.head_dim)
+        return {
+            "GROUP": group,
+            "GROUP_TILE": max(LEAST_DOT, group_padded),
+            "GROUP_PADDED": group_padded,
+            "KV_HEADS": shape.kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "DIM_PADDED": dim_padded,
+            "PAGE_TOKENS": page_tokens,
+            "BLOCK_TOKENS": block_tokens,
+            "MERGED_SPLITS": max(1, MERGED_ELEMENTS // (group_padded * dim_padded)),
+            "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
+            "WINDOW": shape.window or 0,
+        }
+
+    def _plan(self, rows: int, capacity: int, dtype: torch.dtype) -> Plan:
+        key = (rows, capacity, dtype)
+        if key not in self._plans:
+            shape = self._shape
+            seen = capacity if shape.window is None else min(capacity, shape.window)
+            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, dtype, self._sms)
+        return self._plans[key]
+
+    def _most_splits(self, rows: int) -> int:
+        """Splits of `rows` rows with tables of any size and any dtype."""
+        shape, endless = self._shape, 1 << 30
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        return max(
+            self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms).splits for dtype in dtypes
+        )

@@ -1,0 +1,226 @@
+"""The device code of `triton_attention.DecodeAttention`; its arguments are named there.
+
+Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
+contiguous range behind one page id; else each token's page is looked up. Page ids are read one tile ahead of their use.
+"""
+
+import triton
+import triton.language as tl
+
+from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+
+@triton.jit
+def _page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """The page id of a tile that lies in one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
+    start = tile * BLOCK_TOKENS
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        page = tl.load(table + start // PAGE_TOKENS, mask=start < context, other=0)
+    else:
+        position = start + tl.arange(0, BLOCK_TOKENS)
+        seen = (position >= begin) & (position < context)
+        page = tl.load(table + position // PAGE_TOKENS, mask=seen, other=0)
+    return page
+
+
+@triton.jit
+def _token_offsets(page, tile, page_stride, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROW: tl.constexpr):
+    """Where the tile lies in the cache, in elements: int64, of its first token or [BLOCK_TOKENS, 1] of all of them."""
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        offset = page.to(tl.int64) * page_stride + (tile * BLOCK_TOKENS % PAGE_TOKENS) * ROW
+    else:
+        within = (tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)) % PAGE_TOKENS
+        offset = (page.to(tl.int64) * page_stride + within * ROW)[:, None]
+    return offset
+
+
+@triton.jit
+def _fetch_into_cache(cache, address, wanted):
+    """Bring the lines at `address` into L2, where `wanted`, without waiting; they stay coherent if written later."""
+    line = tl.where(wanted, address, cache).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _dot(a, b, WIDE_DOT: tl.constexpr):
+    """a · b in float32. The interpreter takes no bfloat16; widening first changes no product."""
+    if WIDE_DOT:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _merge(
+    partials,
+    partial_lse,
+    count,
+    GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+):
+    """The softmax-weighted sum of `count` normalised partial results → [GROUP_PADDED, DIM_PADDED] float32."""
+    split = tl.arange(0, MERGED_SPLITS)
+    group = tl.arange(0, GROUP_PADDED)
+    dim = tl.arange(0, DIM_PADDED)
+    highest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_PADDED], tl.float32)
+    merged = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
+    cell = split[:, None] * GROUP + group[None, :]
+    element = cell[:, :, None] * HEAD_DIM + dim[None, None, :]
+    for first in tl.range(0, count, MERGED_SPLITS):
+        present = (first + split < count)[:, None] & (group < GROUP)[None, :]
+        loaded = present[:, :, None] & (dim < HEAD_DIM)[None, None, :]
+        values = tl.load(partials + first * GROUP * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg")
+        # A padded head weighs what a present one would: any finite number does, as it is not stored.
+        absent = tl.where(group < GROUP, float("-inf"), 0.0)[None, :]
+        lse = tl.load(partial_lse + first * GROUP + cell, mask=present, other=float("-inf"), cache_modifier=".cg")
+        lse = tl.where(present, lse, absent)
+        higher = tl.maximum(highest, tl.max(lse, axis=0))
+        weight = tl.exp2(lse - higher[None, :])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weight, axis=0)
+        merged = merged * fade[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        highest = higher
+    return merged / total[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "least_tiles"],
+    do_not_specialize_on_alignment=["page_table", "context_lens"],
+)
+def decode_attention_kernel(
+    q,
+    cache,
+    page_table,
+    context_lens,
+    out,
+    partials,
+    partial_lse,
+    counters,
+    q_row_stride,
+    q_head_stride,
+    layer_offset,
+    page_stride,
+    table_stride,
+    least_tiles,
+    log2_scale,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits.
+
+    Tiles are counted from position 0, scores are in units of log2, and one tile always has a visible position, so the
+    running maximum is finite after it.
+    """
+    launch_dependents(PDL)
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    head = tl.arange(0, GROUP_TILE)
+    token = tl.arange(0, BLOCK_TOKENS)
+    dim = tl.arange(0, DIM_PADDED)
+    held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
+    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    if not EARLY:
+        wait_for_inputs(PDL)
+        # Asked for first, so that it arrives while context and page id, which depend on each other, are looked up.
+        query = tl.load(q + q_cells, mask=held, other=0.0)
+
+    table = page_table + row * table_stride
+    context = tl.load(context_lens + row)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0)
+    first_tile = begin // BLOCK_TOKENS
+    tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
+    stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
+    # A padded row has no tile; its first program still writes the zeros.
+    active = tl.maximum(tl.cdiv(tiles, stretch), 1)
+    start = first_tile + split * stretch
+    end = tl.minimum(start + stretch, first_tile + tiles)
+    page = _page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+    if EARLY:
+        if PDL:
+            line = tl.arange(0, LINES)
+            spot = _token_offsets(page, start, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+            if PAGE_TOKENS % BLOCK_TOKENS == 0:
+                spot += token[:, None] * HEAD_DIM
+            spot += line[None, :] * (DIM_PADDED // LINES)
+            position = start * BLOCK_TOKENS + token
+            wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
+            _fetch_into_cache(cache, keys + spot, wanted)
+            _fetch_into_cache(cache, values + spot, wanted)
+        wait_for_inputs(PDL)
+        query = tl.load(q + q_cells, mask=held, other=0.0)
+
+    if split < active:
+        if PAGE_TOKENS % BLOCK_TOKENS == 0:
+            cells = token[:, None] * HEAD_DIM + dim[None, :]
+        else:
+            cells = dim[None, :]
+        highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP_TILE], tl.float32)
+        mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
+
+        for tile in tl.range(start, end):
+            offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+            # The next tile's page id is on its way while this one is computed.
+            page = _page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+            position = tile * BLOCK_TOKENS + token
+            seen = position < context
+            if WINDOW > 0:
+                seen = seen & (position >= begin)
+            loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
+            key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
+            scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            higher = tl.maximum(highest, tl.max(scores, axis=1))
+            weight = tl.exp2(scores - higher[:, None])
+            fade = tl.exp2(highest - higher)
+            total = total * fade + tl.sum(weight, axis=1)
+            value = tl.load(values + offset + cells, mask=loaded, other=0.0)
+            mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
+            highest = higher
+
+        result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+        lane = row * KV_HEADS + kv_head
+        out_row = out + lane * (GROUP * HEAD_DIM)
+        out_cells = head[:, None] * HEAD_DIM + dim[None, :]
+        if active == 1:
+            tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
+        else:
+            lane_partials = partials + lane * tl.num_programs(2) * (GROUP * HEAD_DIM)
+            lane_lse = partial_lse + lane * tl.num_programs(2) * GROUP
+            tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
+            tl.store(lane_lse + split * GROUP + head, highest + tl.log2(total), mask=head < GROUP)
+            # All warps' stores come before the one thread that counts.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
+            if arrived == active - 1:
+                merged = _merge(
+                    lane_partials, lane_lse, active, GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS
+                )
+                member = tl.arange(0, GROUP_PADDED)
+                kept = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+                merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
+                tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
+                tl.store(counters + lane, 0)

@@ -1,0 +1,220 @@
+"""Triton's decode attention against float64, on shuffled pages with NaN wherever nothing was written.
+
+Without a GPU the kernel runs in Triton's interpreter, which rounds to bfloat16 by truncation: errors of bfloat16 are
+judged on a GPU only.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.base import AttentionShape
+from engine.kernels.reference import ReferenceKernels
+from engine.kernels.triton_attention import DecodeAttention, Plan
+from engine.kernels.triton_launch import INTERPRETED, overlaps_launches
+
+from .steps import LAYER, Step, assert_as_good, heads, make_step
+
+REFERENCE = ReferenceKernels()
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if ON_GPU else [])]
+NO_PAGE = 1 << 30
+"""A page id that no cache has: reading it faults, or is seen by the interpreter."""
+SHAPES = {
+    "gqa": heads(9, 3, 64),
+    "mqa": heads(8, 1, 128),
+    "mha": heads(4, 4, 96),
+    "wide": heads(4, 2, 256),
+    "many": heads(20, 1, 64),
+    "window": heads(6, 2, 64, window=100),
+    "narrow": heads(2, 1, 64, window=5),
+}
+LENGTHS = [1, 127, 128, 129]
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _scalars_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+def decode_step(lengths: list[int], shape: AttentionShape, page_tokens: int, seed: int = 0) -> Step:
+    """Rows of one token; table entries behind a row's context name no page."""
+    step = make_step([(1, length) for length in lengths], shape, page_tokens, seed)
+    for row, length in enumerate(lengths):
+        step.layout.page_table[row, -(-length // page_tokens) :] = NO_PAGE
+    return step
+
+
+def attention_of(step: Step, max_rows: int = 8, **options: Any) -> DecodeAttention:
+    return DecodeAttention(step.shape, max(max_rows, len(step.rows)), DEVICE, pdl=overlaps_launches(), **options)
+
+
+def run(attention: DecodeAttention, step: Step, dtype: torch.dtype) -> Tensor:
+    layout = step.layout
+    table, contexts = layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE)
+    out = attention(step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, table, contexts)
+    assert out.dtype == dtype
+    assert not attention._counters.any()
+    return out.cpu()
+
+
+def torch_of(step: Step, dtype: torch.dtype) -> Tensor:
+    return REFERENCE.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape)
+
+
+def check(step: Step, dtype: torch.dtype, **options: Any) -> None:
+    ours = run(attention_of(step, **options), step, dtype)
+    assert_as_good(ours, torch_of(step, dtype), torch_of(step, torch.float64))
+
+
+def fixed(splits: int, least_tiles: int = 1, block_tokens: int = 32) -> Any:
+    """A stand-in for the plan function: always the same plan."""
+    return lambda *_: Plan(block_tokens, warps=4, stages=2, splits=splits, least_tiles=least_tiles)
+
+
+@pytest.mark.parametrize("page_tokens", [16, 48, 128])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_as_exact_as_torch(shape: AttentionShape, page_tokens: int, dtype: torch.dtype) -> None:
+    check(decode_step([*LENGTHS, 4097] if ON_GPU else LENGTHS, shape, page_tokens), dtype)
+
+
+def test_a_long_context(dtype: torch.dtype) -> None:
+    check(decode_step([4097], heads(2, 1, 64), page_tokens=128), dtype)
+
+
+@pytest.mark.parametrize("batch", [1, 3, pytest.param(257, marks=needs_gpu)])
+def test_batches_of_every_size(batch: int, dtype: torch.dtype) -> None:
+    check(decode_step([1 + 97 * row % 1500 for row in range(batch)], SHAPES["gqa"], page_tokens=16, seed=batch), dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 40])
+@pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
+def test_any_number_of_splits(shape: AttentionShape, splits: int, dtype: torch.dtype) -> None:
+    check(decode_step([1, 33, 700], shape, page_tokens=64), dtype, choose=fixed(splits))
+
+
+def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
+    step = decode_step([700, 500], SHAPES["window"], page_tokens=16)
+    baseline, exact = torch_of(step, dtype), torch_of(step, torch.float64)
+    for row, (_, context) in enumerate(step.rows):
+        step.layout.page_table[row, : (context - 100) // 16] = NO_PAGE
+    assert_as_good(run(attention_of(step), step, dtype), baseline, exact)
+
+
+def test_layout_read_early(dtype: torch.dtype) -> None:
+    check(decode_step(LENGTHS, SHAPES["gqa"], page_tokens=48), dtype, early=True)
+
+
+@pytest.mark.skipif(ON_GPU, reason="judged exactly there")
+def test_bfloat16_in_the_interpreter() -> None:
+    step = decode_step(LENGTHS, SHAPES["gqa"], page_tokens=16)
+    ours = run(attention_of(step), step, torch.bfloat16)
+    torch.testing.assert_close(ours.double(), torch_of(step, torch.float64), atol=0.03, rtol=0.02)
+
+
+def test_padded_rows_read_nothing_and_give_zeros(dtype: torch.dtype) -> None:
+    lengths = [129, 17]
+    step = decode_step(lengths, SHAPES["gqa"], page_tokens=16)
+    layout, padding = step.layout, 2
+    table = torch.cat((layout.page_table, torch.full((padding, layout.page_table.shape[1]), NO_PAGE).int()))
+    contexts = torch.cat((layout.context_lens, torch.zeros(padding).int()))
+    q = torch.cat((step.q, torch.full_like(step.q[:padding], float("nan")))).to(DEVICE, dtype)
+    attention = attention_of(step)
+    out = attention(q, step.cache_as(dtype).to(DEVICE), LAYER, table.to(DEVICE), contexts.to(DEVICE)).cpu()
+    assert not out[len(lengths) :].any()
+    assert_as_good(out[: len(lengths)], torch_of(step, dtype), torch_of(step, torch.float64))
+
+
+def test_queries_inside_a_stacked_product(dtype: torch.dtype) -> None:
+    step = decode_step(LENGTHS, SHAPES["gqa"], page_tokens=16)
+    shape, rows = step.shape, len(LENGTHS)
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkv = torch.full((rows, width), float("nan"), dtype=dtype, device=DEVICE)
+    q = qkv[:, : shape.heads * shape.head_dim].view(rows, shape.heads, shape.head_dim)
+    q.copy_(step.q)
+    layout = step.layout
+    arguments = (step.cache_as(dtype).to(DEVICE), LAYER, layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE))
+    attention = attention_of(step)
+    assert torch.equal(attention(q, *arguments), attention(q.contiguous(), *arguments))
+
+
+def test_repeated_calls_give_the_same_bits(dtype: torch.dtype) -> None:
+    step = decode_step([700, 33], SHAPES["gqa"], page_tokens=16)
+    attention = attention_of(step, choose=fixed(splits=8))
+    first = run(attention, step, dtype)
+    for _ in range(50 if ON_GPU else 2):
+        assert torch.equal(run(attention, step, dtype), first)
+
+
+@pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
+def test_a_float32_row_is_the_same_alone_and_in_any_batch(shape: AttentionShape) -> None:
+    lengths = [1100, 17, 600, 128, 1]
+    step = decode_step(lengths, shape, page_tokens=16)
+    together = run(attention_of(step), step, torch.float32)
+    cache = step.cache_as(torch.float32).to(DEVICE)
+    attention = attention_of(step)
+    for row, length in enumerate(lengths):
+        table = step.layout.page_table[row : row + 1, : -(-length // 16)].to(DEVICE)
+        context = step.layout.context_lens[row : row + 1].to(DEVICE)
+        alone = attention(step.q[row : row + 1].to(DEVICE, torch.float32), cache, LAYER, table, context)
+        assert torch.equal(alone.cpu()[0], together[row])
+
+
+@needs_gpu
+def test_a_cache_of_more_elements_than_int32_counts() -> None:
+    shape, page_tokens, layers = heads(8, 2, 128), 128, 4
+    page_elements = layers * 2 * shape.kv_heads * page_tokens * shape.head_dim
+    pages = (1 << 31) // page_elements + 8
+    page_shape = (layers, 2, shape.kv_heads, page_tokens, shape.head_dim)
+    cache = torch.empty(pages, *page_shape, dtype=torch.bfloat16, device=DEVICE)
+    small = torch.randn(3, *page_shape, device=DEVICE).bfloat16()
+    cache[-3:] = small
+    q = torch.randn(1, shape.heads, shape.head_dim, device=DEVICE).bfloat16()
+    contexts = torch.tensor([300], dtype=torch.int32, device=DEVICE)
+    attention = DecodeAttention(shape, 1, DEVICE, pdl=overlaps_launches())
+    table = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(attention(q, cache, 3, table + pages - 3, contexts), attention(q, small, 3, table, contexts))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are a GPU's")
+def test_one_graph_serves_every_length() -> None:
+    shape = SHAPES["gqa"]
+    step = decode_step([4000, 2000, 5], shape, page_tokens=128)
+    attention = attention_of(step)
+    q, cache = step.q.to(DEVICE, torch.float16), step.cache_as(torch.float16).to(DEVICE)
+    table, contexts = step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+    attention(q, cache, LAYER, table, contexts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention(q, cache, LAYER, table, contexts)
+    for lengths in ([4000, 2000, 5], [1, 129, 0], [2048, 0, 3]):
+        contexts.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, attention(q, cache, LAYER, table, contexts))
+
+
+def test_too_many_rows_are_refused() -> None:
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    with pytest.raises(ValueError, match="2 rows"):
+        run(DecodeAttention(step.shape, 1, DEVICE, pdl=False), step, torch.float32)
