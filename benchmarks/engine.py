@@ -3,6 +3,8 @@
 Same model, dtype and threads on both sides, in one process. The two sides take turns, so that a noisy machine is as
 noisy for one as for the other, and the medians of the turns are compared. Decode excludes the prefill on both sides.
 
+On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/engine_gpu.py.
+
 The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: how many times
 faster the engine is. With `--dtype both` these are float32's, and bfloat16's have the suffix `_bf16`.
 """
@@ -188,7 +190,10 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu"])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shape", default="llama-3-8b", help="on GPUs: whose shape the random weights have")
+    parser.add_argument("--eager", action="store_true", help="on GPUs: measure decode without CUDA graphs too")
+    parser.add_argument("--profile", type=Path, default=None, help="on GPUs: write a Chrome trace there instead")
     parser.add_argument("--peer", default="transformers", choices=["transformers"])
     parser.add_argument("--dtype", default="float32", choices=[*_DTYPES, "both"])
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
@@ -204,6 +209,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for and print it, JSON last."""
     chosen = parse_arguments(arguments)
+    if chosen.device == "cuda":
+        from benchmarks import engine_gpu
+
+        engine_gpu.run(chosen)
+        return
     folder = prepare_model(chosen.model or find_default_model())
     settings = Settings(
         prompt=chosen.prompt_tokens,

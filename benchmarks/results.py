@@ -67,7 +67,9 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The checked-out commit, `-dirty` if tracked files differ from it."""
+    """The checked-out commit, `-dirty` if tracked files differ from it; $TANDEM_COMMIT where there is no repository."""
+    if "TANDEM_COMMIT" in os.environ:
+        return os.environ["TANDEM_COMMIT"]
     here = Path(__file__).parent
     try:
         return subprocess.run(

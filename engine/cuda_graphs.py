@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
-from engine.sampler_cuda import DeviceSampler
+from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepPacker, StepSizes, view_step
 from engine.weights.checkpoint import Progress
 
@@ -70,10 +70,12 @@ class DecodeGraphs:
         words = host.to(self._drawn.device)
         step = view_step(words, sizes, max_row_tokens=1, max_context=limits.max_context, single_rows=rows)
 
+        unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
+
         def compute() -> Tensor:
             logits = self._forward(step, Feed(step.sources, self._drawn))
             assert logits is not None
-            self._sampler.greedy(logits, self._drawn[:rows])
+            self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
             return logits
 
         compute()  # compiles kernels, which a capture cannot

@@ -84,8 +84,8 @@ def _make_stepper(
     forward = forward_over(model, cache)
     # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
     drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
-    sampler = DeviceSampler(model.config.vocab_size, len(drawn), device, overlaps_launches())
+    sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         graphs = DecodeGraphs(packer, forward, sampler, drawn)
-        graphs.capture(sizes, progress)
+        graphs.capture(sizes if config.cuda_graphs else [], progress)
     return CudaStepper(packer, forward, sampler, drawn, graphs)

@@ -22,6 +22,7 @@ class _HostMemory:
 
     words: Tensor
     drawn: Tensor
+    params: Tensor | None = None
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def reserve(self, words: int) -> Tensor:
@@ -36,14 +37,14 @@ class CudaStepper:
     asynchronous = True
 
     def __init__(
-        self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, graphs: DecodeGraphs | None
+        self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, graphs: DecodeGraphs
     ) -> None:
         """`drawn` [rows] int64 is where every step leaves its tokens and the next one finds them."""
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
         self._drawn = drawn
-        self._graphs = graphs
+        self.graphs = graphs
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), _pinned(len(drawn))) for _ in range(2)]
         self._draw_of_row: list[int] = []
 
@@ -55,7 +56,7 @@ class CudaStepper:
         memory.done.synchronize()
         logits, greedy_is_drawn = self._compute(batch, memory)
         if logits is not None and not (greedy_is_drawn and _all_greedy(draws)):
-            self._sampler.sample(logits[: len(draws)], draws, self._drawn[: len(draws)])
+            self._draw(logits, draws, memory)
         memory.drawn[: len(draws)].copy_(self._drawn[: len(draws)], non_blocking=True)
         memory.done.record()
         numbers = iter(range(len(draws)))
@@ -73,10 +74,18 @@ class CudaStepper:
         torch.cuda.synchronize()
         return logits
 
+    def _draw(self, logits: Tensor, draws: Sequence[Draw], memory: _HostMemory) -> None:
+        plan = self._sampler.plan(draws)
+        memory.params = torch.from_numpy(plan.params).pin_memory()
+        params = memory.params.to(self._drawn.device, non_blocking=True)
+        for first in range(0, len(draws), self._sampler.max_rows):
+            some = slice(first, min(first + self._sampler.max_rows, len(draws)))
+            self._sampler.sample(logits[some], params[some], self._drawn[some], greedy_only=plan.greedy_only)
+
     def _compute(self, batch: StepBatch, memory: _HostMemory) -> tuple[Tensor | None, bool]:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
         sizes = self._packer.sizes(batch)
-        graph = None if self._graphs is None else self._graphs.fitting(batch)
+        graph = self.graphs.fitting(batch)
         if graph is not None:
             words = memory.reserve(graph.sizes.words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row)

@@ -51,7 +51,7 @@ class ModelRunner:
         self.page_tokens = cache.page_tokens
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
-        self._stepper = stepper
+        self.stepper = stepper
 
     @classmethod
     def load(
@@ -102,7 +102,7 @@ class ModelRunner:
     @property
     def asynchronous(self) -> bool:
         """Whether `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
-        return self._stepper.asynchronous
+        return self.stepper.asynchronous
 
     def run(self, batch: StepBatch) -> StepResult:
         """Stores the KV of every row and samples where a draw is asked for; raises Internal for a malformed batch."""
@@ -113,12 +113,12 @@ class ModelRunner:
         are asked for in the order of the launches; only then may pages of their rows go to somebody else.
         """
         with torch.inference_mode():
-            return self._stepper.launch(batch)
+            return self.stepper.launch(batch)
 
     def logits(self, batch: StepBatch) -> Tensor:
         """As `run`, but the logits [rows with a draw, vocab] themselves, in the model's dtype, on the device."""
         with torch.inference_mode():
-            logits = self._stepper.logits(batch)
+            logits = self.stepper.logits(batch)
             if logits is None:
                 return torch.empty(0, self.model_config.vocab_size)
             return logits[: sum(row.draw is not None for row in batch.rows)]

@@ -98,8 +98,10 @@ class _Sections:
     def of(cls, words: Words, sizes: StepSizes) -> "_Sections":
         wide = sum(sizes.wide)
         narrow = words[wide:].view(np.int32)[: sum(sizes.narrow)]
-        *rest, table = np.split(narrow, np.cumsum(sizes.narrow[:-1]))
-        return cls(*np.split(words[:wide], np.cumsum(sizes.wide[:-1])), *rest, table.reshape(sizes.rows, sizes.width))
+        token_ids, slots, drawn = np.split(words[:wide], np.cumsum(sizes.wide[:-1]))
+        positions, sources, row_starts, contexts, table = np.split(narrow, np.cumsum(sizes.narrow[:-1]))
+        shaped = table.reshape(sizes.rows, sizes.width)
+        return cls(token_ids, slots, drawn, positions, sources, row_starts, contexts, shaped)
 
 
 class StepPacker:

@@ -59,7 +59,9 @@ class FakeEngine:
             return lambda: result
 
         def run() -> StepResult:
-            rows = [row if row.source is None else replace(row, token_ids=[self._drew(row.source)]) for row in batch.rows]
+            rows = [
+                row if row.source is None else replace(row, token_ids=[self._drew(row.source)]) for row in batch.rows
+            ]
             result = self.run(StepBatch(rows))
             self._drawn = result.token_ids
             return result

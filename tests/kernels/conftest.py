@@ -5,6 +5,7 @@ Without a GPU, Triton's kernels run in its interpreter, which must be chosen bef
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,22 @@ DTYPES = [torch.float32, torch.bfloat16]
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,61 @@
+"""What one GPU can do at best, measured in the run that is compared with it."""
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+_COPY_BYTES = 4 << 30
+_MATRIX = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Copy bandwidth in bytes a second, read and written bytes both counted; bf16 matrix rate in FLOP a second."""
+
+    copy: float
+    matrix: float
+
+
+def measure_ceilings() -> Ceilings:
+    """A large device copy and an 8192³ product of random numbers, medians."""
+    return Ceilings(_copy_bandwidth(), _matrix_rate())
+
+
+def _copy_bandwidth() -> float:
+    source = torch.randint(0, 127, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * _COPY_BYTES / median_seconds(lambda: target.copy_(source))
+
+
+def _matrix_rate() -> float:
+    a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    return 2 * _MATRIX**3 / median_seconds(lambda: torch.mm(a, b, out=out), rounds=30)
+
+
+def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -> float:
+    """Device time of `run`, by events."""
+    for _ in range(warm):
+        run()
+    times: list[float] = []
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    for _ in range(rounds):
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
+    """Device time of one of `repeats` launches `launch(0)`, `launch(1)`, … inside one CUDA graph, by its replays."""
+    launch(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(repeats):
+            launch(number)
+    return median_seconds(graph.replay, rounds=9, warm=2) / repeats

@@ -1,0 +1,151 @@
+"""The engine on one GPU against the chip's ceilings: `python -m benchmarks.engine --device cuda --shape llama-3-8b`.
+
+Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; every figure that
+counts is a ratio to them. The last line is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+
+from benchmarks.ceilings import Ceilings, graph_seconds, measure_ceilings
+from benchmarks.gpu_engine import GpuEngine
+from benchmarks.profile_gpu import profile
+from benchmarks.results import run_facts, save_result
+from engine.config import EngineConfig
+from engine.kernels.base import AttentionShape
+from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_launch import overlaps_launches
+from engine.model_runner import ModelRunner
+from engine.models.shapes import write_shape
+
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT = 1024
+PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
+ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
+_ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
+_STEP_TOKENS = 16384
+
+Figures = dict[str, object]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure what the command line asks for and print it, JSON last."""
+    config = EngineConfig(
+        write_shape(arguments.shape, Path(tempfile.gettempdir()) / f"tandem-{arguments.shape}"),
+        device=arguments.device,
+        dtype="bfloat16",
+        random_weights=True,
+        max_step_tokens=_STEP_TOKENS,
+        max_batch_requests=max(BATCHES),
+        memory_fraction=0.85,
+    )
+    engine = GpuEngine(ModelRunner.load(config, _print_progress))
+    engine.prefill_seconds(1, 16, rounds=1)
+    started = time.time() - psutil.Process().create_time()
+    cache = engine.runner.cache
+    result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.pages * cache.page_tokens}
+    print(f"start to first token {started:.1f} s", flush=True)
+    ceilings = measure_ceilings()
+    print(f"copy {ceilings.copy / 1e9:.0f} GB/s, matrix {ceilings.matrix / 1e12:.0f} TFLOP/s", flush=True)
+    result |= {"copy_gb_per_s": round(ceilings.copy / 1e9, 1), "matrix_tflops": round(ceilings.matrix / 1e12, 1)}
+    if arguments.profile:
+        result |= profile(engine, ceilings, arguments.profile)
+    else:
+        result |= measure(engine, ceilings)
+        del engine, cache
+        gc.collect()
+        torch.cuda.empty_cache()
+        result |= _attention(ceilings)
+        if arguments.eager:
+            result |= _without_graphs(config, result)
+    result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
+    if arguments.save:
+        print("saved", save_result(f"engine-{arguments.shape}", result))
+    print(json.dumps(result))
+
+
+def measure(engine: GpuEngine, ceilings: Ceilings) -> Figures:
+    """Decode and prefill, as ratios to the ceilings, with the milliseconds they are made of."""
+    found: Figures = {}
+    for batch in BATCHES:
+        seconds = engine.decode_seconds(batch, CONTEXT)
+        share = engine.decode_bytes(batch, CONTEXT) / seconds / ceilings.copy
+        device = engine.graph_seconds(batch, CONTEXT)
+        idle = max(0.0, 1 - device / seconds)
+        found |= {
+            f"decode_bw_ratio_b{batch}": round(share, 4),
+            f"decode_ms_b{batch}": round(seconds * 1e3, 4),
+            f"decode_device_ms_b{batch}": round(device * 1e3, 4),
+            f"decode_idle_share_b{batch}": round(idle, 4),
+        }
+        print(
+            f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy, device {device * 1e3:.3f}", flush=True
+        )
+    for batch in (32, 256):
+        sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
+        found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
+    for rows, tokens in PREFILLS:
+        seconds = engine.prefill_seconds(rows, tokens)
+        share = engine.prefill_flops(rows, tokens) / seconds / ceilings.matrix
+        found |= {
+            f"prefill_flops_ratio_{rows}x{tokens}": round(share, 4),
+            f"prefill_ms_{rows}x{tokens}": round(seconds * 1e3, 3),
+        }
+        print(f"prefill {rows}x{tokens:<6} {seconds * 1e3:8.2f} ms  {share:6.1%} of the matrix rate", flush=True)
+    return found
+
+
+def _attention(ceilings: Ceilings) -> Figures:
+    """Decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
+    found: Figures = {}
+    for rows, tokens in ATTENTIONS:
+        seconds = attention_seconds(rows, tokens, 128)
+        share = 2 * rows * tokens * _ATTENTION.kv_heads * _ATTENTION.head_dim * 2 / seconds / ceilings.copy
+        found |= {
+            f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
+            f"attention_us_{rows}x{tokens}": seconds * 1e6,
+        }
+        print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
+    return found
+
+
+def attention_seconds(rows: int, tokens: int, page_tokens: int, shape: AttentionShape = _ATTENTION) -> float:
+    """Device seconds of one layer's decode attention of `rows` rows with `tokens` tokens each."""
+    device = torch.device("cuda")
+    width = -(-tokens // page_tokens)
+    page_bytes = 2 * shape.kv_heads * page_tokens * shape.head_dim * 2
+    layers = max(2, min(16, (1 << 30) // (rows * width * page_bytes)))
+    cache = torch.randn(
+        rows * width, layers, 2, shape.kv_heads, page_tokens, shape.head_dim, device=device, dtype=torch.bfloat16
+    )
+    table = torch.randperm(rows * width, device=device).view(rows, width).int()
+    q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
+    contexts = torch.full((rows,), tokens, device=device, dtype=torch.int32)
+    attend = DecodeAttention(shape, rows, device, overlaps_launches())
+    return graph_seconds(lambda number: attend(q, cache, number % layers, table, contexts), repeats=2 * layers)
+
+
+def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
+    """The decode steps once more, every kernel launched by the host."""
+    engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
+    found: Figures = {}
+    for batch in BATCHES:
+        seconds = engine.decode_seconds(batch, CONTEXT, steps=24)
+        found[f"decode_eager_ms_b{batch}"] = round(seconds * 1e3, 4)
+        print(
+            f"decode b{batch:<4} without graphs {seconds * 1e3:8.3f} ms, with {with_graphs[f'decode_ms_b{batch}']} ms"
+        )
+    return found
+
+
+def _print_progress(what: str, done: float) -> None:
+    if done in {0.0, 1.0}:
+        print(f"{what} {done:.0%}", flush=True)

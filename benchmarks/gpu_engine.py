@@ -1,0 +1,118 @@
+"""One engine on a GPU: what a decode step and a prefill take, and what the chip would allow.
+
+Decode bytes are all weights a step reads, the output layer included, and the KV it reads. Prefill FLOPs are twice the
+non-embedding parameters for each token, and causal attention.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.ceilings import median_seconds
+from engine.batch import Draw, PendingStep, StepBatch, StepRow
+from engine.cuda_stepper import CudaStepper
+from engine.model_runner import ModelRunner
+from wire.messages import SamplingParams
+
+_GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+_SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
+
+
+class GpuEngine:
+    """A runner whose pages this object hands out by position: row r has pages r · share, r · share + 1, …"""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.shape = runner.model_config
+
+    def decode_seconds(self, batch: int, context: int, steps: int = 48, warm: int = 8, sampled: bool = False) -> float:
+        """Seconds a step of `batch` rows around `context` tokens, steps launched one ahead as the worker does."""
+        pages = self._pages(batch, context + steps + warm)
+        first = context - steps // 2 - warm
+        pending: PendingStep | None = None
+        started = 0.0
+        for number in range(warm + steps):
+            if number == warm:
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+            running = pending is not None
+            rows = [
+                StepRow([1000 + row], first + number, pages[row], _draw(sampled, row, number), row if running else None)
+                for row in range(batch)
+            ]
+            launched = self.runner.launch(StepBatch(rows))
+            if pending is not None:
+                pending()
+            pending = launched
+        assert pending is not None
+        pending()
+        return (time.perf_counter() - started) / steps
+
+    def graph_seconds(self, batch: int, context: int) -> float:
+        """Seconds of the device alone for such a step: its CUDA graph replayed back to back."""
+        pages = self._pages(batch, context + 1)
+        rows = [StepRow([1000 + row], context, pages[row], _GREEDY) for row in range(batch)]
+        step = StepBatch(rows)
+        self.runner.run(step)
+        stepper = self.runner.stepper
+        assert isinstance(stepper, CudaStepper)
+        graph = stepper.graphs.fitting(step)
+        assert graph is not None, f"no CUDA graph takes {batch} rows"
+        return median_seconds(graph.graph.replay, rounds=30)
+
+    def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
+        """Median seconds from prompts on the host to their first tokens on the host, in one step."""
+        pages = self._pages(rows, tokens)
+        generator = torch.Generator().manual_seed(rows * tokens)
+        times = []
+        for _ in range(rounds + 2):
+            prompts = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
+            step = StepBatch([StepRow(prompts[row], 0, pages[row], _GREEDY) for row in range(rows)])
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            self.runner.run(step)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[2:])
+
+    def decode_bytes(self, batch: int, context: int) -> float:
+        """Bytes a decode step must read."""
+        return self.weight_bytes() + batch * self.kv_bytes(context)
+
+    def weight_bytes(self) -> int:
+        """Bytes of all weights a step reads."""
+        return 2 * (self._layer_parameters() + self._head_parameters())
+
+    def decode_flops(self, batch: int, context: int) -> float:
+        """FLOPs of a decode step."""
+        shape = self.shape
+        attention = 4 * context * shape.heads * shape.head_dim * shape.layers
+        return batch * (self.weight_bytes() + attention)
+
+    def kv_bytes(self, tokens: int) -> float:
+        """Bytes of the keys and values of `tokens` tokens."""
+        return tokens * self.runner.cache.page_bytes / self.runner.page_tokens
+
+    def prefill_flops(self, rows: int, tokens: int) -> float:
+        """FLOPs of `rows` prompts of `tokens` tokens."""
+        shape = self.shape
+        attention = 2 * tokens * tokens * shape.heads * shape.head_dim * shape.layers
+        return rows * (2 * self._layer_parameters() * tokens + attention)
+
+    def _layer_parameters(self) -> int:
+        shape, width = self.shape, self.shape.heads * self.shape.head_dim
+        return shape.layers * shape.hidden_size * (shape.qkv_size + width + 3 * shape.intermediate_size)
+
+    def _head_parameters(self) -> int:
+        return self.shape.vocab_size * self.shape.hidden_size
+
+    def _pages(self, rows: int, tokens: int) -> Sequence[Sequence[int]]:
+        each = -(-tokens // self.runner.page_tokens)
+        if rows * each > self.runner.cache.pages:
+            raise ValueError(f"{rows} rows of {tokens} tokens need {rows * each} pages of {self.runner.cache.pages}")
+        return [range(row * each, (row + 1) * each) for row in range(rows)]
+
+
+def _draw(sampled: bool, row: int, index: int) -> Draw:
+    return Draw(_SAMPLED, index + row) if sampled else _GREEDY

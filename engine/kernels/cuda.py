@@ -1,0 +1,99 @@
+"""Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused elementwise work,
+split-KV attention over pages for rows of one token and flash-attn-4 for longer ones.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.kernels import triton_linear, triton_rope
+from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
+from engine.kernels.prefill_attention import choose_prefill_attention
+from engine.kernels.triton_activation import silu_mul
+from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_embed import embed
+from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_linear_plan import streams
+from engine.kernels.triton_norm import rms_norm
+from engine.models.config import ModelConfig
+from wire.errors import InvalidArgument
+
+_HEAD_DIMS = (64, 96, 128, 256)
+
+
+class CudaKernels(Kernels):
+    """Of one model on one GPU, called by one thread on one stream. Holds scratch memory that all layers share."""
+
+    def __init__(
+        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int, max_decode_rows: int
+    ) -> None:
+        """`max_decode_rows`: most rows of one token that a step may have, or that count as such.
+
+        InvalidArgument for a head dim that no kernel takes.
+        """
+        if model.head_dim not in _HEAD_DIMS:
+            raise InvalidArgument(
+                "model", f"has head dim {model.head_dim}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
+            )
+        self._device = device
+        self._max_decode_rows = max_decode_rows
+        self._pdl = overlaps_launches()
+        self._decode: dict[AttentionShape, DecodeAttention] = {}
+        self._prefill = choose_prefill_attention(device, dtype, model.head_dim, page_tokens)
+
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
+        return embed(token_ids, sources, drawn, table, pdl=self._pdl)
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        if streams(len(hidden), *linear.weight.shape):
+            return triton_linear.norm_linear(hidden, norm, eps, linear.weight, linear.bias, pdl=self._pdl)
+        return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
+
+    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        if streams(len(hidden), *gate_up.weight.shape):
+            return triton_linear.norm_gate_up(hidden, norm, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
+        return silu_mul(_product(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up), pdl=self._pdl)
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        if streams(len(x), *linear.weight.shape):
+            triton_linear.linear_add(x, linear.weight, linear.bias, hidden, pdl=self._pdl)
+            return
+        hidden.addmm_(x, linear.weight.t())
+        if linear.bias is not None:
+            hidden += linear.bias
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        return triton_rope.rope_and_store(
+            qkv, rope, q_norm, k_norm, eps, cache, layer, layout.positions, layout.slots, shape, pdl=self._pdl
+        )
+
+    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+        rows, single = len(layout.context_lens), min(layout.single_rows, self._max_decode_rows)
+        if single == 0:
+            return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
+        decoded = self._decode_attention(shape)(
+            q[:single], cache, layer, layout.page_table[:single], layout.context_lens[:single]
+        )
+        if single == rows:
+            return decoded
+        return torch.cat((decoded, self._prefill(q[single:], cache, layer, layout, shape, single).flatten(1)))
+
+    def _decode_attention(self, shape: AttentionShape) -> DecodeAttention:
+        if shape not in self._decode:
+            self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl)
+        return self._decode[shape]
+
+
+def _product(x: Tensor, linear: Linear) -> Tensor:
+    return torch.nn.functional.linear(x, linear.weight, linear.bias)

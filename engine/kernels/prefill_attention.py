@@ -1,0 +1,107 @@
+"""Attention of rows with many tokens: flash-attn-4 over the paged cache where it runs, else PyTorch's SDPA by row."""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.base import AttentionShape, StepLayout
+from engine.kernels.reference import gather_row, visible
+
+log = logging.getLogger(__name__)
+
+_FLASH_CAPABILITY = (9, 0)
+_FLASH_DIMS = (64, 96, 128)
+_FLASH_PAGE = 128
+"""Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
+
+
+class PrefillAttention(Protocol):
+    """q [T, heads, head_dim], T from row `first_row` on → [T, heads, head_dim]; see `Kernels.attention`."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor: ...
+
+
+def choose_prefill_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_tokens: int
+) -> PrefillAttention:
+    """The fastest that can compute this model here; says in the log which, and warns of a slow page size."""
+    reason = _why_no_flash(device, dtype, head_dim)
+    if reason:
+        log.warning("prefill attention: PyTorch SDPA, one row at a time (%s)", reason)
+        return SdpaPrefill()
+    if page_tokens != _FLASH_PAGE:
+        log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
+    log.info("prefill attention: flash-attn-4")
+    return FlashPrefill()
+
+
+def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "flash-attn-4 computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    if head_dim not in _FLASH_DIMS:
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
+    try:
+        import flash_attn.cute  # noqa: F401
+    except ImportError:
+        return "the package flash-attn-4 is not installed"
+    return ""
+
+
+class FlashPrefill:
+    """flash-attn-4, all rows in one launch; keys and values are read where they lie."""
+
+    def __init__(self) -> None:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        self._flash: Callable[..., Any] = flash_attn_varlen_func
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor:
+        starts = layout.row_starts[first_row:]
+        out = self._flash(
+            q,
+            cache[:, layer, 0].transpose(1, 2),
+            cache[:, layer, 1].transpose(1, 2),
+            cu_seqlens_q=starts - starts[0] if first_row else starts,
+            max_seqlen_q=layout.max_row_tokens,
+            seqused_k=layout.context_lens[first_row:],
+            page_table=layout.page_table[first_row:],
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=(None if shape.window is None else shape.window - 1, None if shape.window is None else 0),
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+class SdpaPrefill:
+    """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor:
+        starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for row in range(first_row, len(contexts)):
+            here = slice(starts[row] - starts[first_row], starts[row + 1] - starts[first_row])
+            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row])
+            positions = layout.positions[starts[row] : starts[row + 1]]
+            mixed = F.scaled_dot_product_attention(
+                q[here].transpose(0, 1)[None],
+                keys[None],
+                values[None],
+                attn_mask=visible(positions, contexts[row], shape.window)[None, None],
+                scale=shape.scale,
+                enable_gqa=True,
+            )
+            out[here] = mixed[0].transpose(0, 1)
+        return out

@@ -1,0 +1,26 @@
+"""Shapes of well-known models, as their config.json: for performance runs with random weights."""
+
+from pathlib import Path
+
+from wire.errors import InvalidArgument
+
+_HERE = Path(__file__).parent
+
+
+def shape_names() -> list[str]:
+    """Every shape that `shape_file` knows."""
+    return sorted(file.stem for file in _HERE.glob("*.json"))
+
+
+def shape_file(name: str) -> Path:
+    """The config.json of `name` ("llama-3-8b"); InvalidArgument lists the known ones."""
+    if name not in shape_names():
+        raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
+    return _HERE / f"{name}.json"
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """Make `folder` a model folder of this shape, without weights and tokenizer → `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(shape_file(name).read_text(encoding="utf-8"), encoding="utf-8")
+    return folder

@@ -1,0 +1,207 @@
+"""Choosing the next tokens on the device: what `engine.sampler` chooses, without a word from the host.
+
+The host packs each row's parameters and its seeded uniform number into one array, before the logits exist; the device
+does the rest. The order of the filters, ties and the inverse of the cumulative distribution are those of
+`engine.sampler`; sums are exact in fixed point there, so a token may differ from it only where float32 probabilities
+round to another side of a filter's edge or of the drawn number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.batch import Draw
+from engine.kernels import triton_choice, triton_sampling
+from engine.sampler import uniform
+
+PARAMS: int = triton_sampling.PARAMS.value
+CANDIDATES: int = triton_sampling.CANDIDATES.value
+SPLITS: int = triton_sampling.SPLITS.value
+BINS: int = triton_sampling.BINS.value
+IN_PROMPT: int = triton_sampling.IN_PROMPT.value
+"""See `DeviceSampler.sample`."""
+
+MASS_BITS = 62
+"""A row's whole mass fits into an int64 with a bit to spare."""
+TILE, TILE_WARPS = 2048, 4
+CHOICE_TILE, CHOICE_WARPS = 4096, 16
+MANY_ROWS = 16
+"""Rows that fill the device with large blocks; fewer need small ones."""
+LARGE_BLOCK, LARGE_WARPS = 8192, 8
+SMALL_BLOCK, SMALL_WARPS = 2048, 4
+ALIGNED_ELEMENTS = 16
+"""Rows of scratch memory start at multiples of this, which lets loads be wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """What a token's earlier occurrences cost it, as in vLLM; the defaults cost nothing.
+
+    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by `repetition` > 0; one
+    of the answer then loses `presence`, and `frequency` for each time.
+    """
+
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingPlan:
+    """A step's draws as the device wants them: params [rows, PARAMS] float64; whether every row is greedy."""
+
+    params: NDArray[np.float64]
+    greedy_only: bool
+
+
+def plan(draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
+    """Pack `draws`, and `penalties` if any row has some, row by row. Touches no device."""
+    params = np.empty((len(draws), PARAMS))
+    for row, draw in enumerate(draws):
+        chosen = draw.sampling
+        number = uniform(chosen.seed, draw.index) if chosen.temperature > 0 else 0.0
+        params[row, :5] = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, number
+        penalty = penalties[row] if penalties else Penalties()
+        params[row, 5:] = penalty.repetition, penalty.presence, penalty.frequency
+    return SamplingPlan(params, not any(draw.sampling.temperature > 0 for draw in draws))
+
+
+class DeviceSampler:
+    """Samples up to `max_rows` rows of `vocab_size` logits; owns about 4 · max_rows · vocab_size bytes of scratch.
+
+    One step at a time uses it: launches of one stream, or of CUDA graphs that follow each other.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device, pdl: bool) -> None:
+        self._vocab = vocab_size
+        self.max_rows = max_rows
+        self._pdl = pdl
+        self._shift = MASS_BITS - (vocab_size - 1).bit_length()
+        part = triton.cdiv(vocab_size, SPLITS)
+        self._split_tokens = triton.cdiv(part, TILE) * TILE
+        self._splits = triton.cdiv(vocab_size, self._split_tokens)
+        self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+        def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
+
+        self._best = scratch(triton.cdiv(vocab_size, SMALL_BLOCK), dtype=torch.int64)
+        self._weights = scratch(self._room, dtype=torch.float32)
+        self._ids = scratch(CANDIDATES, dtype=torch.int32)
+        self._found = scratch(2, dtype=torch.int32)
+        self._masses = scratch(SPLITS, dtype=torch.int64)
+        self._histograms = scratch(SPLITS, BINS, dtype=torch.int32)
+
+    def plan(self, draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
+        """`plan`, for callers that hold a sampler only."""
+        return plan(draws, penalties)
+
+    def sample(
+        self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None
+    ) -> None:
+        """Launch the choice of one token a row → out [R] int64.
+
+        logits [R, vocab_size], contiguous rows, any float dtype; params [R, PARAMS] float64 on the device, a plan's
+        `params`; greedy_only: the plan's, which makes it two short launches.
+        counts [R, vocab_size] int32 contiguous or None, none of the rows has a penalty: how often the answer has
+        each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
+        An id is in the vocabulary even where logits are not numbers. Nothing here waits for the device.
+        """
+        rows, vocab = logits.shape
+        assert rows <= self.max_rows and vocab == self._vocab, "the sampler was made for other logits"
+        large = rows >= MANY_ROWS
+        block = LARGE_BLOCK if large else SMALL_BLOCK
+        blocks = triton.cdiv(vocab, block)
+        padded_blocks = triton.next_power_of_2(blocks)
+        penalties = counts is not None
+        # Without penalties nothing reads the counts; a kernel still wants a pointer.
+        seen = self._ids if counts is None else counts
+        pdl = self._pdl
+        triton_sampling.best_of_block[(rows, blocks)](
+            logits,
+            logits.stride(0),
+            seen,
+            params,
+            self._best,
+            vocab,
+            BLOCK=block,
+            PENALTIES=penalties,
+            PDL=pdl,
+            num_warps=LARGE_WARPS if large else SMALL_WARPS,
+            launch_pdl=pdl,
+        )
+        if greedy_only:
+            triton_sampling.take_best[(rows,)](
+                self._best,
+                out,
+                seen,
+                blocks,
+                vocab,
+                BLOCKS=padded_blocks,
+                PENALTIES=penalties,
+                PDL=pdl,
+                num_warps=1,
+                launch_pdl=pdl,
+            )
+            return
+        triton_sampling.weigh[(rows, self._splits)](
+            logits,
+            logits.stride(0),
+            seen,
+            params,
+            self._best,
+            self._weights,
+            self._masses,
+            self._histograms,
+            vocab,
+            blocks,
+            self._room,
+            self._split_tokens,
+            BLOCKS=padded_blocks,
+            TILE=TILE,
+            SHIFT=self._shift,
+            PENALTIES=penalties,
+            PDL=pdl,
+            num_warps=TILE_WARPS,
+            launch_pdl=pdl,
+        )
+        triton_sampling.collect[(rows, self._splits)](
+            params,
+            self._weights,
+            self._ids,
+            self._found,
+            self._histograms,
+            vocab,
+            self._room,
+            self._split_tokens,
+            TILE=TILE,
+            PDL=pdl,
+            num_warps=TILE_WARPS,
+            launch_pdl=pdl,
+        )
+        triton_choice.choose[(rows,)](
+            params,
+            self._best,
+            self._weights,
+            self._ids,
+            self._found,
+            self._masses,
+            seen,
+            out,
+            vocab,
+            blocks,
+            self._room,
+            self._split_tokens,
+            BLOCKS=padded_blocks,
+            TILE=CHOICE_TILE,
+            SHIFT=self._shift,
+            PENALTIES=penalties,
+            PDL=pdl,
+            num_warps=CHOICE_WARPS,
+            launch_pdl=pdl,
+        )

@@ -1,0 +1,49 @@
+"""All GPU kernels together, in whole models: the logits of the plain ones. In Triton's interpreter, or on a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import Draw, StepBatch, StepRow
+from engine.config import EngineConfig
+from engine.kernels.cuda import CudaKernels
+from engine.kernels.reference import ReferenceKernels
+from engine.model_runner import ModelRunner
+from engine.models.config import load_model_config
+from wire.messages import SamplingParams
+
+DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "num_key_value_heads": 1},
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64, "num_key_value_heads": 2},
+}
+
+
+@pytest.fixture(params=MODELS)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    config = {
+        "vocab_size": 131, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config | MODELS[request.param]))
+    return tmp_path
+
+
+def test_logits_of_the_plain_kernels(folder: Path) -> None:
+    config = EngineConfig(folder, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True)
+    kernels = CudaKernels(load_model_config(folder), torch.device("cpu"), torch.float32, 16, max_decode_rows=4)
+    ours, plain = (ModelRunner.load(config, kernels=each) for each in (kernels, ReferenceKernels()))
+    prompt = [(7 * i) % 131 for i in range(37)]
+    steps = [
+        [StepRow(prompt, 0, [3, 1, 2], DRAW), StepRow(prompt[:5], 0, [5], DRAW)],
+        [StepRow([9], 37, [3, 1, 2], DRAW), StepRow([8], 5, [5], DRAW), StepRow(prompt[:20], 0, [6, 7], DRAW)],
+        [StepRow([4], 38, [3, 1, 2], DRAW), StepRow([2], 20, [6, 7], DRAW)],
+    ]
+    for rows in steps:
+        step = StepBatch(rows)
+        torch.testing.assert_close(ours.logits(step), plain.logits(step), rtol=2e-5, atol=2e-5)

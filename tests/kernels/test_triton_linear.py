@@ -1,0 +1,221 @@
+"""Weight-streaming products: as exact as PyTorch's in the same dtype, and nothing read or written beside the tensors."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels import triton_linear as ours
+from engine.kernels.base import Linear
+from engine.kernels.reference import ReferenceKernels, rms_norm
+from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_linear_plan import Gemv, Skinny, Tile, tile_for
+
+from .steps import assert_as_good
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REFERENCE = ReferenceKernels()
+EPS = 1e-5
+GUARD = 256
+"""Numbers of NaN before and after each tensor: more than any tile's overhang would skip."""
+
+SIXTEEN = [torch.bfloat16, torch.float16]
+ALL = [*SIXTEEN, torch.float32]
+TOKENS = [1, 2, 3, 8, 17, 64, 100]
+
+
+def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of `values` on the device with NaN around it."""
+    memory = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=dtype, device=DEVICE)
+    held = memory[GUARD : GUARD + values.numel()].view(values.shape)
+    held.copy_(values)
+    return held
+
+
+def guards_of(held: Tensor) -> Tensor:
+    memory = torch.as_strided(held, (held.numel() + 2 * GUARD,), (1,), held.storage_offset() - GUARD)
+    return torch.cat((memory[:GUARD], memory[-GUARD:]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random inputs that every dtype holds exactly, in float64: x [T, K], weight [N, K], residual [T, N]."""
+
+    x: Tensor
+    norm: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor
+
+
+def make_case(  # noqa: PLR0917
+    tokens: int, n: int, k: int, bias: bool = False, norm: bool = True, outliers: bool = False, seed: int = 0
+) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*sizes: int) -> Tensor:
+        return (torch.randn(*sizes, generator=generator) * 64).round().clamp(-255, 255).double() / 64
+
+    x = random(tokens, k)
+    if outliers:
+        x[:, 3 % k] *= 2048
+        x[-1] *= 8
+    return Case(x, random(k) if norm else None, random(n, k) / 8, random(n) if bias else None, random(tokens, n))
+
+
+Operation = Callable[[Case, torch.dtype, Tile | None], Tensor]
+
+
+def run(op: int, case: Case, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+    """One product by the kernels under test, its output poisoned before and its surroundings checked after."""
+    paired = op == ours.GATE_UP.value
+    tokens, n = case.x.shape[0], case.weight.shape[0] // (2 if paired else 1)
+    fresh = torch.full((tokens, n), float("nan"))
+    out = guarded(case.residual if op == ours.ADD.value else fresh, dtype)
+    inputs = [None if t is None else guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias)]
+    x, norm, weight, bias = inputs
+    assert x is not None
+    assert weight is not None
+    ours.launch(x, norm, EPS, weight, bias, out, op, pdl=overlaps_launches(), tile=tile)
+    assert guards_of(out).isnan().all()
+    return out.cpu()
+
+
+def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
+    """The same in plain PyTorch."""
+    x = case.x.to(dtype)
+    if case.norm is not None:
+        x = rms_norm(x, case.norm.to(dtype), EPS)
+    linear = Linear(case.weight.to(dtype), None if case.bias is None else case.bias.to(dtype))
+    if op == ours.ADD.value:
+        hidden = case.residual.to(dtype, copy=True)
+        REFERENCE.linear_add(x, linear, hidden)
+        return hidden
+    product = torch.nn.functional.linear(x, linear.weight, linear.bias)
+    if op == ours.STORE.value:
+        return product
+    gate, up = product.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def check(op: int, cases: list[Case], dtype: torch.dtype, tile: Tile | None = None) -> None:
+    """All cases together, as the largest of few errors is luck."""
+    found = torch.cat([run(op, case, dtype, tile).flatten() for case in cases])
+    baseline = torch.cat([torch_run(op, case, dtype).flatten() for case in cases])
+    exact = torch.cat([torch_run(op, case, torch.float64).flatten() for case in cases])
+    assert_as_good(found, baseline, exact)
+
+
+OPS = [ours.STORE.value, ours.GATE_UP.value, ours.ADD.value]
+OP_NAMES = ["store", "gate_up", "add"]
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+def test_as_exact_as_torch_for_any_number_of_tokens(op: int, dtype: torch.dtype) -> None:
+    norm = op != ours.ADD.value
+    check(op, [make_case(t, 70, 100, bias=t % 2 == 1, norm=norm, seed=t) for t in TOKENS], dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+@pytest.mark.parametrize(("n", "k"), [(576, 1536), (192, 576), (100, 36)])
+def test_as_exact_as_torch_for_sizes_beside_the_tiles(n: int, k: int, op: int, dtype: torch.dtype) -> None:
+    cases = [make_case(t, n, k, bias=t == 3, norm=op != ours.ADD.value, seed=t) for t in (1, 3)]
+    check(op, cases, dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+@pytest.mark.parametrize("norm", [False, True])
+def test_norm_and_bias_are_optional(norm: bool, op: int, dtype: torch.dtype) -> None:
+    check(op, [make_case(t, 48, 64, bias=b, norm=norm, seed=t) for t in (1, 5) for b in (False, True)], dtype)
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("op", OPS[:2], ids=OP_NAMES[:2])
+def test_outliers_in_the_input(op: int, dtype: torch.dtype) -> None:
+    check(op, [make_case(t, 64, 160, outliers=True, seed=t) for t in (1, 2, 17)], dtype)
+
+
+TILES = [
+    Gemv(4, 64, 4),
+    Gemv(2, 128, 4),
+    Gemv(1, 512, 4),
+    Skinny(64, 16, 64, splits=1, stages=3, warps=4, early=256),
+    Skinny(64, 16, 32, splits=3, stages=3, warps=4, early=512),
+    Skinny(32, 32, 64, splits=4, stages=2, warps=4),
+    Skinny(16, 16, 128, splits=8, stages=2, warps=4),
+]
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_kind_of_tile(tile: Tile, op: int, dtype: torch.dtype) -> None:
+    counts = (1,) if isinstance(tile, Gemv) else (1, 2, 16, 19)
+    check(op, [make_case(t, 140, 328, bias=True, norm=op != ours.ADD.value, seed=t) for t in counts], dtype, tile)
+    if isinstance(tile, Skinny) and tile.splits > 1:
+        assert not ours.reserve_scratch(torch.empty(0, device=DEVICE).device)[1].any()
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+def test_the_same_bits_in_every_run(op: int, dtype: torch.dtype) -> None:
+    split = Skinny(32, 16, 32, splits=4, stages=2, warps=4)
+    for tile in (None, split):
+        case = make_case(9, 64, 256, bias=True, norm=op != ours.ADD.value)
+        first = run(op, case, dtype, tile)
+        assert all(torch.equal(first, run(op, case, dtype, tile)) for _ in range(2))
+
+
+@pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
+def test_a_float32_row_has_the_same_bits_alone_and_in_any_step(op: int) -> None:
+    whole = make_case(37, 40, 100, bias=True, norm=op != ours.ADD.value)
+    together = run(op, whole, torch.float32)
+    for rows in (slice(0, 1), slice(20, 21), slice(3, 5), slice(9, 30)):
+        part = Case(whole.x[rows], whole.norm, whole.weight, whole.bias, whole.residual[rows])
+        assert torch.equal(run(op, part, torch.float32), together[rows])
+
+
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_the_public_functions(dtype: torch.dtype) -> None:
+    case = make_case(3, 64, 96, bias=True)
+    assert case.norm is not None
+    assert case.bias is not None
+    x, norm, weight, bias = (guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias))
+    pdl = overlaps_launches()
+    store, gate_up, add = OPS
+    assert torch.equal(ours.norm_linear(x, norm, EPS, weight, bias, pdl=pdl).cpu(), run(store, case, dtype))
+    assert torch.equal(ours.norm_gate_up(x, norm, EPS, weight, bias, pdl=pdl).cpu(), run(gate_up, case, dtype))
+    hidden = guarded(case.residual, dtype)
+    ours.linear_add(x, weight, bias, hidden, pdl=pdl)
+    plain = Case(case.x, None, case.weight, case.bias, case.residual)
+    assert torch.equal(hidden.cpu(), run(add, plain, dtype))
+
+
+def test_extreme_gates_stay_finite() -> None:
+    case = Case(
+        torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(),
+        torch.full((4,), 4.0).double(),
+        torch.cat((torch.eye(4) * 60, torch.eye(4))).double(),
+        None,
+        torch.zeros(1, 4).double(),
+    )
+    result = run(ours.GATE_UP.value, case, torch.bfloat16)
+    assert torch.allclose(result.float(), torch.tensor([[960.0, 0.0, 960.0, 0.0]]), rtol=1e-2, atol=1e-6)
+
+
+def test_the_plan_has_a_tile_for_every_size() -> None:
+    for n, k in ((28672, 4096), (4096, 14336), (6144, 1024), (1024, 3072), (151936, 1024), (576, 1536), (70, 100)):
+        for paired in (False, True):
+            assert isinstance(tile_for(1, n, k, paired, 2), Gemv)
+            for tokens in (2, 16, 33, 128, 1000):
+                tile = tile_for(tokens, n, k, paired, 2)
+                assert isinstance(tile, Skinny)
+                assert tile.tokens >= min(tokens, 128)
+            assert tile_for(1, n, k, paired, 4) == tile_for(100, n, k, paired, 4)
+    assert ours.streams(1, 4096, 4096)
+    assert not ours.streams(4096, 4096, 4096)
