@@ -33,6 +33,10 @@ PROGRAMS_PER_SM = 8
 """Programs to aim at where a split still costs little: several waves, so that the last one weighs less."""
 MOST_SPLITS = 32
 """More make a single row no faster, as its last program has to merge them."""
+LEAST_TOKENS, MOST_LEAST_TOKENS = 64, 512
+"""Shortest stretch worth a program: of a lone row, and where rows alone nearly fill the GPU."""
+LONG_TOKENS = 4096
+"""A row this long holds up the others even where they fill the GPU."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
 """Splits and shortest stretch of float32, whatever the batch."""
 
@@ -63,8 +67,13 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
     block = 64 if head_dim <= 128 else 32
     lanes = rows * kv_heads
-    splits = min(MOST_SPLITS, max(1, PROGRAMS_PER_SM * sms // lanes), -(-capacity // block))
-    least_tokens = min(max(triton.next_power_of_2(4 * lanes), 64), 512)
+    wanted = PROGRAMS_PER_SM * sms // lanes
+    if wanted <= 1:
+        # The rows fill the GPU; the second program is for a long row among short ones.
+        splits = 2 if capacity > LONG_TOKENS else 1
+        return Plan(block, warps=4, stages=3, splits=splits, least_tiles=LONG_TOKENS // 2 // block)
+    splits = min(MOST_SPLITS, wanted, -(-capacity // block))
+    least_tokens = min(max(triton.next_power_of_2(4 * lanes), LEAST_TOKENS), MOST_LEAST_TOKENS)
     return Plan(block, warps=4, stages=3, splits=splits, least_tiles=least_tokens // block)
 
 

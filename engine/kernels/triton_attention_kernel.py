@@ -72,7 +72,7 @@ def _merge(
     merged = tl.zeros([GROUP_PADDED, DIM_PADDED], tl.float32)
     cell = split[:, None] * GROUP + group[None, :]
     element = cell[:, :, None] * HEAD_DIM + dim[None, None, :]
-    for first in tl.range(0, count, MERGED_SPLITS, num_stages=3):
+    for first in tl.range(0, count, MERGED_SPLITS):
         present = (first + split < count)[:, None] & (group < GROUP)[None, :]
         loaded = present[:, :, None] & (dim < HEAD_DIM)[None, None, :]
         values = tl.load(partials + first * GROUP * HEAD_DIM + element, mask=loaded, other=0.0, cache_modifier=".cg")

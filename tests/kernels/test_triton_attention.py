@@ -214,6 +214,14 @@ def test_one_graph_serves_every_length() -> None:
         assert torch.equal(out, attention(q, cache, LAYER, table, contexts))
 
 
+@pytest.mark.parametrize("page_tokens", [1, 16, 100])
+def test_a_plan_fits_any_table(page_tokens: int) -> None:
+    shape = heads(2, 2, 64)
+    for rows in (1, 7, 40):
+        step = decode_step([3] * rows, shape, page_tokens)
+        check(step, torch.float16)
+
+
 def test_too_many_rows_are_refused() -> None:
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     with pytest.raises(ValueError, match="2 rows"):
