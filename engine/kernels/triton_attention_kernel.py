@@ -142,8 +142,6 @@ def decode_attention_kernel(
     values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
     if not EARLY:
         wait_for_inputs(PDL)
-        # Asked for first, so that it arrives while context and page id, which depend on each other, are looked up.
-        query = tl.load(q + q_cells, mask=held, other=0.0)
 
     table = page_table + row * table_stride
     context = tl.load(context_lens + row)
@@ -170,7 +168,8 @@ def decode_attention_kernel(
             _fetch_into_cache(cache, keys + spot, wanted)
             _fetch_into_cache(cache, values + spot, wanted)
         wait_for_inputs(PDL)
-        query = tl.load(q + q_cells, mask=held, other=0.0)
+    # Not before the page id is asked for: the query goes to shared memory at once, and nothing is asked for meanwhile.
+    query = tl.load(q + q_cells, mask=held, other=0.0)
 
     if split < active:
         if PAGE_TOKENS % BLOCK_TOKENS == 0:
