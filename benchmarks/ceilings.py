@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -19,7 +20,10 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
-    """A large device copy and an 8192³ product of random numbers, medians."""
+    """A large device copy and an 8192³ product of random numbers, medians.
+
+    The products run for a second before they count: a chip that has rested is faster than it can stay.
+    """
     return Ceilings(_copy_bandwidth(), _matrix_rate())
 
 
@@ -32,22 +36,20 @@ def _copy_bandwidth() -> float:
 def _matrix_rate() -> float:
     a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * _MATRIX**3 / median_seconds(lambda: torch.mm(a, b, out=out), rounds=30)
+    return 2 * _MATRIX**3 / median_seconds(lambda: torch.mm(a, b, out=out), rounds=400, warm=600)
 
 
 def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -> float:
-    """Device time of `run`, by events."""
+    """Device time of `run`, by events; rounds are launched without waiting for each other."""
     for _ in range(warm):
         run()
-    times: list[float] = []
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    for _ in range(rounds):
-        start.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
         run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairwise(marks)) / 1e3
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:

@@ -156,7 +156,9 @@ class StepPacker:
         page, offset = np.divmod(positions, self.limits.page_tokens)
         into.slots[:count] = into.table[np.arange(count), page] * np.int64(self.limits.page_tokens) + offset
         into.slots[count:] = _NOWHERE
-        into.drawn[:] = [index for index, row in enumerate(rows) if row.draw is not None][: sizes.drawn]
+        drawn = [index for index, row in enumerate(rows) if row.draw is not None]
+        into.drawn[: len(drawn)] = drawn
+        into.drawn[len(drawn) :] = 0
 
     def _fill_ragged(self, into: _Sections, rows: Sequence[StepRow], drawn_before: Sequence[int]) -> None:
         start, page_tokens = 0, self.limits.page_tokens
