@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.openai_replies import ReplyShape, error_body, error_event, error_headers, json_error, model_card
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
+from wire.credentials import shows_key
 from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
 from wire.timeline import Edge, EdgeStamp
 
@@ -187,7 +187,7 @@ class _KeyCheck:
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._knows(scope):
@@ -197,9 +197,7 @@ class _KeyCheck:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        key = header[7:] if header[:7].lower() == b"bearer " else b""
-        return any(hmac.compare_digest(key, known) for known in self._keys)
+        return shows_key(dict(scope["headers"]).get(b"authorization", b""), self._keys)
 
 
 def _respond(error: TandemError) -> Response:

@@ -4,7 +4,6 @@ token, and one way to open a channel.
 
 from __future__ import annotations
 
-import hmac
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +12,7 @@ from typing import Any, NoReturn, cast
 import grpc
 import grpc.aio
 
+from wire.credentials import shows_key
 from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, from_code, from_status
 
 log = logging.getLogger(__name__)
@@ -134,9 +134,7 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
     def _admits(self, details: grpc.HandlerCallDetails) -> bool:
         if not self._tokens or details.method.startswith(self._open or ("\0",)):
             return True
-        given = dict(details.invocation_metadata or ()).get(AUTHORIZATION, "")
-        token = (given.decode() if isinstance(given, bytes) else given).removeprefix("Bearer ")
-        return any(hmac.compare_digest(token.encode(), known.encode()) for known in self._tokens)
+        return shows_key(dict(details.invocation_metadata or ()).get(AUTHORIZATION, ""), self._tokens)
 
 
 async def _refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:

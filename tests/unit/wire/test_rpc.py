@@ -90,6 +90,16 @@ async def test_token(token: str, enters: bool) -> None:
         assert stream.value.code() is expected
 
 
+@pytest.mark.parametrize("header", [None, "", "right", "Bearer ", "Basic right"])
+async def test_a_token_without_its_scheme_or_none_at_all_opens_no_door(header: str | None) -> None:
+    for tokens in (frozenset({"right", ""}), frozenset({""})):
+        async with Serving(errors.NotFound("inside"), tokens) as stub:
+            metadata = None if header is None else ((rpc.AUTHORIZATION, header),)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Register(cluster_pb2.RegisterRequest(), metadata=metadata)
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_nobody_there_is_unavailable() -> None:
     channel = rpc.open_channel("127.0.0.1:1")
     with pytest.raises(grpc.aio.AioRpcError) as caught:

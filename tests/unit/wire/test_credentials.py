@@ -1,0 +1,37 @@
+"""What may be a key, and who shows one."""
+
+import pytest
+
+from wire.credentials import check_key, shows_key
+from wire.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("key", ["", " ", "é", "a b", "a\n", "a\0"])
+def test_a_key_that_no_header_carries_is_refused_by_name(key: str) -> None:
+    with pytest.raises(InvalidArgument) as refusal:
+        check_key("--api-key", key)
+    assert refusal.value.field == "--api-key"
+
+
+def test_a_usual_key_is_none_of_them() -> None:
+    check_key("--api-key", "sk-A1_b2.c3/+=~")
+
+
+@pytest.mark.parametrize(
+    ("header", "enters"),
+    [
+        ("Bearer right", True),
+        (b"bearer right", True),
+        ("Bearer other", True),
+        ("Bearer wrong", False),
+        ("right", False),
+        ("Basic right", False),
+        ("Bearerright", False),
+        ("Bearer ", False),
+        ("", False),
+        (b"Bearer \xe9", False),
+    ],
+)
+def test_only_a_bearer_of_a_known_key_enters(header: str | bytes, enters: bool) -> None:
+    assert shows_key(header, ("right", "other", "")) is enters
+    assert not shows_key(header, ("",))
