@@ -62,7 +62,7 @@ class Admission:
         _check_prompt(ask)
         self._check_options(ask.options, served)
         ids = await self._token_ids(ask, served)
-        max_tokens = self._checked_length(_field(ask), len(ids), ask.options.max_tokens, served)
+        max_tokens = self._checked_length(_field(ask), len(ids), ask.options, served)
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
@@ -91,7 +91,7 @@ class Admission:
             raise InvalidArgument(_field(ask), "gives no tokens; send at least one")
         return tuple(ids)
 
-    def _checked_length(self, field: str, prompt: int, max_tokens: int | None, served: ServedModel) -> int:
+    def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
         """The answer's limit in tokens; refuses what no context or no page pool could hold."""
         context = served.facts.max_context
         room = min(context, served.decode_tokens_max + 1)  # the last token's KV is never stored
@@ -100,12 +100,13 @@ class Admission:
         limit = min(room - 1, served.prefill_tokens_max)
         if prompt > limit:
             raise InvalidArgument(field, f"is {prompt} tokens long, the limit is {limit} (KV cache of the workers)")
+        limited_by, max_tokens = options.answer_limit
         if max_tokens is None:
             return min(self._config.default_max_tokens, room - prompt)
         if prompt + max_tokens > room:
             what = f"context {context}" if room == context else f"KV cache of a decode worker, {room - 1} tokens"
             message = f"is {max_tokens}, the limit behind a prompt of {prompt} tokens is {room - prompt} ({what})"
-            raise InvalidArgument("max_tokens", message)
+            raise InvalidArgument(limited_by, message)
         return max_tokens
 
     # ---- the options ----
@@ -118,6 +119,7 @@ class Admission:
 
     def _check_options(self, options: Options, served: ServedModel) -> None:
         _check_range("max_tokens", options.max_tokens, 1, _INT32_MAX)
+        _check_range("max_completion_tokens", options.max_completion_tokens, 1, _INT32_MAX)
         _check_range("temperature", options.temperature, 0.0, _TEMPERATURE_MAX)
         _check_range("top_k", options.top_k, 0, _INT32_MAX)
         _check_range("min_p", options.min_p, 0.0, 1.0)
@@ -212,4 +214,5 @@ def _check_token_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 def _check_range(field: str, value: float | None, low: float, high: float) -> None:
     if value is not None and not low <= value <= high:  # NaN compares false
-        raise InvalidArgument(field, f"is {str(value)[:40]}, it must be {low:.20g} to {high:.20g}")
+        limits = " to ".join(f"{limit}" if isinstance(limit, int) else f"{limit:g}" for limit in (low, high))
+        raise InvalidArgument(field, f"is {str(value)[:40]}, it must be {limits}")

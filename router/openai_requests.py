@@ -55,14 +55,14 @@ def parse_chat(body: bytes, received: EdgeStamp) -> OpenAICall:
     fields = _fields(body)
     fields.only_neutral(_NEUTRAL_CHAT)
     limit = fields.integer("max_completion_tokens")
-    return _call(fields, _conversation(fields), limit, received)
+    return _call(fields, _conversation(fields), received, max_completion_tokens=limit)
 
 
 def parse_completion(body: bytes, received: EdgeStamp) -> OpenAICall:
     """Body of /v1/completions; `InvalidArgument` names what is wrong."""
     fields = _fields(body)
     fields.only_neutral(_NEUTRAL_COMPLETION)
-    return _call(fields, _plain_prompt(fields), None, received)
+    return _call(fields, _plain_prompt(fields), received)
 
 
 def _fields(body: bytes) -> JsonFields:
@@ -75,12 +75,14 @@ def _fields(body: bytes) -> JsonFields:
     return JsonFields(value)
 
 
-def _call(fields: JsonFields, prompt: Prompt, limit: int | None, received: EdgeStamp) -> OpenAICall:
+def _call(
+    fields: JsonFields, prompt: Prompt, received: EdgeStamp, max_completion_tokens: int | None = None
+) -> OpenAICall:
     fields.drop(_WITHOUT_EFFECT)
     model = fields.text("model") or ""
-    max_tokens = fields.integer("max_tokens")
     options = Options(
-        max_tokens=max_tokens if limit is None else limit,
+        max_tokens=fields.integer("max_tokens"),
+        max_completion_tokens=max_completion_tokens,
         temperature=fields.number("temperature"),
         top_k=fields.integer("top_k"),
         top_p=fields.number("top_p"),

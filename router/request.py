@@ -21,6 +21,8 @@ class Options:
     """Generation options as a client gave them, unchecked; None = not given."""
 
     max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    """OpenAI's newer name for `max_tokens`; counts where both are given."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -31,6 +33,13 @@ class Options:
     ignore_eos: bool = False
     priority: int = 0
     slo_class: str = ""
+
+    @property
+    def answer_limit(self) -> tuple[str, int | None]:
+        """Most tokens of the answer, behind the name of the field that says so."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,12 +67,13 @@ class RouterServer:
         self._admission = Admission(config, tokenizer, defaults, lambda: self._dispatcher.pool.model)
         try:
             grpc_port = await self._open_grpc()
+            await self._open_http(listener)
         except FailedPrecondition:
             listener.close()
+            await self._grpc.stop(None)
             self._admission.close()
             await self._dispatcher.close()
             raise
-        await self._open_http(listener)
         self._follow_readiness()
         endpoints = RouterEndpoints(
             address_of(config.host, grpc_port), address_of(config.host, listener.getsockname()[1])
@@ -119,7 +120,11 @@ class RouterServer:
         )
         self._http = _HttpServer(self._http_config)
         self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="router-http")
-        await self._http.listening.wait()
+        listening = asyncio.create_task(self._http.listening.wait())
+        await asyncio.wait({self._http_task, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not listening.done():
+            listening.cancel()
+            raise _http_failed(self._config, self._http_task.exception())
 
     def _follow_readiness(self) -> None:
         ready = self._dispatcher.pool.ready
@@ -181,6 +186,11 @@ def _listen(host: str, port: int) -> socket.socket:
         raise FailedPrecondition(message) from error
     listener.setblocking(False)
     return listener
+
+
+def _http_failed(config: RouterConfig, error: BaseException | None) -> FailedPrecondition:
+    where = address_of(config.host, config.http_port)
+    return FailedPrecondition(f"http_port: {where} cannot be used ({error or 'the server ended'}); choose another port")
 
 
 def _bind_grpc(server: grpc.aio.Server, host: str, port: int) -> int:

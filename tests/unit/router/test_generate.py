@@ -542,6 +542,27 @@ async def test_a_taken_port_is_told_in_words(cluster: Cluster) -> None:
             await RouterServer(replace(cluster.config, **{f"{door}_port": port})).start()
 
 
+async def test_one_port_for_both_doors_is_told_in_words(cluster: Cluster) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    router = RouterServer(replace(cluster.config, router_id="router-1", grpc_port=port, http_port=port))
+    with pytest.raises(FailedPrecondition, match=f"_port: .*{port}"):
+        await asyncio.wait_for(router.start(), 10)
+    with socket.create_server(("127.0.0.1", port)):
+        pass  # nothing of the router listens any more
+
+
+async def test_an_http_door_that_cannot_open_is_told_in_words(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_door(*_: object) -> None:
+        raise OSError("no door")
+
+    monkeypatch.setattr("uvicorn.Server.startup", no_door)
+    with pytest.raises(FailedPrecondition, match=r"http_port: .*no door"):
+        await asyncio.wait_for(RouterServer(replace(cluster.config, router_id="router-1")).start(), 10)
+
+
 async def test_ipv6_doors_open_at_the_address_they_name(cluster: Cluster) -> None:
     router = RouterServer(replace(cluster.config, router_id="router-6", host="::1"))
     endpoints = await router.start()

@@ -116,8 +116,10 @@ TEXT = {"model": "fake", "prompt": "x"}
 BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "max_tokens": 0}, "max_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": -1}, "max_tokens"),
-    ("chat/completions", {**CHAT, "max_completion_tokens": 10**6}, "max_tokens"),
+    ("chat/completions", {**CHAT, "max_completion_tokens": 10**6}, "max_completion_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": "5"}, "max_tokens"),
+    ("chat/completions", {**CHAT, "max_tokens": 5, "max_completion_tokens": -3}, "max_completion_tokens"),
+    ("chat/completions", {**CHAT, "max_tokens": -3, "max_completion_tokens": 5}, "max_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": True}, "max_tokens"),
     ("chat/completions", {**CHAT, "temperature": -1}, "temperature"),
     ("chat/completions", {**CHAT, "temperature": 10**400}, "temperature"),
@@ -249,7 +251,7 @@ async def test_probes(cluster: Cluster, http: httpx.AsyncClient) -> None:
 class TestKeys:
     @pytest.fixture
     def settings(self) -> dict[str, Any]:
-        return {"api_keys": ("sesame",)}
+        return {"api_keys": ("sesame", "")}
 
     async def test_a_key_is_needed_but_for_probes(
         self, cluster: Cluster, client: openai.AsyncOpenAI, http: httpx.AsyncClient
@@ -258,5 +260,7 @@ class TestKeys:
             await client.models.list()
         for path in ("/v1/models", "/v1/nothing", "/"):
             assert (await http.get(path)).status_code == 401
+        for header in ("", "Bearer", "sesame", "Basic sesame"):
+            assert (await http.get("/v1/models", headers={"authorization": header})).status_code == 401
         assert (await http.get("/health")).status_code == 200
         assert [model.id async for model in client.with_options(api_key="sesame").models.list()] == ["fake"]
