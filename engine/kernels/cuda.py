@@ -91,7 +91,7 @@ class CudaKernels(Kernels):
 
     def _decode_attention(self, shape: AttentionShape) -> DecodeAttention:
         if shape not in self._decode:
-            self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl)
+            self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl, early=True)
         return self._decode[shape]
 
 

@@ -90,7 +90,7 @@ def test_seeded_draws_alone_as_in_company(on_gpu: ModelRunner) -> None:
 
 
 def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunner, model_folder: Path) -> None:
-    """50 prompts, 64 tokens, each token given the same context on both sides: 95 % agree, and the rest are near ties."""
+    """50 prompts, 64 tokens, the same context on both sides for each: 95 % agree, and the rest are near ties."""
     config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=CACHE)
     ours = ModelRunner.load(config)
     prompts = [[(13 * i * i + 977 * s + i) % 40_000 for i in range(5 + 7 * s)] for s in range(50)]

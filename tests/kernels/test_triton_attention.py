@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.base import AttentionShape
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.triton_attention import DecodeAttention, Plan
-from engine.kernels.triton_launch import INTERPRETED, overlaps_launches
+from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step
 
@@ -34,22 +34,6 @@ SHAPES = {
 }
 LENGTHS = [1, 127, 128, 129]
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="too large for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def _scalars_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
-    if not INTERPRETED:
-        return
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 @pytest.fixture(params=DTYPES, ids=str)
