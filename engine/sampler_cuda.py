@@ -20,6 +20,7 @@ from engine.kernels import triton_choice, triton_sampling
 from engine.sampler import uniform
 
 PARAMS: int = triton_sampling.PARAMS.value
+ALIGNED: int = triton_sampling.ALIGNED.value
 CANDIDATES: int = triton_sampling.CANDIDATES.value
 SPLITS: int = triton_sampling.SPLITS.value
 BINS: int = triton_sampling.BINS.value
@@ -27,15 +28,13 @@ IN_PROMPT: int = triton_sampling.IN_PROMPT.value
 """See `DeviceSampler.sample`."""
 
 MASS_BITS = 62
-"""A row's whole mass fits into an int64 with a bit to spare."""
+"""A row's whole mass, at most one unit a token, is at most 2**62 and fits into an int64."""
 TILE, TILE_WARPS = 2048, 4
 CHOICE_TILE, CHOICE_WARPS = 4096, 16
 MANY_ROWS = 16
 """Rows that fill the device with large blocks; fewer need small ones."""
 LARGE_BLOCK, LARGE_WARPS = 8192, 8
 SMALL_BLOCK, SMALL_WARPS = 2048, 4
-ALIGNED_ELEMENTS = 16
-"""Rows of scratch memory start at multiples of this, which lets loads be wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class DeviceSampler:
         part = triton.cdiv(vocab_size, SPLITS)
         self._split_tokens = triton.cdiv(part, TILE) * TILE
         self._splits = triton.cdiv(vocab_size, self._split_tokens)
-        self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+        self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
 
         def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(max_rows, *sizes, dtype=dtype, device=device)
@@ -113,7 +112,8 @@ class DeviceSampler:
         An id is in the vocabulary even where logits are not numbers. Nothing here waits for the device.
         """
         rows, vocab = logits.shape
-        assert rows <= self.max_rows and vocab == self._vocab, "the sampler was made for other logits"
+        assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"
+        assert vocab == self._vocab, f"{vocab} tokens: the sampler was made for {self._vocab}"
         large = rows >= MANY_ROWS
         block = LARGE_BLOCK if large else SMALL_BLOCK
         blocks = triton.cdiv(vocab, block)

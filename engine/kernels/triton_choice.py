@@ -5,6 +5,7 @@ import triton.language as tl
 
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 from engine.kernels.triton_sampling import (
+    ALIGNED,
     CANDIDATES,
     MIN_P,
     ONE,
@@ -73,10 +74,8 @@ def choose(
 
 
 @triton.jit
-def _draw_filtered(
-    params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr
-):
-    """A token of what the row's filters keep, which always are the first in the order of falling weight and rising id."""
+def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TILE: tl.constexpr, SHIFT: tl.constexpr):
+    """A token of what the row's filters keep: always the first ones in the order of falling weight and rising id."""
     top_k = tl.load(params_ptr + TOP_K).to(tl.int32)
     top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), vocab)
     top_p = tl.load(params_ptr + TOP_P)
@@ -88,7 +87,7 @@ def _draw_filtered(
     by_min_p = (min_bits >= surely) & ((top_p >= 1) | whole)
     by_top_p = whole & (top_p < 1) & (_mass_of(top_p, total) <= candidate_mass)
     settled = (top_k <= candidates) | by_min_p | by_top_p
-    weights_ptr += tl.where(settled, 0, CANDIDATES)
+    weights_ptr += tl.multiple_of(tl.where(settled, 0, CANDIDATES), CANDIDATES)
     length = tl.where(settled, candidates, vocab)
     all_mass = tl.where(settled, candidate_mass, total)
 
@@ -128,6 +127,12 @@ def _mass_of(top_p, mass):
 
 
 @triton.jit
+def _load(weights_ptr, place, length):
+    """Weights at `place`; up to ALIGNED - 1 of them beyond `length`, so that a mask never splits a wide load."""
+    return tl.load(weights_ptr + place, mask=place < tl.cdiv(length, ALIGNED) * ALIGNED, other=0.0)
+
+
+@triton.jit
 def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr):
     """How many of `length` weights have at least the bits `least` (int32), and their mass (int64)."""
     count = tl.zeros([TILE], dtype=tl.int32)
@@ -135,7 +140,7 @@ def _measure(weights_ptr, length, least, TILE: tl.constexpr, SHIFT: tl.constexpr
     start = 0
     while start < length:
         place = start + tl.arange(0, TILE)
-        weights = tl.load(weights_ptr + place, mask=place < length, other=0.0)
+        weights = _load(weights_ptr, place, length)
         taken = (place < length) & (weights.to(tl.int32, bitcast=True) >= least)
         count += taken.to(tl.int32)
         mass += tl.where(taken, units(weights, SHIFT), 0)
@@ -163,9 +168,7 @@ def _narrow(weights_ptr, length, all_mass, target, BY_COUNT: tl.constexpr, TILE:
 
 
 @triton.jit
-def _find(
-    weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr
-):
+def _find(weights_ptr, length, low, high, target, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
     """The first place whose running sum exceeds `target` (int64), in places of bits low ≤ bits < high alone.
 
     BY_COUNT each of them counts as one, else as its mass.
@@ -183,14 +186,13 @@ def _find(
 
 
 @triton.jit
-def _amounts(
-    weights_ptr, length, start, low, high, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr
-):
+def _amounts(weights_ptr, length, start, low, high, BY_COUNT: tl.constexpr, TILE: tl.constexpr, SHIFT: tl.constexpr):
     place = start + tl.arange(0, TILE)
-    weights = tl.load(weights_ptr + place, mask=place < length, other=0.0)
+    weights = _load(weights_ptr, place, length)
     bits = weights.to(tl.int32, bitcast=True)
     taken = (place < length) & (bits >= low) & (bits < high)
     if BY_COUNT:
-        return taken.to(tl.int64)
+        amounts = taken.to(tl.int64)
     else:
-        return tl.where(taken, units(weights, SHIFT), 0)
+        amounts = tl.where(taken, units(weights, SHIFT), 0)
+    return amounts

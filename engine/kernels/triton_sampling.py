@@ -22,6 +22,8 @@ IN_PROMPT = tl.constexpr(1 << 30)
 """Added to a token's count where the prompt has it: the repetition penalty sees it, the two others do not."""
 CANDIDATES = tl.constexpr(4096)
 """Most tokens that are gathered; a row of more kept tokens is looked at whole."""
+ALIGNED = tl.constexpr(16)
+"""A row's scratch memory starts and ends at multiples of as many weights, which lets loads be wide."""
 SPLITS = tl.constexpr(16)
 """Parts of a row that are weighed and gathered by programs of their own."""
 BINS = tl.constexpr(256)
@@ -115,7 +117,9 @@ def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def take_best(best_ptr, out_ptr, counts_ptr, blocks, vocab, BLOCKS: tl.constexpr, PENALTIES: tl.constexpr, PDL: tl.constexpr):
+def take_best(
+    best_ptr, out_ptr, counts_ptr, blocks, vocab, BLOCKS: tl.constexpr, PENALTIES: tl.constexpr, PDL: tl.constexpr
+):
     """Greedy rows alone: the token of the best logit → out [rows] int64."""
     launch_dependents(PDL)
     wait_for_inputs(PDL)
@@ -196,7 +200,8 @@ def weigh(
                 logits_ptr + row * logits_stride, counts_ptr + row * vocab, params_ptr, column, inside, PENALTIES
             )
             weights = tl.exp2((logits - best) / temperature * LOG2_E)
-            weights = tl.where(weights == weights, weights, 0.0)
+            # What is not a number weighs nothing.
+            weights = tl.where(weights >= 0, weights, 0.0)
             tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
             mass += units(weights, SHIFT)
             if filtered:

@@ -1,0 +1,201 @@
+"""Sampling on the device against the CPU sampler, token by token, and against the distribution it claims."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine import sampler
+from engine.batch import Draw
+from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_logprobs import logprobs
+from engine.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler, Penalties
+from tests.factories import draw
+from wire.messages import SamplingParams
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PDL = overlaps_launches()
+ON_GPU = DEVICE.type == "cuda"
+MIXED: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 40, "temperature": 0.7},
+    {"top_k": 10**6},
+    {"top_p": 0.9},
+    {"top_p": 1e-6},
+    {"top_p": 0.99, "temperature": 5.0},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-7, "temperature": 9.0},
+    {"top_k": 50, "top_p": 0.8, "min_p": 0.02, "temperature": 1.3},
+    {"top_k": 70, "top_p": 0.95, "temperature": 4.0},
+]
+MIXED_BIG: list[dict[str, Any]] = [
+    *MIXED,
+    {"top_k": CANDIDATES + 500, "temperature": 6.0},
+    {"top_k": CANDIDATES + 500, "top_p": 0.9, "temperature": 6.0},
+    {"top_k": CANDIDATES + 500, "min_p": 0.5, "temperature": 6.0},
+]
+
+
+def random_logits(rows: int, vocab: int, seed: int = 0) -> Tensor:
+    return 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def make_draws(mix: list[dict[str, Any]], seed: int = 0) -> list[Draw]:
+    return [draw(index=place, **({"temperature": 1.0, "seed": seed + place} | each)) for place, each in enumerate(mix)]
+
+
+def on_device(
+    logits: Tensor, draws: list[Draw], penalties: list[Penalties] | None = None, counts: Tensor | None = None
+) -> Tensor:
+    chosen = DeviceSampler(logits.shape[1], len(draws), DEVICE, PDL)
+    return run(chosen, logits, draws, penalties, counts)
+
+
+def run(
+    chosen: DeviceSampler,
+    logits: Tensor,
+    draws: list[Draw],
+    penalties: list[Penalties] | None = None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    plan = chosen.plan(draws, penalties)
+    out = torch.full((len(draws),), -7, dtype=torch.int64, device=DEVICE)
+    params = torch.from_numpy(plan.params).to(DEVICE)
+    chosen.sample(logits.to(DEVICE), params, out, greedy_only=plan.greedy_only, counts=counts)
+    return out.cpu()
+
+
+@pytest.mark.parametrize(("vocab", "repeats"), [(100, 3), (4097, 2), (49152, 1)])
+def test_the_tokens_of_the_cpu_sampler(vocab: int, repeats: int) -> None:
+    """Continuous logits: another token would need a number within 1e-7 of an edge."""
+    mix = MIXED if vocab < CANDIDATES + 500 else MIXED_BIG
+    chosen = DeviceSampler(vocab, len(mix) + 1, DEVICE, PDL)
+    for seed in range(20 if ON_GPU else repeats):
+        logits = random_logits(len(mix), vocab, seed)
+        draws = make_draws(mix, seed=1000 * seed)
+        assert run(chosen, logits, draws).tolist() == sampler.sample(logits, draws).tolist(), seed
+
+
+@pytest.mark.parametrize(
+    ("vocab", "dtype"), [(100, torch.float32), (100, torch.float16), (100, torch.bfloat16), (8000, torch.bfloat16)]
+)
+def test_ties_go_by_id(vocab: int, dtype: torch.dtype) -> None:
+    """Few distinct logits, so that every edge falls among equals."""
+    coarse = (random_logits(len(MIXED), vocab, seed=3) / 2).round().to(dtype)
+    draws = make_draws(MIXED, seed=77)
+    assert on_device(coarse, draws).tolist() == sampler.sample(coarse, draws).tolist()
+
+
+def test_all_equal_logits_and_the_largest_number() -> None:
+    logits = torch.zeros(3, CANDIDATES + 904)
+    draws = make_draws([{}, {"top_k": CANDIDATES + 100}, {"top_p": 0.5}])
+    chosen = DeviceSampler(logits.shape[1], 3, DEVICE, PDL)
+    for number, wanted in ((0.0, (0, 0, 0)), (1 - 2.0**-53, (4999, CANDIDATES + 99, 2499))):
+        plan = chosen.plan(draws)
+        plan.params[:, 4] = number
+        out = torch.empty(3, dtype=torch.int64, device=DEVICE)
+        chosen.sample(logits.to(DEVICE), torch.from_numpy(plan.params).to(DEVICE), out, greedy_only=False)
+        assert tuple(out.tolist()) == wanted
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("vocab", [100, 20_001])
+def test_greedy_takes_the_lowest_of_equal_ids(rows: int, vocab: int) -> None:
+    logits = -random_logits(rows, vocab).abs()
+    logits[0, [7, 50, vocab - 1]] = torch.tensor([-0.0, 0.0, -0.0])
+    logits[-1, 11:] = float("-inf")
+    wide = torch.full((rows, vocab + 24), float("inf"))
+    wide[:, :vocab] = logits
+    found = on_device(wide.to(DEVICE)[:, :vocab], [draw()] * rows)
+    assert found.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [float("nan"), float("-inf"), float("inf")])
+def test_an_id_is_always_in_the_vocabulary(value: float) -> None:
+    logits = torch.full((len(MIXED), 5000), value)
+    found = on_device(logits, make_draws(MIXED))
+    assert ((found >= 0) & (found < 5000)).all()
+    assert (on_device(logits[:2], [draw(), draw()]) == 0).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1e6])
+def test_extreme_temperatures(temperature: float) -> None:
+    logits = torch.tensor([[1e4, -1e4, 9e3, float("-inf")]]).repeat(2, 1)
+    draws = make_draws([{"temperature": temperature}, {"temperature": temperature, "top_p": 0.9}], seed=1)
+    assert on_device(logits, draws).tolist() == sampler.sample(logits, draws).tolist()
+
+
+def test_a_row_draws_the_same_in_any_batch() -> None:
+    logits, draws = random_logits(len(MIXED), 3000, seed=5), make_draws(MIXED, seed=9)
+    together = on_device(logits, draws).tolist()
+    order = torch.randperm(len(draws), generator=torch.Generator().manual_seed(1)).tolist()
+    assert on_device(logits[order], [draws[place] for place in order]).tolist() == [together[place] for place in order]
+    chosen = DeviceSampler(3000, 1, DEVICE, PDL)
+    some = range(0, len(draws), 1 if ON_GPU else 4)
+    assert [run(chosen, logits[row : row + 1], [draws[row]]).item() for row in some] == [together[row] for row in some]
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    chosen = SamplingParams(max_tokens=1, temperature=0.8, top_k=4, seed=12)
+    wanted = (logits / 0.8).masked_fill(logits == -1, float("-inf")).softmax(-1)
+    count = 4000 if ON_GPU else 80
+    found = on_device(logits.expand(count, 5), [Draw(chosen, index) for index in range(count)])
+    histogram = torch.bincount(found, minlength=5)
+    assert histogram[3] == 0
+    # Chi-square with 3 degrees of freedom exceeds 21 once in 10,000.
+    seen = wanted > 0
+    assert ((histogram - wanted * count)[seen] ** 2 / (wanted * count)[seen]).sum() < 21
+
+
+def test_penalties_change_the_logits_before_everything_else() -> None:
+    vocab, generator = 700, torch.Generator().manual_seed(4)
+    logits = random_logits(4, vocab)
+    answer = torch.randint(0, 3, (4, vocab), generator=generator)
+    prompt = torch.rand(4, vocab, generator=generator) < 0.3
+    counts = (answer + prompt * IN_PROMPT).int().to(DEVICE)
+    penalties = [Penalties(), Penalties(1.3), Penalties(presence=0.7, frequency=0.4), Penalties(0.8, -0.5, 1.5)]
+    repetition = torch.tensor([each.repetition for each in penalties])[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    expected = torch.where((answer > 0) | prompt, repeated, logits)
+    expected -= torch.tensor([each.frequency for each in penalties])[:, None] * answer
+    expected -= torch.tensor([each.presence for each in penalties])[:, None] * (answer > 0)
+    mixes: list[list[dict[str, Any]]] = [[{"temperature": 0.0}] * 4, [{}, {"top_p": 0.9}, MIXED[0], {"top_k": 20}]]
+    for mix in mixes:
+        draws, before = make_draws(mix, seed=3), counts.clone()
+        found = on_device(logits, draws, penalties, counts)
+        assert found.tolist() == sampler.sample(expected, draws).tolist()
+        added = counts - before
+        assert added.sum() == 4
+        assert (added.cpu()[torch.arange(4), found] == 1).all()
+        counts.copy_(before)
+
+
+def test_the_plan_holds_the_numbers_of_the_cpu_sampler() -> None:
+    plan = DeviceSampler(100, 2, DEVICE, PDL).plan([draw(index=5, temperature=0.5, seed=42, top_k=3), draw()])
+    assert plan.params.dtype == np.float64
+    assert plan.params[0].tolist() == [0.5, 3, 1, 0, sampler.uniform(42, 5), 1, 0, 0]
+    assert not plan.greedy_only
+    assert DeviceSampler(100, 2, DEVICE, PDL).plan([draw()]).greedy_only
+
+
+@pytest.mark.parametrize(("vocab", "top"), [(100, 20), (9001, 5), (9001, 0)])
+def test_logprobs(vocab: int, top: int) -> None:
+    logits = random_logits(3, vocab, seed=8)
+    logits[0, 3:] = logits[0, 3:].round()
+    logits[1, :50] = float("-inf")
+    tokens = torch.tensor([4, 60, vocab - 1])
+    drawn, values, ids = logprobs(logits.to(DEVICE), tokens.to(DEVICE), top, pdl=PDL)
+    exact = logits.double().log_softmax(-1)
+    torch.testing.assert_close(drawn.cpu().double(), exact.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6)
+    ranked = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+    assert torch.equal(ids.cpu(), ranked)
+    torch.testing.assert_close(values.cpu().double(), exact.gather(-1, ranked), atol=1e-5, rtol=1e-6)
