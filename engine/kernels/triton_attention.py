@@ -10,7 +10,7 @@ same bits.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -29,14 +29,12 @@ LINE_BYTES = 128
 INTERPRETER_SMS = 8
 """Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
 
-PROGRAMS_PER_SM = 8
-"""Programs to aim at where a split still costs little: several waves, so that the last one weighs less."""
+PROGRAMS_PER_SM = 2
+"""Programs that rows are split to fill; more only add partial results to merge."""
 MOST_SPLITS = 32
 """More make a single row no faster, as its last program has to merge them."""
-LEAST_TOKENS, MOST_LEAST_TOKENS = 64, 512
-"""Shortest stretch worth a program: of a lone row, and where rows alone nearly fill the GPU."""
-LONG_TOKENS = 4096
-"""A row this long holds up the others even where they fill the GPU."""
+LONG_TOKENS, LONG_SPLITS = 8192, 4
+"""A row this long holds up the others even where they fill the GPU, and is split so often."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
 """Splits and shortest stretch of float32, whatever the batch."""
 
@@ -52,6 +50,12 @@ class Plan:
     least_tiles: int
 
 
+SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, splits=1, least_tiles=1)
+"""Few rows: many small programs share the bandwidth soonest."""
+LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2, splits=1, least_tiles=1)
+LARGE_TILE_DIMS = 128
+"""Largest head dim whose tile fits into shared memory."""
+
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`_plan` or a stand-in for it."""
 
@@ -65,16 +69,14 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
         block = LEAST_DOT
         splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    block = 64 if head_dim <= 128 else 32
     lanes = rows * kv_heads
-    wanted = PROGRAMS_PER_SM * sms // lanes
-    if wanted <= 1:
-        # The rows fill the GPU; the second program is for a long row among short ones.
-        splits = 2 if capacity > LONG_TOKENS else 1
-        return Plan(block, warps=4, stages=3, splits=splits, least_tiles=LONG_TOKENS // 2 // block)
-    splits = min(MOST_SPLITS, wanted, -(-capacity // block))
-    least_tokens = min(max(triton.next_power_of_2(4 * lanes), LEAST_TOKENS), MOST_LEAST_TOKENS)
-    return Plan(block, warps=4, stages=3, splits=splits, least_tiles=least_tokens // block)
+    splits = min(MOST_SPLITS, PROGRAMS_PER_SM * sms // lanes, -(-capacity // SMALL_TILE.block_tokens))
+    if splits >= 2:
+        return replace(SMALL_TILE, splits=splits)
+    # The rows fill the GPU; further programs are for a long row among short ones.
+    tile = LARGE_TILE if lanes > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
+    splits = LONG_SPLITS if capacity > LONG_TOKENS else 1
+    return replace(tile, splits=splits, least_tiles=LONG_TOKENS // LONG_SPLITS // tile.block_tokens)
 
 
 class DecodeAttention:
