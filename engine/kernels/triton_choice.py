@@ -106,7 +106,7 @@ def _draw_filtered(params_ptr, weights_ptr, ids_ptr, found_ptr, vocab, total, TI
         equal = (top_p_mass - heavier_mass + each - 1) // each
         kept = tl.minimum(kept, heavier_mass + equal * each)
     # The best token stays whatever the filters say.
-    kept = tl.maximum(kept, 1 << SHIFT)
+    kept = tl.minimum(tl.maximum(kept, 1 << SHIFT), all_mass)
 
     target = _share(tl.load(params_ptr + UNIFORM), kept)
     _, heavier_mass, each, low, high = _narrow(weights_ptr, length, all_mass, target, False, TILE, SHIFT)

@@ -200,8 +200,8 @@ def weigh(
                 logits_ptr + row * logits_stride, counts_ptr + row * vocab, params_ptr, column, inside, PENALTIES
             )
             weights = tl.exp2((logits - best) / temperature * LOG2_E)
-            # What is not a number weighs nothing.
-            weights = tl.where(weights >= 0, weights, 0.0)
+            # What is not a number weighs nothing; and two kernels need not round a penalised best logit alike.
+            weights = tl.where(weights >= 0, tl.minimum(weights, 1.0), 0.0)
             tl.store(weights_ptr + row * room + CANDIDATES + column, weights, mask=inside)
             mass += units(weights, SHIFT)
             if filtered:
