@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.kernels import triton_linear
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_linear_plan import SCRATCH_FLOATS, TOKEN_TILES, Gemv, Skinny, Tile
+from engine.kernels.triton_linear_plan import TOKEN_TILES, Gemv, Skinny, Tile, fits_scratch
 
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 
@@ -134,8 +134,9 @@ def _skinny_candidates(product: Product, tokens: int, early: int) -> Iterable[Sk
             continue
         tiles = math.ceil(product.outputs / rows)
         for splits in _useful_splits(tiles, product.k // columns):
-            if splits == 1 or 2 * tiles * splits * rows * bucket <= SCRATCH_FLOATS:
-                yield Skinny(rows, bucket, columns, splits, stages, warps, early)
+            tile = Skinny(rows, bucket, columns, splits, stages, warps, early)
+            if fits_scratch(tile, tiles, product.paired):
+                yield tile
 
 
 def _useful_splits(tiles: int, steps: int) -> list[int]:

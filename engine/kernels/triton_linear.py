@@ -32,7 +32,16 @@ from engine.kernels.triton_linear_kernels import (
     gemv_kernel,
     skinny_kernel,
 )
-from engine.kernels.triton_linear_plan import SCRATCH_COUNTERS, SCRATCH_FLOATS, Gemv, Skinny, Tile, streams, tile_for
+from engine.kernels.triton_linear_plan import (
+    SCRATCH_COUNTERS,
+    SCRATCH_FLOATS,
+    Gemv,
+    Skinny,
+    Tile,
+    fits_scratch,
+    streams,
+    tile_for,
+)
 
 __all__ = [
     "ADD",
@@ -88,7 +97,10 @@ def launch(
     pdl: bool,
     tile: Tile | None = None,
 ) -> None:
-    """One product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's."""
+    """One product into `out`, for `op` STORE, GATE_UP or ADD; with `tile`, or else the plan's.
+
+    Raises ValueError where a split tile's partial sums do not fit the scratch memory.
+    """
     tokens, k = x.shape
     paired = op == GATE_UP.value
     if tile is None:
@@ -108,8 +120,12 @@ def launch(
         return
     if when and x.dtype == torch.float16:
         when = NORM_FIRST.value
-    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     grid = (-(-n // tile.rows), -(-tokens // tile.tokens), tile.splits)
+    if not fits_scratch(tile, grid[0] * grid[1], paired):
+        raise ValueError(
+            f"{tile} splits a product of {tokens} tokens and {n} outputs into more parts than scratch holds"
+        )
+    partials, counters = (out, out) if tile.splits == 1 else reserve_scratch(x.device)
     skinny_kernel[grid](
         x, norm_or_any, weight, bias_or_any, out, partials, counters, tokens, n, eps,
         K=k, OP=op, NORM=when, BIAS=bias is not None, ROWS=tile.rows, TOKENS=tile.tokens, COLUMNS=tile.columns,

@@ -93,7 +93,7 @@ def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Ski
     """Two programs a multiprocessor, each with 48 KiB or more on its way."""
     wide = bucket >= 64
     rows, columns, stages = (128, 64, 4 if bucket == 64 else 3) if wide else (64, 128, 4)
-    if paired:
+    if paired or outputs < 128 * _MULTIPROCESSORS // 8:
         rows = 64
         stages = 3
     columns = min(columns, max(16, _power_above(k)))
@@ -101,9 +101,16 @@ def _skinny(tokens: int, bucket: int, outputs: int, k: int, paired: bool) -> Ski
     splits = 1
     while tiles * splits < 3 * _MULTIPROCESSORS // 2 and k >= splits * 2 * 2 * columns and splits < 8:
         splits *= 2
-    if tiles * splits * rows * bucket * 2 > SCRATCH_FLOATS or tiles > SCRATCH_COUNTERS:
-        splits = 1
-    return Skinny(rows, bucket, columns, splits, stages, warps=8 if bucket == 128 else 4, early=512)
+    warps = 8 if bucket == 128 else 4
+    while not fits_scratch(tile := Skinny(rows, bucket, columns, splits, stages, warps, early=512), tiles, paired):
+        splits //= 2
+    return tile
+
+
+def fits_scratch(tile: Skinny, tiles: int, paired: bool) -> bool:
+    """Whether the partial sums of `tiles` output tiles, two sets where `paired`, and their counters have room."""
+    floats = tile.tokens * (tile.rows * (2 if paired else 1) + 1)
+    return tile.splits == 1 or (tiles <= SCRATCH_COUNTERS and tiles * tile.splits * floats <= SCRATCH_FLOATS)
 
 
 def _float_tile(k: int, paired: bool) -> Skinny:
