@@ -119,7 +119,14 @@ def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check
         return Check(name, Level.OK, f"in use by the running cluster (process {ours[port]})")
     if (problem := port_problem(host, port)) is None:
         return Check(name, Level.OK, "free")
-    return Check(name, Level.WARN, problem, f"start with {option} and another port, or 0 for any free one")
+    return Check(name, Level.FAIL, problem, f"start with {option} and another port, or 0 for any free one")
+
+
+def check_doors(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
+    """The router's address and, if it can listen there, its ports."""
+    if (problem := host_problem(host)) is not None:
+        return [Check(f"host {host!r}", Level.FAIL, problem, "give --host an address of this machine, like 127.0.0.1")]
+    return [check_port("--grpc-port", host, grpc_port, ours), check_port("--http-port", host, http_port, ours)]
 
 
 def host_problem(host: str) -> str | None:
@@ -145,7 +152,7 @@ def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) 
         lambda: [check_python(), check_cores(), check_shared_memory(), check_ray()],
         lambda: [check_torch(), check_gpu()],
         check_transfer,
-        lambda: [check_port("--grpc-port", host, grpc_port, ours), check_port("--http-port", host, http_port, ours)],
+        lambda: check_doors(host, grpc_port, http_port, ours),
         lambda: [check_default_model()],
     ]
 

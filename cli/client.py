@@ -7,6 +7,7 @@ from typing import Any
 import grpc.aio
 
 from wire import convert
+from wire.credentials import check_key
 from wire.errors import InvalidArgument, TandemError, Unavailable
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import FinishReason
@@ -66,6 +67,9 @@ class RouterClient:
     """Calls to one router. Every failure is a typed error that names the router."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
+        """InvalidArgument for a key that no call could carry; an empty one is none."""
+        if api_key:
+            check_key("--api-key", api_key)
         self._address = address
         self._api_key = api_key
 

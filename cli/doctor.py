@@ -23,7 +23,9 @@ def doctor(
 
     from cli.checks import Level, all_checks
     from cli.state import running
+    from cluster.config import check_ports
 
+    check_ports(grpc_port, http_port)
     ours = {int(door.rpartition(":")[2]): one.pid for one in running() for door in (one.grpc, one.http)}
     console, failed = Console(soft_wrap=True, highlight=False), False
     for group in all_checks(host, grpc_port, http_port, ours):
@@ -40,4 +42,4 @@ def line(check: "Check") -> str:
 
     colour = COLOURS[check.level.value]
     advice = f" [dim]→ {escape(check.advice)}[/]" if check.advice else ""
-    return f"[{colour}]{check.level.value:<4}[/] [bold]{check.name}[/]: {escape(check.found)}{advice}"
+    return f"[{colour}]{check.level.value:<4}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}{advice}"

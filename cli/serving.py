@@ -7,24 +7,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 from rich.console import Console
-from rich.markup import escape
 
 from cli import state
 from cli.answering import answer_one
-from cli.checks import host_problem, port_problem
 from cli.client import RouterClient, Sampling
 from cli.default_model import NAME, find_default_model
+from cli.log_folder import new_log_folder
+from cli.preflight import check_device, check_doors, check_memory, check_page, warn_if_open
 from cli.start_view import StartView
 from cli.timeline_table import timeline_table
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster, Endpoints
 from router.tokenizer import Tokenizer
-from wire.address import address_of, is_loopback
-from wire.errors import InvalidArgument
+from wire.errors import TandemError
 
-GIB = 1 << 30
 STOPPED = "[dim]stopped; nothing is left running[/]"
 
 
@@ -44,13 +41,13 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     """
     console = Console(highlight=False, soft_wrap=True)
     with _one_interrupt():
-        _check_ports(config)
-        _check_memory(config)
-        _warn_if_open(config)
+        check_doors(config)
+        check_memory(config)
+        warn_if_open(config)
         try:
             with StartView(console) as view:
-                config = _with_model(config, model, view)
-                cluster = Cluster.start(config, view.cluster_progress)
+                config = replace(_with_model(config, model, view), log_folder=new_log_folder())
+                cluster = _start(console, config, view)
         except KeyboardInterrupt:
             console.print(STOPPED)
             raise
@@ -63,15 +60,25 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
             console.print(STOPPED)
 
 
+def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
+    """The running cluster; what keeps it from starting is told, and where its processes say more."""
+    try:
+        return Cluster.start(config, view.cluster_progress)
+    except TandemError:
+        console.print(f"the logs of this start are in {config.log_folder}", markup=False)
+        raise
+
+
 def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> None:
     ends = cluster.endpoints
     announced = state.announce(ends.grpc, ends.http, config.model_name)
     try:
         if first is not None:
             _answer(console, config, ends, first)
+        console.print(_endpoints(config, ends), markup=False)
         if not once:
             with suppress(KeyboardInterrupt):
-                console.print(_endpoints(config, ends), markup=False)
+                console.print("Ctrl-C stops it.")
                 cluster.wait()
     finally:
         announced.unlink(missing_ok=True)
@@ -91,7 +98,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
         f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
-        "Ctrl-C stops it."
+        f"  logs    {config.log_folder}"
     )
 
 
@@ -102,62 +109,13 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         from engine.weights.gguf import prepare_model
 
         folder = prepare_model(path, progress=progress)
-        _check_device(config)
+        check_device(config)
+        config = replace(config, model=folder)
+        check_page(config)
         if path.is_dir():
             Tokenizer(path)  # what a GGUF file is converted to has one
     name = NAME if model is None else path.stem if path.is_file() else path.resolve().name
-    return replace(config, model=folder, model_name=name)
-
-
-def _check_ports(config: ClusterConfig) -> None:
-    """InvalidArgument that names the option of an address that is not this machine's or of a port that is taken."""
-    if (problem := host_problem(config.host)) is not None:
-        raise InvalidArgument(
-            "--host",
-            f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
-        )
-    for option, port in (("--grpc-port", config.grpc_port), ("--http-port", config.http_port)):
-        problem = port_problem(config.host, port)
-        if problem is not None:
-            raise InvalidArgument(
-                option,
-                f"cannot listen on {address_of(config.host, port)} ({problem}); "
-                "choose another port, or 0 for any free one",
-            )
-
-
-def _check_device(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers would find no GPU."""
-    if config.device == "cpu":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees no GPU; use --device cpu")
-
-
-def _check_memory(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory is its worker's
-    to check."""
-    if config.device != "cpu":
-        return
-    workers = config.prefill + config.decode
-    each, free = config.kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
-    if workers * each > free:
-        raise InvalidArgument(
-            "--kv-cache-gib",
-            f"{workers} workers with {each:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
-            f"choose less than {free / workers:.2f}",
-        )
-
-
-def _warn_if_open(config: ClusterConfig) -> None:
-    """A line on stderr where strangers could use the cluster."""
-    if not config.api_keys and not is_loopback(config.host):
-        Console(stderr=True, highlight=False, soft_wrap=True).print(
-            f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
-            "set --api-key (or TANDEM_API_KEY) so that clients must show a key[/]"
-        )
+    return replace(config, model_name=name)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`tandem up`: start a cluster, answer a first prompt, serve until Ctrl-C."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -8,8 +7,6 @@ import typer
 
 from cli.options import Temperature, checked_prompt
 from cli.plain_errors import plain_errors
-
-GIB = 1 << 30
 
 
 @plain_errors
@@ -20,11 +17,23 @@ def up(
     ] = None,
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 1,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(help="KV page pool of each worker.")] = 1.0,
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="KV page pool of each worker; default: 1 on CPU; on GPUs what is left of --memory-fraction."),
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers."
+        ),
+    ] = None,
     max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 2048,
+    max_batch_requests: Annotated[
+        int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
@@ -42,13 +51,13 @@ def up(
     """Start a cluster on this host and serve until Ctrl-C."""
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
-    from cluster.config import ClusterConfig
+    from cluster.config import GIB, ClusterConfig, check_kv_cache_gib
     from wire.errors import InvalidArgument
 
     if model == "":
         raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
-    if not math.isfinite(kv_cache_gib):
-        raise InvalidArgument("--kv-cache-gib", f"{kv_cache_gib} is no size")
+    if kv_cache_gib is not None:
+        check_kv_cache_gib(kv_cache_gib)
     sampling = Sampling(max_tokens, temperature)
     config = ClusterConfig(
         model=Path(model or ""),
@@ -57,8 +66,10 @@ def up(
         device=device,
         dtype=dtype,
         page_tokens=page_tokens,
-        kv_cache_bytes=int(kv_cache_gib * GIB),
+        kv_cache_bytes=None if kv_cache_gib is None else int(kv_cache_gib * GIB),
+        memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
+        max_batch_requests=max_batch_requests,
         threads=threads,
         host=host,
         grpc_port=grpc_port,

@@ -1,11 +1,19 @@
 """Settings of one cluster on one host."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from wire.credentials import check_key
 from wire.errors import InvalidArgument
 
+GIB = 1 << 30
 PORT_MAX = 65535
+KV_CACHE_BYTES_MIN, KV_CACHE_BYTES_MAX = GIB // 1024, 1024 * 1024 * GIB
+CPU_KV_CACHE_BYTES = GIB
+GPU_MEMORY_FRACTION = 0.9
+"""Part of a GPU's memory that all of its workers take together."""
+CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -22,17 +30,20 @@ class ClusterConfig:
     decode: int = 1
     """Decode workers, >= 1."""
     device: str = "cpu"
-    """`cpu`, or `cuda`: then workers spread over the GPUs that are there."""
+    """`cpu`, `cuda`: then workers spread over the GPUs that are there, or `cuda:N`: then they share that one."""
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV."""
     page_tokens: int | None = None
     """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
-    kv_cache_bytes: int = 1 << 30
-    """KV page pool of each worker, in bytes."""
+    kv_cache_bytes: int | None = None
+    """KV page pool of each worker, in bytes; None = 1 GiB on CPU, on GPUs what is left of `memory_fraction`."""
+    memory_fraction: float | None = None
+    """Part of its GPU's memory each worker may use, weights included, 0 to 1; None = 0.9, shared equally by the
+    workers of a GPU."""
     max_step_tokens: int = 2048
     """Most tokens a worker computes in one step: the chunk size of prefill."""
-    max_batch_requests: int = 64
-    """Most requests of one decode step."""
+    max_batch_requests: int | None = None
+    """Most requests of one decode step; None = 64 on CPU, 256 on GPUs."""
     threads: int | None = None
     """CPU threads of each worker's engine; None = all cores, for every worker."""
     host: str = "127.0.0.1"
@@ -43,6 +54,8 @@ class ClusterConfig:
     """Port of the router's HTTP server; 0 = any free one."""
     api_keys: tuple[str, ...] = ()
     """Keys clients may present; none = no key is asked for."""
+    log_folder: Path | None = None
+    """An existing folder for one log file of each process; None = Ray's own files, which go with the cluster."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
 
@@ -53,19 +66,57 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{value} is not between 1 and 64")
         if self.page_tokens is not None and not 1 <= self.page_tokens <= 1024:
             raise InvalidArgument("--page-tokens", f"{self.page_tokens} is not between 1 and 1024")
-        if self.kv_cache_bytes < 1 << 20:
-            raise InvalidArgument("--kv-cache-gib", f"{self.kv_cache_bytes / (1 << 30):g} is less than 0.001 GiB")
+        if self.kv_cache_bytes is not None:
+            check_kv_cache_gib(self.kv_cache_bytes / GIB)
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise InvalidArgument("--memory-fraction", f"{self.memory_fraction:g} is not above 0 and at most 1")
         for option, number in (
             ("--max-step-tokens", self.max_step_tokens),
-            ("--max-batch-requests", self.max_batch_requests),
+            ("--max-batch-requests", self.batch_requests),
             ("--threads", 1 if self.threads is None else self.threads),
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
-        for option, port in (("--grpc-port", self.grpc_port), ("--http-port", self.http_port)):
-            if not 0 <= port <= PORT_MAX:
-                raise InvalidArgument(option, f"{port} is not a port (0 to {PORT_MAX})")
-        if self.device.split(":")[0] not in ("cpu", "cuda"):
-            raise InvalidArgument("--device", f"{self.device!r} is neither cpu nor cuda")
+        check_ports(self.grpc_port, self.http_port)
+        for key in self.api_keys:
+            check_key("--api-key", key)
+        if re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is None:
+            raise InvalidArgument("--device", f"{self.device!r} is none of cpu, cuda and cuda:N")
         if self.dtype not in DTYPES:
             raise InvalidArgument("--dtype", f"{self.dtype!r} is none of {', '.join(DTYPES)}")
+
+    def log_file(self, name: str) -> Path | None:
+        """Where the process called `name` writes what it has to say."""
+        return None if self.log_folder is None else self.log_folder / f"{name}.log"
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether workers compute on the CPU."""
+        return self.device == "cpu"
+
+    @property
+    def worker_kv_cache_bytes(self) -> int | None:
+        """What `kv_cache_bytes` means on this device; None = a worker measures what its GPU has left."""
+        return CPU_KV_CACHE_BYTES if self.kv_cache_bytes is None and self.on_cpu else self.kv_cache_bytes
+
+    @property
+    def batch_requests(self) -> int:
+        """What `max_batch_requests` means on this device."""
+        default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
+        return default if self.max_batch_requests is None else self.max_batch_requests
+
+
+def check_kv_cache_gib(size: float) -> None:
+    """InvalidArgument for a size in GiB that no machine has or that is next to nothing."""
+    least, most = KV_CACHE_BYTES_MIN / GIB, KV_CACHE_BYTES_MAX // GIB
+    if not least <= size <= most:
+        raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {least:.3f} and {most}")
+
+
+def check_ports(grpc_port: int, http_port: int) -> None:
+    """InvalidArgument for a number that is no port, or one port for both doors."""
+    for option, port in (("--grpc-port", grpc_port), ("--http-port", http_port)):
+        if not 0 <= port <= PORT_MAX:
+            raise InvalidArgument(option, f"{port} is not a port (0 to {PORT_MAX})")
+    if grpc_port == http_port != 0:
+        raise InvalidArgument("--http-port", f"{http_port} is --grpc-port too; each door needs a port of its own")

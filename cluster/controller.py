@@ -18,6 +18,7 @@ from cluster.router_actor import RouterProcess
 from cluster.service import ClusterServicer
 from cluster.worker_actors import WorkerActors
 from wire.generated.tandem.v1 import cluster_pb2_grpc
+from wire.logs import begin_log
 from wire.messages import PeerRef
 from wire.rpc import open_server
 
@@ -38,6 +39,7 @@ class Controller:
     """Starts, watches and restarts; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
 
     def __init__(self, config: ControllerConfig) -> None:
+        begin_log(config.cluster.log_file("controller"))
         self._config = config
         self._registry = Registry(first_revision=time.time_ns())
         self._server = open_server(tokens=frozenset({config.token}))

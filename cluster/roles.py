@@ -6,7 +6,7 @@ nodes may hold which role, so each role can sit on its own hardware; a node offe
 
 from dataclasses import dataclass
 
-from cluster.config import ClusterConfig
+from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
 from wire.messages import Role
 
 
@@ -18,14 +18,24 @@ class Slot:
     role: Role
     device: str
     """`cpu` or `cuda:N`."""
+    memory_fraction: float = GPU_MEMORY_FRACTION
+    """Part of its GPU's memory the worker may use; means nothing on `cpu`."""
 
 
 def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
     """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn."""
     roles = [(Role.PREFILL, i) for i in range(config.prefill)] + [(Role.DECODE, i) for i in range(config.decode)]
+    devices = [_device(config.device, number, gpus) for number in range(len(roles))]
     return tuple(
-        Slot(f"{role.value}-{i}", role, _device(config.device, number, gpus)) for number, (role, i) in enumerate(roles)
+        Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
+        for (role, i), device in zip(roles, devices, strict=True)
     )
+
+
+def _memory_fraction(config: ClusterConfig, sharers: int) -> float:
+    if config.memory_fraction is not None:
+        return config.memory_fraction
+    return GPU_MEMORY_FRACTION if config.on_cpu else GPU_MEMORY_FRACTION / sharers
 
 
 def _device(asked: str, number: int, gpus: int) -> str:

@@ -3,11 +3,13 @@
 import asyncio
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class
+from wire.logs import begin_log
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -20,7 +22,8 @@ STOP_GRACE_S = 0.5
 class RouterActor:
     """Runs one router; `RayProcess` says which methods and why."""
 
-    def __init__(self, config: "RouterConfig") -> None:
+    def __init__(self, config: "RouterConfig", log: Path | None = None) -> None:
+        begin_log(log)
         self._config = config
         self._stopped = asyncio.Event()
         self._server: RouterServer | None = None
@@ -66,9 +69,9 @@ class RouterProcess:
 
     async def spawn(self, incarnation: int) -> Process:
         """A new router process; it keeps the doors of the one before."""
-        actor = (
-            actor_class(RouterActor).options(name=f"router-{incarnation}", num_cpus=0).remote(self._config(incarnation))
-        )
+        options = {"name": f"router-{incarnation}", "num_cpus": 0}
+        log = self._cluster.log_file("router")
+        actor = actor_class(RouterActor).options(**options).remote(self._config(incarnation), log)
         return RayProcess(actor, on_start=self._opened)
 
     def _opened(self, doors: "RouterEndpoints") -> None:

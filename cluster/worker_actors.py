@@ -36,7 +36,8 @@ class WorkerActors:
             "resources": bundle(slot),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
-        return RayProcess(actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation))
+        log = self._cluster.log_file(slot.worker_id)
+        return RayProcess(actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation, log))
 
     def _group(self, slot: Slot) -> Any:
         from ray.util.placement_group import placement_group
@@ -55,9 +56,10 @@ class WorkerActors:
             device=slot.device,
             dtype=cluster.dtype,
             page_tokens=cluster.page_tokens,
-            kv_cache_bytes=cluster.kv_cache_bytes,
+            kv_cache_bytes=cluster.worker_kv_cache_bytes,
+            memory_fraction=slot.memory_fraction,
             max_step_tokens=cluster.max_step_tokens,
-            max_batch_requests=cluster.max_batch_requests,
+            max_batch_requests=cluster.batch_requests,
             threads=cluster.threads,
         )
         return WorkerConfig(

@@ -1,9 +1,10 @@
 """The Ray shell around a worker process: what the controller calls, and nothing of a request."""
 
 import asyncio
-import logging
 import os
+from pathlib import Path
 
+from wire.logs import begin_log
 from wire.messages import WorkerInfo
 from worker.config import WorkerConfig
 
@@ -11,11 +12,11 @@ from worker.config import WorkerConfig
 class WorkerActor:
     """To be made an actor by the controller. Its methods are coroutines, so `run` can stay pending beside them."""
 
-    def __init__(self, config: WorkerConfig, incarnation: int) -> None:
+    def __init__(self, config: WorkerConfig, incarnation: int, log: Path | None = None) -> None:
+        begin_log(log)
         # Here, not above: the controller imports this module too, and has no use for torch.
         from worker.process import WorkerProcess
 
-        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         self._process = WorkerProcess(config, incarnation)
         self._progress = ("starting", 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -124,8 +125,8 @@ def assert_gone(processes: list[psutil.Process], before: set[str], root: Path) -
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[..., Any]) -> None:
-    cluster = fresh_cluster(kv_cache_bytes=100 << 20)
+def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[..., Any], tmp_path: Path) -> None:
+    cluster = fresh_cluster(kv_cache_bytes=100 << 20, log_folder=tmp_path)
     assert tokens_of_a_request(cluster.grpc_address) == 4
     assert listening(family(os.getpid())) <= {"127.0.0.1", "::ffff:127.0.0.1"}
 
@@ -143,6 +144,11 @@ def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[.
     _replaced(cluster.router, before)
     assert tokens_once_it_serves(cluster.grpc_address, 60) == 4
     cluster.assert_idle_and_sound()
+
+    logs = {file.stem: file.read_text() for file in tmp_path.iterdir()}
+    assert logs.keys() == {"controller", "router", "prefill-0", "decode-0"}
+    assert "decode-0 is gone (the process died)" in logs["controller"]
+    assert logs["decode-0"].count(" serves on ") == logs["router"].count(" serves gRPC on ") == 2
 
 
 def _replaced(look: Callable[[], Any], before: Any) -> Any:
@@ -163,8 +169,10 @@ def test_once_answers_and_leaves_nothing(start_up: Callable[..., subprocess.Pope
     relatives = family(process.pid)
     out += process.communicate(timeout=90)[0]
     assert process.returncode == 0, out
-    for word in ("queue", "prefill", "transfer", "UCX", "first token", "inter-token", "tokens/s"):
+    for word in ("queue", "prefill", "transfer", "UCX", "first token", "inter-token", "tokens/s", "is served at"):
         assert word in out
+    (logs,) = re.findall(r"^  logs +(.*)$", out, re.M)
+    assert " INFO router.server: router " in (Path(logs) / "router.log").read_text()
     assert_gone(relatives, before, temp_root)
 
 

@@ -38,7 +38,7 @@ def test_ports() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         busy = checks.check_port("--grpc-port", "127.0.0.1", port, {})
-        assert busy.level is Level.WARN
+        assert busy.level is Level.FAIL
         assert "--grpc-port" in busy.advice
         assert "in use" in busy.found
         ours = checks.check_port("--grpc-port", "127.0.0.1", port, {port: 42})
@@ -47,6 +47,13 @@ def test_ports() -> None:
     assert checks.check_port("--grpc-port", "127.0.0.1", port, {}).level is Level.OK
     assert checks.port_problem("127.0.0.1", 0) is None
     assert checks.port_problem("192.0.2.77", 0) is not None
+
+
+def test_a_host_that_is_none_fails_before_its_ports() -> None:
+    (host,) = checks.check_doors("nosuch.invalid", 0, 0, {})
+    assert (host.level, host.name) == (Level.FAIL, "host 'nosuch.invalid'")
+    assert "--host" in host.advice
+    assert [check.level for check in checks.check_doors("127.0.0.1", 0, 0, {})] == [Level.OK, Level.OK]
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,83 @@ def test_a_wrong_option_is_named() -> None:
     assert result.stderr == "error: --decode: 0 is not between 1 and 64\n"
 
 
-@pytest.mark.parametrize("size", ["1000000", "inf", "nan"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--grpc-port", "70000"], "--grpc-port: 70000 is not a port (0 to 65535)"),
+        (["--http-port", "-1"], "--http-port: -1 is not a port (0 to 65535)"),
+        (["--grpc-port", "8000"], "--http-port: 8000 is --grpc-port too; each door needs a port of its own"),
+    ],
+)
+@pytest.mark.parametrize("command", ["up", "doctor"])
+def test_a_number_that_is_no_port_of_its_own_is_named(command: str, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, [command, *options])
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
+def test_the_doctor_fails_at_a_taken_port(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.checks.check_transfer", list)
+    other = "--http-port" if option == "--grpc-port" else "--grpc-port"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(app, ["doctor", option, str(port), other, "0"])
+    assert result.exit_code == 1
+    assert f"fail port {port}: address already in use" in result.stdout
+
+
+def test_the_doctor_fails_at_a_host_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.checks.check_transfer", list)
+    result = CliRunner().invoke(app, ["doctor", "--host", "nosuch.invalid", *ANY_PORTS])
+    assert result.exit_code == 1
+    assert "fail host 'nosuch.invalid': " in result.stdout
+
+
+@pytest.mark.parametrize("command", [["up"], ["generate", "hi"], ["chat"]])
+@pytest.mark.parametrize("key", ["é", "two words"])
+def test_a_key_that_no_header_carries_is_refused_by_name(command: list[str], key: str) -> None:
+    address = [] if command == ["up"] else ["--address", "127.0.0.1:1"]
+    result = CliRunner().invoke(app, [*command, *address, "--api-key", key])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --api-key: must be ASCII ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_empty_key_opens_no_cluster() -> None:
+    for keys in (["--api-key", ""], ["--api-key", "good", "--api-key", ""]):
+        result = CliRunner().invoke(app, ["up", *keys, *ANY_PORTS])
+        assert result.exit_code == 2
+        assert result.stderr.startswith("error: --api-key: is empty, ")
+
+
+@pytest.mark.parametrize("device", ["cpu:7", "cuda:x", "cuda:", "gpu"])
+def test_a_device_that_is_none_is_told_what_there_is(device: str) -> None:
+    result = CliRunner().invoke(app, ["up", "--device", device, *ANY_PORTS])
+    assert (result.exit_code, result.stderr) == (2, f"error: --device: {device!r} is none of cpu, cuda and cuda:N\n")
+
+
+def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = write_tiny_model(tmp_path / "tiny")
+    result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda:2", *ANY_PORTS])
+    assert result.exit_code == 2
+    assert result.stderr == "error: --device: cuda:2 asked for, PyTorch sees cuda:0 to cuda:1 alone\n"
+
+
+def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = write_tiny_model(tmp_path / "tiny", hidden_size=1024, num_attention_heads=8, num_key_value_heads=8)
+    result = CliRunner().invoke(
+        app, ["up", "--model", str(model), "--kv-cache-gib", "0.001", "--page-tokens", "1024", *ANY_PORTS]
+    )
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --kv-cache-gib: 0.001 GiB hold no page of 1024 tokens, which takes ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", ["1000000", "1e300", "0", "-1", "inf", "nan"])
 def test_a_cache_larger_than_the_memory_names_its_option(size: str) -> None:
     result = CliRunner().invoke(app, ["up", "--kv-cache-gib", size, "--grpc-port", "0", "--http-port", "0"])
     assert result.exit_code == 2

@@ -7,6 +7,7 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.roles import Slot, bundle, offer, plan
+from cluster.worker_actors import WorkerActors
 from wire.errors import InvalidArgument
 from wire.messages import Role
 
@@ -22,7 +23,15 @@ from wire.messages import Role
         ({"threads": 0}, "--threads"),
         ({"grpc_port": 65536}, "--grpc-port"),
         ({"http_port": -1}, "--http-port"),
+        ({"grpc_port": 8000, "http_port": 8000}, "--http-port"),
         ({"device": "tpu"}, "--device"),
+        ({"device": "cpu:7"}, "--device"),
+        ({"memory_fraction": 0.0}, "--memory-fraction"),
+        ({"memory_fraction": 1.1}, "--memory-fraction"),
+        ({"memory_fraction": float("nan")}, "--memory-fraction"),
+        ({"max_batch_requests": 0}, "--max-batch-requests"),
+        ({"api_keys": ("",)}, "--api-key"),
+        ({"api_keys": ("good", "é")}, "--api-key"),
         ({"dtype": "int8"}, "--dtype"),
     ],
 )
@@ -45,6 +54,29 @@ def test_each_worker_has_a_slot_of_its_role() -> None:
 def test_workers_spread_over_gpus(gpus: int, devices: list[str]) -> None:
     slots = plan(ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
     assert [slot.device for slot in slots] == devices
+
+
+@pytest.mark.parametrize(("gpus", "fractions"), [(1, [0.3] * 3), (2, [0.45, 0.9, 0.45]), (3, [0.9] * 3)])
+def test_workers_share_the_memory_of_their_gpu(gpus: int, fractions: list[float]) -> None:
+    slots = plan(ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda"), gpus=gpus)
+    assert [slot.memory_fraction for slot in slots] == pytest.approx(fractions)
+    chosen = plan(ClusterConfig(model=Path("m"), device="cuda", memory_fraction=0.4), gpus=gpus)
+    assert {slot.memory_fraction for slot in chosen} == {0.4}
+
+
+def test_sizes_follow_the_device() -> None:
+    cpu, gpu = ClusterConfig(model=Path("m")), ClusterConfig(model=Path("m"), device="cuda:1")
+    assert (cpu.worker_kv_cache_bytes, gpu.worker_kv_cache_bytes) == (1 << 30, None)
+    assert (cpu.batch_requests, gpu.batch_requests) == (64, 256)
+    given = ClusterConfig(model=Path("m"), device="cuda", kv_cache_bytes=1 << 22, max_batch_requests=7)
+    assert (given.worker_kv_cache_bytes, given.batch_requests) == (1 << 22, 7)
+
+
+def test_settings_reach_the_engine() -> None:
+    config = ClusterConfig(model=Path("m"), device="cuda", memory_fraction=0.5)
+    (slot, *_) = plan(config, gpus=1)
+    engine = WorkerActors(config, "", "")._config(slot).engine
+    assert (engine.memory_fraction, engine.kv_cache_bytes, engine.max_batch_requests) == (0.5, None, 256)
 
 
 def test_a_chosen_gpu_is_kept() -> None:

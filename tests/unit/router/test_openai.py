@@ -179,6 +179,8 @@ async def test_bad_input_names_field_and_next_request_works(
     body = json.dumps({**CHAT, "temperature": float("nan")})
     reply = await http.post("/v1/chat/completions", content=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperature")
+    reply = await http.post("/v1/chat/completions", json={**CHAT, "seed": -1})
+    assert reply.json()["error"]["message"] == "seed: is -1, it must be 0 to 18446744073709551615"
     with pytest.raises(openai.BadRequestError) as missing:
         await client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     assert (missing.value.code, missing.value.param) == ("invalid_argument", "model")

@@ -1,0 +1,85 @@
+"""What `tandem up` can tell before anything is started: doors, device, memory. Each refusal names its option."""
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from cli.checks import host_problem, port_problem
+from cluster.config import GIB, ClusterConfig
+from wire.address import address_of, is_loopback
+from wire.errors import InvalidArgument
+
+
+def check_doors(config: ClusterConfig) -> None:
+    """InvalidArgument that names the option of an address that is not this machine's or of a port that is taken."""
+    if (problem := host_problem(config.host)) is not None:
+        raise InvalidArgument(
+            "--host",
+            f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
+        )
+    for option, port in (("--grpc-port", config.grpc_port), ("--http-port", config.http_port)):
+        problem = port_problem(config.host, port)
+        if problem is not None:
+            raise InvalidArgument(
+                option,
+                f"cannot listen on {address_of(config.host, port)} ({problem}); "
+                "choose another port, or 0 for any free one",
+            )
+
+
+def check_device(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers would not find their GPU."""
+    if config.on_cpu:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees no GPU; use --device cpu")
+    if int(config.device.partition(":")[2] or 0) >= count:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone")
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory is its worker's
+    to check."""
+    if not config.on_cpu or config.worker_kv_cache_bytes is None:
+        return
+    workers = config.prefill + config.decode
+    each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
+    if workers * each > free:
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{workers} workers with {each:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
+            f"choose less than {free / workers:.2f}",
+        )
+
+
+def check_page(config: ClusterConfig) -> None:
+    """InvalidArgument if a worker's KV cache would not hold one page of the model, whose folder is checked already."""
+    from engine.cache.paged_cache import page_bytes
+    from engine.config import EngineConfig
+    from engine.device import parse_device, parse_dtype, parse_page_tokens
+    from engine.models.config import load_model_config
+
+    if config.worker_kv_cache_bytes is None:
+        return
+    engine = EngineConfig(config.model, device=config.device, dtype=config.dtype, page_tokens=config.page_tokens)
+    device, shape = parse_device(config.device), load_model_config(config.model)
+    page_tokens = parse_page_tokens(engine, device)
+    needed = page_bytes(shape, page_tokens, parse_dtype(engine, device, shape))
+    if config.worker_kv_cache_bytes < needed:
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{config.worker_kv_cache_bytes / GIB:.4g} GiB hold no page of {page_tokens} tokens, which takes "
+            f"{needed / GIB:.3g} GiB; choose more, or smaller --page-tokens",
+        )
+
+
+def warn_if_open(config: ClusterConfig) -> None:
+    """A line on stderr where strangers could use the cluster."""
+    if not config.api_keys and not is_loopback(config.host):
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
+            "set --api-key (or TANDEM_API_KEY) so that clients must show a key[/]"
+        )

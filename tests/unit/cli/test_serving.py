@@ -1,0 +1,91 @@
+"""One `tandem up` over a cluster that is none: what it tells, and what it leaves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli import log_folder, serving, state
+from cli.client import Sampling
+from cli.serving import FirstPrompt, serve
+from cluster.config import ClusterConfig
+from cluster.launcher import Endpoints
+from wire.errors import Unavailable
+
+
+class NoCluster:
+    """Starts at once, or fails as told, and ends when asked to wait."""
+
+    failure: Unavailable | None = None
+    endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token")
+    waited = stopped = False
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def start(cls, config: ClusterConfig, _progress: object) -> "NoCluster":
+        if cls.failure is not None:
+            raise cls.failure
+        cls.last = cls(config)
+        return cls.last
+
+    def wait(self) -> None:
+        self.waited = True
+        raise KeyboardInterrupt
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[NoCluster]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
+    monkeypatch.setattr(serving, "_with_model", lambda config, *_: config)
+    monkeypatch.setattr(serving, "_answer", lambda console, *_: console.print("the answer"))
+    kind = type("Clusters", (NoCluster,), {})
+    monkeypatch.setattr(serving, "Cluster", kind)
+    return kind
+
+
+def config_of(**settings: Any) -> ClusterConfig:
+    return ClusterConfig(model=Path("m"), model_name="m", grpc_port=0, http_port=0, **settings)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_where_it_serves_and_logs_is_told_after_the_answer(
+    once: bool, clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    serve(config_of(), None, FirstPrompt("hi", Sampling()), once=once)
+    told = capsys.readouterr().out
+    (logs,) = (tmp_path / "tandem" / "logs").iterdir()
+    places = ["the answer", "gRPC    127.0.0.1:7", "http://127.0.0.1:8/v1", str(logs), "nothing is left running"]
+    assert [told.find(place) for place in places] == sorted(told.find(place) for place in places)
+    assert all(place in told for place in places)
+    assert ("Ctrl-C stops it" in told) is clusters.last.waited is not once
+    assert clusters.last.stopped
+    assert clusters.last.config.log_file("decode-0") == logs / "decode-0.log"
+    assert state.running() == []
+
+
+def test_a_start_that_fails_tells_where_the_logs_are(
+    clusters: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clusters.failure = Unavailable("decode-0 did not start")
+    with pytest.raises(Unavailable, match="decode-0"):
+        serve(config_of(), None, None, once=False)
+    (logs,) = (tmp_path / "tandem" / "logs").iterdir()
+    assert str(logs) in capsys.readouterr().out
+
+
+def test_the_last_runs_keep_their_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    root = tmp_path / "tandem" / "logs"
+    for day in range(10, 30):
+        (root / f"2020-01-{day}T000000-1").mkdir(parents=True)
+    new = log_folder.new_log_folder()
+    assert new.stat().st_mode & 0o777 == 0o700
+    kept = sorted(each.name for each in root.iterdir())
+    assert len(kept) == log_folder.KEPT_RUNS
+    assert (kept[0], kept[-1]) == ("2020-01-21T000000-1", new.name)
