@@ -49,7 +49,8 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
         run()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in pairwise(marks)) / 1e3
+    times: list[float] = [start.elapsed_time(end) for start, end in pairwise(marks)]
+    return statistics.median(times) / 1e3
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:

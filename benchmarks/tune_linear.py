@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine.kernels import triton_linear
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_linear_plan import TOKEN_TILES, Gemv, Skinny, Tile, fits_scratch
+from engine.kernels.triton_linear_plan import TOKEN_TILES, fits_scratch
+from engine.kernels.triton_linear_tiles import Gemv, Skinny, Tile
 
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 

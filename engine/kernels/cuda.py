@@ -12,7 +12,7 @@ from engine.kernels.triton_activation import silu_mul
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_linear_plan import streams
+from engine.kernels.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from engine.kernels.triton_norm import rms_norm
 from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
@@ -45,22 +45,30 @@ class CudaKernels(Kernels):
         return embed(token_ids, sources, drawn, table, pdl=self._pdl)
 
     def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        if streams(len(hidden), *linear.weight.shape):
-            return triton_linear.norm_linear(hidden, norm, eps, linear.weight, linear.bias, pdl=self._pdl)
-        return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
+        if not _streams(hidden, linear):
+            return _product(rms_norm(hidden, norm, eps, pdl=self._pdl), linear)
+        x, scale = self._normed(hidden, norm, eps)
+        return triton_linear.norm_linear(x, scale, eps, linear.weight, linear.bias, pdl=self._pdl)
 
     def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
-        if streams(len(hidden), *gate_up.weight.shape):
-            return triton_linear.norm_gate_up(hidden, norm, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
-        return silu_mul(_product(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up), pdl=self._pdl)
+        if not _streams(hidden, gate_up):
+            return silu_mul(_product(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up), pdl=self._pdl)
+        x, scale = self._normed(hidden, norm, eps)
+        return triton_linear.norm_gate_up(x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
 
     def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
-        if streams(len(x), *linear.weight.shape):
+        if _streams(x, linear):
             triton_linear.linear_add(x, linear.weight, linear.bias, hidden, pdl=self._pdl)
             return
         hidden.addmm_(x, linear.weight.t())
         if linear.bias is not None:
             hidden += linear.bias
+
+    def _normed(self, hidden: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor | None]:
+        """What a streaming product takes, and the norm it still has to apply."""
+        if len(hidden) <= FUSED_NORM_TOKENS or hidden.dtype == torch.float32:
+            return hidden, norm
+        return rms_norm(hidden, norm, eps, pdl=self._pdl), None
 
     def rope_and_store(
         self,
@@ -97,3 +105,8 @@ class CudaKernels(Kernels):
 
 def _product(x: Tensor, linear: Linear) -> Tensor:
     return torch.nn.functional.linear(x, linear.weight, linear.bias)
+
+
+def _streams(x: Tensor, linear: Linear) -> bool:
+    rows, columns = linear.weight.shape
+    return streams(len(x), rows, columns, x.element_size())

@@ -35,13 +35,11 @@ from engine.kernels.triton_linear_kernels import (
 from engine.kernels.triton_linear_plan import (
     SCRATCH_COUNTERS,
     SCRATCH_FLOATS,
-    Gemv,
-    Skinny,
-    Tile,
     fits_scratch,
     streams,
     tile_for,
 )
+from engine.kernels.triton_linear_tiles import Gemv, Skinny, Tile
 
 __all__ = [
     "ADD",

@@ -1,10 +1,11 @@
 """Which tile each weight-streaming product runs with: measured ones by shape, a rule for all others.
 
-`python -m benchmarks.tune_linear` measures and prints lines for `TUNED` and `STREAMED_TOKENS`. No torch, no Triton.
+The measured ones stand in `triton_linear_tiles.py`. No torch, no Triton.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from engine.kernels.triton_linear_tiles import STREAMED_TOKENS, TUNED, Gemv, Skinny, Tile
 
 TOKEN_TILES = (16, 32, 64, 128)
 """Numbers of tokens that a tile of the skinny product may hold."""
@@ -15,53 +16,24 @@ SCRATCH_FLOATS = 1 << 23
 SCRATCH_COUNTERS = 1 << 14
 """Output tiles that one split launch may have."""
 
-DEFAULT_STREAMED_TOKENS = 64
+DEFAULT_STREAMED_TOKENS = 16
+"""Of shapes that were not measured."""
+
+FLOAT_STREAMED_TOKENS = 256
+"""Of float32, where one order of sums for every size of batch counts more than speed."""
+
+FUSED_NORM_TOKENS = 16
+"""Largest step whose norm is cheaper inside the product: beyond, scaling the input holds up the matrix units."""
 
 _MULTIPROCESSORS = 132
 _FLOATS_PER_ROW_TILE = 16
 """Tokens a float32 tile holds, whatever the step: so a row's sums never depend on the other rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """One token: a program multiplies `rows` outputs with `columns` of the input at a time."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Skinny:
-    """Some tokens: a program multiplies `rows` outputs with `tokens` tokens, `columns` of the input at a time.
-
-    splits: programs that share one output tile's input columns
-    stages: depth of the load pipeline
-    early:  bytes of each weight row that are called into L2 before the input is ready
-    """
-
-    rows: int
-    tokens: int
-    columns: int
-    splits: int
-    stages: int
-    warps: int
-    early: int = 0
-
-
-Tile = Gemv | Skinny
-Shape = tuple[int, int, bool]
-"""(rows of the weight, columns of the weight, whether the rows are gate and up)."""
-
-TUNED: dict[Shape, dict[int, Tile]] = {}
-"""By shape and by 1 or one of TOKEN_TILES: steps of at most so many tokens, and more than the next smaller."""
-
-STREAMED_TOKENS: dict[tuple[int, int], int] = {}
-"""(rows, columns) of a weight: the largest step that is faster here than by cuBLAS, where not the default."""
-
-
-def streams(tokens: int, n: int, k: int) -> bool:
-    """Whether these products beat cuBLAS for so many tokens and a weight [n, k]."""
+def streams(tokens: int, n: int, k: int, item_bytes: int) -> bool:
+    """Whether these products beat cuBLAS for so many tokens and a weight [n, k] of `item_bytes` a number."""
+    if item_bytes == 4:
+        return tokens <= FLOAT_STREAMED_TOKENS
     return tokens <= STREAMED_TOKENS.get((n, k), DEFAULT_STREAMED_TOKENS)
 
 
