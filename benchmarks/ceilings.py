@@ -20,20 +20,22 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
-    """A large device copy and an 8192³ product of random numbers, medians.
-
-    The products run for a second before they count: a chip that has rested is faster than it can stay.
-    """
-    return Ceilings(_copy_bandwidth(), _matrix_rate())
+    """Both, the medians of many runs."""
+    return Ceilings(copy_bandwidth(), matrix_rate())
 
 
-def _copy_bandwidth() -> float:
+def copy_bandwidth() -> float:
+    """Of a large copy on the device, in bytes a second, read and written ones both counted."""
     source = torch.randint(0, 127, (_COPY_BYTES,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / median_seconds(lambda: target.copy_(source))
 
 
-def _matrix_rate() -> float:
+def matrix_rate() -> float:
+    """Of an 8192³ bf16 product of random numbers, in FLOP a second.
+
+    It runs for a second before it counts: a chip that has rested is faster than it can stay.
+    """
     a, b = (torch.randn(_MATRIX, _MATRIX, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * _MATRIX**3 / median_seconds(lambda: torch.mm(a, b, out=out), rounds=400, warm=600)

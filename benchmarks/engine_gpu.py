@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.ceilings import Ceilings, graph_seconds, measure_ceilings
+from benchmarks.ceilings import copy_bandwidth, graph_seconds, matrix_rate, measure_ceilings
 from benchmarks.gpu_engine import GpuEngine
 from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
@@ -53,17 +53,20 @@ def run(arguments: argparse.Namespace) -> None:
     cache = engine.runner.cache
     result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.pages * cache.page_tokens}
     print(f"start to first token {started:.1f} s", flush=True)
-    ceilings = measure_ceilings()
-    print(f"copy {ceilings.copy / 1e9:.0f} GB/s, matrix {ceilings.matrix / 1e12:.0f} TFLOP/s", flush=True)
-    result |= {"copy_gb_per_s": round(ceilings.copy / 1e9, 1), "matrix_tflops": round(ceilings.matrix / 1e12, 1)}
     if arguments.profile:
-        result |= profile(engine, ceilings, arguments.profile)
+        result |= profile(engine, measure_ceilings(), arguments.profile)
     else:
-        result |= measure(engine, ceilings)
+        # What memory binds beside the memory's ceiling, what arithmetic binds beside that of arithmetic, which heats.
+        copy = copy_bandwidth()
+        print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
+        result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
+        matrix = matrix_rate()
+        print(f"matrix {matrix / 1e12:.0f} TFLOP/s", flush=True)
+        result |= {"matrix_tflops": round(matrix / 1e12, 1)} | _prefill(engine, matrix)
         del engine, cache
         gc.collect()
         torch.cuda.empty_cache()
-        result |= _attention(ceilings)
+        result |= _attention(copy)
         if arguments.eager:
             result |= _without_graphs(config, result)
     result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
@@ -72,12 +75,12 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(result))
 
 
-def measure(engine: GpuEngine, ceilings: Ceilings) -> Figures:
-    """Decode and prefill, as ratios to the ceilings, with the milliseconds they are made of."""
+def _decode(engine: GpuEngine, copy: float) -> Figures:
+    """Decode steps: bytes over time as a share of the copy bandwidth, and the milliseconds they are made of."""
     found: Figures = {}
     for batch in BATCHES:
         seconds = engine.decode_seconds(batch, CONTEXT)
-        share = engine.decode_bytes(batch, CONTEXT) / seconds / ceilings.copy
+        share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
         device = engine.graph_seconds(batch, CONTEXT)
         idle = max(0.0, 1 - device / seconds)
         found |= {
@@ -92,9 +95,15 @@ def measure(engine: GpuEngine, ceilings: Ceilings) -> Figures:
     for batch in (32, 256):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
         found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
+    return found
+
+
+def _prefill(engine: GpuEngine, matrix: float) -> Figures:
+    """Prompts in one step, host included: FLOPs over time as a share of the matrix rate."""
+    found: Figures = {}
     for rows, tokens in PREFILLS:
         seconds = engine.prefill_seconds(rows, tokens)
-        share = engine.prefill_flops(rows, tokens) / seconds / ceilings.matrix
+        share = engine.prefill_flops(rows, tokens) / seconds / matrix
         found |= {
             f"prefill_flops_ratio_{rows}x{tokens}": round(share, 4),
             f"prefill_ms_{rows}x{tokens}": round(seconds * 1e3, 3),
@@ -103,12 +112,12 @@ def measure(engine: GpuEngine, ceilings: Ceilings) -> Figures:
     return found
 
 
-def _attention(ceilings: Ceilings) -> Figures:
+def _attention(copy: float) -> Figures:
     """Decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
         seconds = attention_seconds(rows, tokens, 128)
-        share = 2 * rows * tokens * _ATTENTION.kv_heads * _ATTENTION.head_dim * 2 / seconds / ceilings.copy
+        share = 2 * rows * tokens * _ATTENTION.kv_heads * _ATTENTION.head_dim * 2 / seconds / copy
         found |= {
             f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
             f"attention_us_{rows}x{tokens}": seconds * 1e6,

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.ceilings import median_seconds
 from engine.batch import Draw, PendingStep, StepBatch, StepRow
+from engine.cuda_graphs import DecodeGraph
 from engine.cuda_stepper import CudaStepper
 from engine.model_runner import ModelRunner
 from wire.messages import SamplingParams
@@ -50,17 +51,20 @@ class GpuEngine:
         pending()
         return (time.perf_counter() - started) / steps
 
-    def graph_seconds(self, batch: int, context: int) -> float:
-        """Seconds of the device alone for such a step: its CUDA graph replayed back to back."""
+    def graph(self, batch: int, context: int) -> DecodeGraph:
+        """The CUDA graph of such a step, as it was left by one."""
         pages = self._pages(batch, context + 1)
-        rows = [StepRow([1000 + row], context, pages[row], _GREEDY) for row in range(batch)]
-        step = StepBatch(rows)
+        step = StepBatch([StepRow([1000 + row], context, pages[row], _GREEDY) for row in range(batch)])
         self.runner.run(step)
         stepper = self.runner.stepper
         assert isinstance(stepper, CudaStepper)
         graph = stepper.graphs.fitting(step)
         assert graph is not None, f"no CUDA graph takes {batch} rows"
-        return median_seconds(graph.graph.replay, rounds=30)
+        return graph
+
+    def graph_seconds(self, batch: int, context: int) -> float:
+        """Seconds of the device alone for such a step: its CUDA graph replayed back to back."""
+        return median_seconds(self.graph(batch, context).graph.replay, rounds=30)
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
         """Median seconds from prompts on the host to their first tokens on the host, in one step."""

@@ -1,14 +1,19 @@
 """Where a phase's time goes: a Chrome trace with PREFILL and DECODE_STEP ranges, and the roofline of both."""
 
+from collections import defaultdict
 from pathlib import Path
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.gpu_engine import GpuEngine
 
 _BATCH, _CONTEXT, _PROMPT = 32, 1024, 2048
+_BATCHES = (1, 32)
+_REPLAYS = 5
+_SHOWN = 60
 
 
 def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, object]:
@@ -28,6 +33,8 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
         engine.decode_seconds(_BATCH, _CONTEXT),
         ceilings,
     )
+    for batch in _BATCHES:
+        found |= _kernel_table(engine, batch)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("PREFILL"):
             engine.prefill_seconds(1, _PROMPT, rounds=1)
@@ -39,6 +46,30 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70))
     print("trace:", file)
     return found
+
+
+def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
+    """What each kernel adds to a decode step: its time after the end of all before it, as kernels overlap."""
+    replay = engine.graph(batch, _CONTEXT).graph.replay
+    replay()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
+        for _ in range(_REPLAYS):
+            replay()
+        torch.cuda.synchronize()
+    added: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    end = 0.0
+    spans = [(e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type == DeviceType.CUDA]
+    for start, stop, name in sorted(spans):
+        if end:
+            added["(idle)"] += max(0.0, start - end) / _REPLAYS
+        added[name] += max(0.0, stop - max(start, end)) / _REPLAYS
+        calls[name] += 1
+        end = max(end, stop)
+    print(f"decode b{batch}: {sum(added.values()):.0f} us a step")
+    for name, micros in sorted(added.items(), key=lambda item: -item[1]):
+        print(f"  {micros:9.1f} us  {calls[name] // _REPLAYS:5} calls  {name[:_SHOWN]}")
+    return {f"decode_b{batch}_kernel_us": {name[:_SHOWN]: round(micros, 1) for name, micros in added.items()}}
 
 
 def _roofline(phase: str, flops: float, read: float, seconds: float, ceilings: Ceilings) -> dict[str, object]:

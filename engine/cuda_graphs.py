@@ -16,13 +16,18 @@ from engine.weights.checkpoint import Progress
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BEYOND = 64
 """Step between sizes after the last of them."""
+SHORT_CONTEXT = 8192
+"""Tokens up to which no row of a step is long."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
-    """A decode step of up to `sizes.rows` rows. Its tensors are where the next replay reads and writes."""
+    """A decode step of up to `sizes.rows` rows and `context` tokens. Its tensors are where the next replay reads and
+    writes.
+    """
 
     sizes: StepSizes
+    context: int
     words: Tensor
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -37,7 +42,11 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """All sizes share one memory pool, because one graph runs at a time."""
+    """All sizes share one memory pool, because one graph runs at a time.
+
+    Where contexts may be long, each number of rows has two graphs: one launches what long rows need to keep up with
+    short ones, which costs short ones dearly.
+    """
 
     def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor) -> None:
         """`drawn` [rows] int64: where each step leaves its greedy tokens, and the step after finds them."""
@@ -45,30 +54,34 @@ class DecodeGraphs:
         self._forward = forward
         self._sampler = sampler
         self._drawn = drawn
-        self._graphs: dict[int, DecodeGraph] = {}
+        self._graphs: list[DecodeGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """Capture the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
-        for done, rows in enumerate(sorted(sizes, reverse=True)):
-            self._graphs[rows] = self._capture(rows)
+        longest = self._packer.limits.max_context
+        contexts = sorted({longest, min(longest, SHORT_CONTEXT)}, reverse=True)
+        wanted = [(rows, context) for rows in sorted(sizes, reverse=True) for context in contexts]
+        for done, (rows, context) in enumerate(wanted):
+            self._graphs.append(self._capture(rows, context))
             if progress is not None:
-                progress("capturing CUDA graphs", (done + 1) / len(sizes))
-        self._graphs = dict(sorted(self._graphs.items()))
+                progress("capturing CUDA graphs", (done + 1) / len(wanted))
+        self._graphs.reverse()
 
     def fitting(self, batch: StepBatch) -> DecodeGraph | None:
         """The smallest graph that computes `batch`, or None: more rows than any, or rows that do not just decode."""
         if any(len(row.token_ids) > 1 or row.draw is None for row in batch.rows):
             return None
-        return next((graph for rows, graph in self._graphs.items() if rows >= len(batch.rows)), None)
+        context = max(row.start for row in batch.rows) + 1
+        fits = (g for g in self._graphs if g.sizes.rows >= len(batch.rows) and g.context >= context)
+        return next(fits, None)
 
-    def _capture(self, rows: int) -> DecodeGraph:
-        limits = self._packer.limits
-        sizes = StepSizes(tokens=rows, rows=rows, width=limits.pages_of(limits.max_context), drawn=rows)
+    def _capture(self, rows: int, context: int) -> DecodeGraph:
+        sizes = StepSizes(tokens=rows, rows=rows, width=self._packer.limits.pages_of(context), drawn=rows)
         host = torch.empty(sizes.words, dtype=torch.int64)
         self._packer.pack(StepBatch([]), sizes, host.numpy())
         words = host.to(self._drawn.device)
-        step = view_step(words, sizes, max_row_tokens=1, max_context=limits.max_context, single_rows=rows)
+        step = view_step(words, sizes, max_row_tokens=1, max_context=context, single_rows=rows)
 
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
@@ -83,7 +96,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = compute()
-        return DecodeGraph(sizes, words, graph, logits)
+        return DecodeGraph(sizes, context, words, graph, logits)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -73,10 +73,12 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
     splits = min(MOST_SPLITS, PROGRAMS_PER_SM * sms // lanes, -(-capacity // SMALL_TILE.block_tokens))
     if splits >= 2:
         return replace(SMALL_TILE, splits=splits)
-    # The rows fill the GPU; further programs are for a long row among short ones.
-    tile = LARGE_TILE if lanes > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
-    splits = LONG_SPLITS if capacity > LONG_TOKENS else 1
-    return replace(tile, splits=splits, least_tiles=LONG_TOKENS // LONG_SPLITS // tile.block_tokens)
+    if capacity > LONG_TOKENS:
+        # The rows fill the GPU; further programs are for a long row among short ones.
+        return replace(
+            SMALL_TILE, splits=LONG_SPLITS, least_tiles=LONG_TOKENS // LONG_SPLITS // SMALL_TILE.block_tokens
+        )
+    return LARGE_TILE if lanes > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
 
 
 class DecodeAttention:
