@@ -12,7 +12,7 @@ from engine.kernels.triton_activation import silu_mul
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_norm import rms_norm
-from engine.kernels.triton_rope import rope_and_store
+from engine.kernels.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,8 +82,10 @@ def test_embed(tokens: int, width: int, dtype: torch.dtype) -> None:
     assert torch.equal(late.cpu(), table[wanted].to(dtype))
 
 
-def run_rope(step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None], slots: Tensor) -> list[Tensor]:
-    """→ q and the cache after the store."""
+def run_rope(
+    step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor | None], slots: Tensor, planned_tokens: int = 1
+) -> list[Tensor]:
+    """→ q and the cache after the store, with the tile of a step of `planned_tokens`."""
     cache = step.cache.to(DEVICE, dtype)
     q_norm, k_norm = (None if norm is None else guarded(norm, dtype) for norm in norms)
     positions = torch.where(slots >= 0, step.layout.positions, 2**30)
@@ -99,6 +101,7 @@ def run_rope(step: Step, dtype: torch.dtype, norms: tuple[Tensor | None, Tensor 
         slots.to(DEVICE),
         step.shape,
         pdl=PDL,
+        tile=plan_tile(planned_tokens, step.shape, dtype.itemsize),
     )
     return [q.cpu(), cache.cpu()]
 
@@ -126,21 +129,48 @@ def test_rope_and_store(shape: AttentionShape, page_tokens: int, normed: tuple[b
     norms = tuple(random(head_dim, seed=number) if given else None for number, given in enumerate(normed))
     chosen = (norms[0], norms[1])
     q, cache = run_rope(step, dtype, chosen, step.layout.slots)
+    assert_rotated_and_stored(step, dtype, chosen, q, cache)
+
+
+@all_dtypes
+@pytest.mark.parametrize("planned_tokens", [TINY_TOKENS, SMALL_TOKENS, SMALL_TOKENS + 1])
+@pytest.mark.parametrize("shape", [heads(8, 4, 128), heads(6, 3, 64)], ids=["8 on 4 of 128", "6 on 3 of 64"])
+def test_rope_in_every_tile(shape: AttentionShape, planned_tokens: int, dtype: torch.dtype) -> None:
+    step = make_step([(21, 30), (1, 1), (13, 40)], shape, page_tokens=16, filled=False)
+    norms = (random(shape.head_dim), random(shape.head_dim, seed=1))
+    q, cache = run_rope(step, dtype, norms, step.layout.slots, planned_tokens)
+    assert_rotated_and_stored(step, dtype, norms, q, cache)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 65, 2048])
+@pytest.mark.parametrize("shape", [heads(32, 8, 128), heads(9, 3, 64), heads(8, 1, 256), heads(4, 4, 96)])
+def test_a_tile_holds_heads_of_one_kind(shape: AttentionShape, tokens: int) -> None:
+    tile = plan_tile(tokens, shape, 2)
+    assert shape.heads % tile.group == shape.kv_heads % tile.group == 0
+    assert tile.tokens & (tile.tokens - 1) == 0
+
+
+def assert_rotated_and_stored(
+    step: Step, dtype: torch.dtype, chosen: tuple[Tensor | None, Tensor | None], q: Tensor, cache: Tensor
+) -> None:
+    """As good as the reference; values exactly as they came, and nothing written elsewhere."""
     base_q, base_cache = run_reference(step, dtype, chosen)
     exact_q, exact_cache = run_reference(step, torch.float64, chosen)
     assert_as_good(q, base_q, exact_q)
     written = ~exact_cache.isnan()
     assert torch.equal(cache.isnan(), ~written)
     assert_as_good(cache[written], base_cache[written], exact_cache[written])
+    page_tokens = cache.shape[4]
     page, offset = step.layout.slots // page_tokens, step.layout.slots % page_tokens
     assert torch.equal(cache[page, LAYER, 1, :, offset], base_cache[page, LAYER, 1, :, offset])
 
 
-def test_a_padded_row_is_stored_nowhere() -> None:
+@pytest.mark.parametrize("planned_tokens", [1, SMALL_TOKENS + 1])
+def test_a_padded_row_is_stored_nowhere(planned_tokens: int) -> None:
     step = make_step([(1, 5), (1, 17), (1, 33)], heads(4, 2, 64), filled=False)
     slots = step.layout.slots.clone()
     slots[1] = -1
-    q, cache = run_rope(step, torch.float32, (None, None), slots)
+    q, cache = run_rope(step, torch.float32, (None, None), slots, planned_tokens)
     exact_q, exact_cache = run_reference(step, torch.float64, (None, None))
     page, offset = step.layout.slots // 16, step.layout.slots % 16
     exact_cache[page[1], LAYER, :, :, offset[1]] = float("nan")
