@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_engine import GpuEngine
 from benchmarks.results import run_facts, save_result
 from cli.default_model import NAME, find_default_model
+from cli.random_model import random_model
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
 from engine.batch import Draw, StepBatch, StepRow
@@ -44,16 +46,27 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One pass over the workload: answer tokens a second, and the answers, to compare."""
+    """One pass over the workload: answer tokens a second, and the answers, to compare.
+
+    `decoding`: tokens a second while every stream decodes, from the last first token to the first end; 0 unmeasured.
+    """
 
     tokens_per_second: float
     answers: tuple[tuple[int, ...], ...]
+    decoding: float = 0.0
 
 
 def make_workload(streams: int, prompt_tokens: int, new_tokens: int) -> Workload:
     """Arbitrary but fixed token ids, every prompt different."""
     prompts = tuple(tuple(1000 + (17 * s + 131 * i) % 20000 for i in range(prompt_tokens)) for s in range(streams))
     return Workload(prompts, new_tokens)
+
+
+def decode_rate(runner: ModelRunner, workload: Workload) -> float:
+    """Tokens a second of the engine alone that decodes all streams, over the same positions as the cluster."""
+    engine = GpuEngine(runner)
+    batch, context = len(workload.prompts), len(workload.prompts[0]) + workload.new_tokens // 2
+    return batch / engine.decode_seconds(batch, context, steps=workload.new_tokens // 2)
 
 
 def engine_round(runner: ModelRunner, workload: Workload, max_step_tokens: int) -> Round:
@@ -95,16 +108,21 @@ async def cluster_round(address: str, workload: Workload) -> Round:
     answers = await asyncio.gather(*(_ask(stub, prompt, workload.new_tokens) for prompt in workload.prompts))
     seconds = time.perf_counter() - started
     await channel.close()
-    return Round(workload.tokens / seconds, tuple(answers))
+    begin, end = max(a[0][0] for a in answers), min(a[-1][0] for a in answers)
+    decoded = sum(len(ids) for a in answers for moment, ids in a if begin < moment <= end)
+    tokens = tuple(tuple(token for _, ids in a for token in ids) for a in answers)
+    return Round(workload.tokens / seconds, tokens, decoded / (end - begin) if end > begin else 0.0)
 
 
-async def _ask(stub: Any, prompt: tuple[int, ...], new_tokens: int) -> tuple[int, ...]:
+async def _ask(stub: Any, prompt: tuple[int, ...], new_tokens: int) -> list[tuple[float, list[int]]]:
+    """Each chunk's arrival and tokens."""
     options = inference_pb2.GenerationOptions(max_tokens=new_tokens, temperature=0, ignore_eos=True)
     request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=prompt), options=options)
-    answer: list[int] = []
+    chunks: list[tuple[float, list[int]]] = []
     async for message in stub.Generate(request, timeout=600):
-        answer.extend(message.chunk.token_ids)
-    return tuple(answer)
+        if message.chunk.token_ids:
+            chunks.append((time.perf_counter(), list(message.chunk.token_ids)))
+    return chunks
 
 
 def compare(
@@ -126,13 +144,22 @@ def compare(
     engine = statistics.median(r.tokens_per_second for r in alone)
     through = statistics.median(r.tokens_per_second for r in served)
     same = sum(a == b for a, b in zip(alone[-1].answers, served[-1].answers, strict=True))
-    return {
-        f"cluster_efficiency_b{len(workload.prompts)}": round(through / engine, 4),
+    streams = len(workload.prompts)
+    decoding: dict[str, object] = {}
+    if runner.asynchronous:
+        ours, theirs = decode_rate(runner, workload), statistics.median(r.decoding for r in served)
+        decoding = {
+            f"cluster_decode_ratio_b{streams}": round(theirs / ours, 4),
+            "engine_decode_tokens_per_s": round(ours, 1),
+            "cluster_decode_tokens_per_s": round(theirs, 1),
+        }
+    return decoding | {
+        f"cluster_efficiency_b{streams}": round(through / engine, 4),
         "engine_tokens_per_s": round(engine, 1),
         "cluster_tokens_per_s": round(through, 1),
         "engine_rounds": [round(r.tokens_per_second, 1) for r in alone],
         "cluster_rounds": [round(r.tokens_per_second, 1) for r in served],
-        "identical_answers": f"{same} of {len(workload.prompts)}",
+        "identical_answers": f"{same} of {streams}",
     }
 
 
@@ -142,6 +169,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
+    parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
+    parser.add_argument("--memory-fraction", type=float, default=0.28, help="of a GPU, for the engine and each worker")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
@@ -153,11 +182,24 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Start a cluster, load the engine beside it, measure both."""
     arguments = parse_arguments()
-    folder = prepare_model(arguments.model or find_default_model())
-    name = NAME if arguments.model is None else folder.name
-    engine = EngineConfig(folder, device=arguments.device, dtype=arguments.dtype)
+    if arguments.shape is not None:
+        folder, name = random_model(arguments.shape), arguments.shape
+    else:
+        folder = prepare_model(arguments.model or find_default_model())
+        name = NAME if arguments.model is None else folder.name
+    engine = EngineConfig(
+        folder,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        max_batch_requests=max(64, arguments.streams),
+        memory_fraction=arguments.memory_fraction,
+        random_weights=arguments.shape is not None,
+    )
     config = ClusterConfig(
         folder,
+        max_batch_requests=engine.max_batch_requests,
+        memory_fraction=arguments.memory_fraction,
+        random_weights=engine.random_weights,
         max_step_tokens=engine.max_step_tokens,
         model_name=name,
         device=arguments.device,

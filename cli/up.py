@@ -15,6 +15,10 @@ def up(
     model: Annotated[
         str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
     ] = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
+    ] = None,
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 1,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
@@ -54,6 +58,8 @@ def up(
     from cluster.config import GIB, ClusterConfig, check_kv_cache_gib
     from wire.errors import InvalidArgument
 
+    if model is not None and random_weights is not None:
+        raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
     if model == "":
         raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
     if kv_cache_gib is not None:
@@ -75,8 +81,14 @@ def up(
         grpc_port=grpc_port,
         http_port=http_port,
         api_keys=tuple(api_key or ()),
+        random_weights=random_weights is not None,
     )
     if once and prompt is None:
         raise InvalidArgument("--once", "needs a --prompt to answer")
     first = None if prompt is None else FirstPrompt(checked_prompt("--prompt", prompt), sampling)
+    if random_weights is not None:
+        from cli.random_model import random_model
+
+        serve(config, random_model(random_weights), first, once=once)
+        return
     serve(config, None if model is None else Path(model), first, once=once)

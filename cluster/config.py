@@ -29,6 +29,8 @@ class ClusterConfig:
     """Prefill workers, >= 1."""
     decode: int = 1
     """Decode workers, >= 1."""
+    random_weights: bool = False
+    """Whether workers draw their weights at random, for performance runs: `model` then needs none."""
     device: str = "cpu"
     """`cpu`, `cuda`: then workers spread over the GPUs that are there, or `cuda:N`: then they share that one."""
     dtype: str = "auto"

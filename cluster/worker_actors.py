@@ -60,6 +60,7 @@ class WorkerActors:
             memory_fraction=slot.memory_fraction,
             max_step_tokens=cluster.max_step_tokens,
             max_batch_requests=cluster.batch_requests,
+            random_weights=cluster.random_weights,
             threads=cluster.threads,
         )
         return WorkerConfig(
