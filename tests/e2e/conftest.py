@@ -1,12 +1,12 @@
-"""The yardstick: transformers' own greedy generation, one prompt at a time."""
+"""Real prompts, and what transformers says to them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
+
+from tests.e2e.reference import Expected, Reference
 
 NEW_TOKENS = 64
 PROMPT_LENGTHS = (
@@ -38,15 +38,6 @@ PROMPT_LENGTHS = (
 """Around every page and chunk edge, 24 of them."""
 
 
-@dataclass(frozen=True)
-class Expected:
-    """Greedy continuation of one prompt; `gaps[i]` is the distance of the two best logits at token i."""
-
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
-    gaps: tuple[float, ...]
-
-
 @pytest.fixture(scope="session")
 def prompts(model_folder: Path) -> list[tuple[int, ...]]:
     """Real English of exact token lengths, each prompt from another place."""
@@ -61,26 +52,12 @@ def prompts(model_folder: Path) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="session")
-def expected(model_folder: Path, prompts: list[tuple[int, ...]]) -> list[Expected]:
-    """transformers' `generate` in float32 for each prompt."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
-    return [_generate(model, prompt) for prompt in prompts]
+def reference(model_folder: Path) -> Reference:
+    """transformers over the served model."""
+    return Reference(model_folder)
 
 
-def _generate(model: torch.nn.Module, prompt: tuple[int, ...]) -> Expected:
-    ids = torch.tensor([prompt])
-    out = model.generate(  # type: ignore[operator]
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-        eos_token_id=None,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    best = torch.stack([logits[0].topk(2).values for logits in out.logits])
-    return Expected(prompt, tuple(out.sequences[0, len(prompt) :].tolist()), tuple((best[:, 0] - best[:, 1]).tolist()))
+@pytest.fixture(scope="session")
+def expected(reference: Reference, prompts: list[tuple[int, ...]]) -> list[Expected]:
+    """Its continuation of each prompt."""
+    return [reference(prompt, NEW_TOKENS) for prompt in prompts]

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.reference import Expected, Reference, compare
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
-
-TIE = 1e-3
-"""Two best logits of the reference closer than this may be taken in either order."""
 
 SHAPES = {
     "pages of 16, chunks of 512": {"page_tokens": 16, "max_step_tokens": 512},
@@ -53,22 +51,40 @@ async def ask_all(address: str, prompts: list[tuple[int, ...]], tokens: int) -> 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_same_tokens(shape: str, running_cluster: Callable[..., Any], expected: list[Any]) -> None:
+def test_same_tokens(
+    shape: str,
+    running_cluster: Callable[..., Any],
+    expected: list[Expected],
+    reference: Reference,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cluster = running_cluster(dtype="float32", **SHAPES[shape])
     answers = asyncio.run(ask_all(cluster.grpc_address, [e.prompt for e in expected], len(expected[0].tokens)))
-    for reference, (tokens, complete) in zip(expected, answers, strict=True):
-        length = len(reference.prompt)
-        assert len(tokens) == len(reference.tokens), f"prompt of {length} tokens"
-        assert complete.prompt_tokens == length
+    for wanted, (tokens, complete) in zip(expected, answers, strict=True):
+        assert complete.prompt_tokens == len(wanted.prompt)
         assert complete.completion_tokens == len(tokens)
-        for i, (got, want) in enumerate(zip(tokens, reference.tokens, strict=True)):
-            if got != want:
-                assert reference.gaps[i] < TIE, f"prompt of {length} tokens differs at token {i}: {got}, not {want}"
-                print(
-                    f"tie: prompt of {length} tokens, token {i}: the two best logits lie {reference.gaps[i]:.1e} apart"
-                )
-                break
+        for tie in compare(tokens, wanted, reference):
+            with capsys.disabled():
+                print(f"\n{shape}: {tie}")
     cluster.assert_idle_and_sound()
+
+
+def counting(prompt: tuple[int, ...], tokens: int) -> Expected:
+    """A reference that counts on from the prompt's last token; 10 and its second best, 20, are a tie."""
+    numbers = tuple(range(prompt[-1] + 1, prompt[-1] + 1 + tokens))
+    gaps = tuple(1e-4 if number == 10 else 1.0 for number in numbers)
+    return Expected(prompt, numbers, tuple(number + 10 for number in numbers), gaps)
+
+
+def test_a_tie_is_told_and_the_rest_still_compared() -> None:
+    expected = counting((7,), 5)
+    assert compare([8, 9, 10, 11, 12], expected, counting) == []
+    (tie,) = compare([8, 9, 20, 21, 22], expected, counting)
+    assert "prompt of 1 tokens, token 2" in tie
+    wrong = ([8, 9, 10, 11, 22], [8, 9, 20, 11, 12], [8, 9, 30, 31, 32], [8, 9, 20, 21, 32], [8, 9, 10])
+    for tokens in wrong:
+        with pytest.raises(AssertionError):
+            compare(tokens, expected, counting)
 
 
 def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
