@@ -136,6 +136,8 @@ class Dispatcher:
         """The answer is complete."""
         if request.ended:
             return
+        if reason is FinishReason.ABORT:
+            log.info("request %s cancelled after %s", request.wire_id, request.edges[-1].edge.name)
         request.answer.finish(lambda: _ending(request, reason, matched_stop))
         self._end(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,19 @@ IDLE_WITHIN_S = 20.0
 class RunningCluster:
     """A cluster under test, with a view of its insides."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, logs: Path) -> None:
         self.config = config
-        self._cluster = Cluster.start(config)
+        self._logs = config.log_folder or logs
+        self._cluster = Cluster.start(replace(config, log_folder=self._logs))
         self.grpc_address = self._cluster.endpoints.grpc
         self.http_address = self._cluster.endpoints.http
 
     def stop(self) -> None:
         self._cluster.stop()
+
+    def log(self, name: str) -> str:
+        """What the process called `name` has logged so far."""
+        return (self._logs / f"{name}.log").read_text()
 
     def workers(self) -> tuple[Health, ...]:
         """Every worker as the controller sees it."""
@@ -90,8 +96,9 @@ def _idle(one: worker_pb2.InspectResponse) -> bool:
 class _Shelf:
     """Holds the one running cluster of this session."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, new_folder: Callable[[], Path]) -> None:
         self._model = model
+        self._new_folder = new_folder
         self._running: RunningCluster | None = None
 
     def get(self, *, fresh: bool, **settings: Any) -> RunningCluster:
@@ -101,7 +108,7 @@ class _Shelf:
         if self._running is not None and (fresh or self._running.config != config):
             self.clear()
         if self._running is None:
-            self._running = RunningCluster(config)
+            self._running = RunningCluster(config, self._new_folder())
         return self._running
 
     def clear(self) -> None:
@@ -120,8 +127,8 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def _shelf(model_folder: Path) -> Iterator[_Shelf]:
-    shelf = _Shelf(model_folder)
+def _shelf(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Shelf]:
+    shelf = _Shelf(model_folder, lambda: tmp_path_factory.mktemp("logs"))
     yield shelf
     shelf.clear()
 

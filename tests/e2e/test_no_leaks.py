@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,23 @@ import pytest
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from wire.rpc import open_channel
+from wire.timeline import Edge
 
 REQUESTS = 200
 AT_ONCE = 24
+IN_PREFILL_TRIES = 5
+MOMENTS = {
+    "queued": {Edge.RECEIVED, Edge.TOKENIZED},
+    "at the prefill worker": {Edge.PLACED, Edge.RESERVED},
+    "between prefill and decode": {
+        Edge.PREFILL_FINISHED,
+        Edge.FIRST_TOKEN,
+        Edge.TRANSFER_STARTED,
+        Edge.TRANSFER_FINISHED,
+    },
+    "in decode": {Edge.DECODE_ADMITTED, Edge.DECODE_STARTED},
+}
+"""Where a request is, by the last edge that its router has seen."""
 
 
 def request_of(prompt: tuple[int, ...], tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
@@ -31,16 +47,15 @@ async def to_the_end(stub: Any, prompt: tuple[int, ...], tokens: int) -> str:
 
 
 async def cancel_after_a_while(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
-    call = stub.Generate(request_of(prompt, tokens), timeout=240)
+    call = stub.Generate(request_of(prompt, tokens, f"waiting-{rng.random()}"), timeout=240)
     await asyncio.sleep(rng.choice([0, 0.01, 0.1, 0.4, 1.5]) * rng.random())
     call.cancel()
     return "cancelled while waiting"
 
 
-async def cancel_after_some_tokens(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
-    """The first token comes before the transfer ends: cancelling at it hits the hand-over."""
-    call = stub.Generate(request_of(prompt, tokens), timeout=240)
-    wanted = rng.choice([1, 1, 2, 5])
+async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: random.Random, wanted: int) -> str:
+    """The first token comes before the transfer ends: cancelling at it hits the hand-over, at a later one decode."""
+    call = stub.Generate(request_of(prompt, tokens, f"token-{rng.random()}"), timeout=240)
     got = 0
     async for message in call:
         got += len(message.chunk.token_ids)
@@ -53,7 +68,9 @@ async def cancel_after_some_tokens(stub: Any, prompt: tuple[int, ...], tokens: i
 async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
     """Its own connection, closed under the running call."""
     channel = open_channel(address)
-    call = inference_pb2_grpc.InferenceStub(channel).Generate(request_of(prompt, tokens), timeout=240)
+    call = inference_pb2_grpc.InferenceStub(channel).Generate(
+        request_of(prompt, tokens, f"socket-{rng.random()}"), timeout=240
+    )
     reader = asyncio.ensure_future(call.read())
     await asyncio.sleep(rng.random())
     await channel.close()
@@ -106,7 +123,7 @@ async def storm(cluster: Any, prompts: list[tuple[int, ...]]) -> dict[str, int]:
                 case 0:
                     return await cancel_after_a_while(stub, prompt, tokens + 8, rng)
                 case 1:
-                    return await cancel_after_some_tokens(stub, prompt, tokens + 8, rng)
+                    return await cancel_at_token(stub, prompt, tokens + 8, rng, wanted=1 if i // 15 % 2 else 6)
                 case 2:
                     return await close_the_socket(cluster.grpc_address, prompt, tokens + 8, rng)
                 case 3:
@@ -122,8 +139,56 @@ async def storm(cluster: Any, prompts: list[tuple[int, ...]]) -> dict[str, int]:
 @pytest.mark.timeout(600)
 def test_every_page_comes_home(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    earlier = len(cancelled_requests(cluster))
     outcomes = asyncio.run(storm(cluster, prompts))
-    print(outcomes)
     assert outcomes["finished"] == sum(1 for i in range(REQUESTS) if i % 3)
     assert len(outcomes) == 6
     cluster.assert_idle_and_sound()
+    cancelled = cancelled_requests(cluster)[earlier:]
+    moments = Counter(moment for _, moment in cancelled)
+    ways = Counter(re.split("[-~]", name)[0] for name, _ in cancelled)
+    print(outcomes, moments, ways)
+    assert moments.keys() == MOMENTS.keys(), "each moment was hit"
+    assert {"waiting", "token", "socket", "abort", "req"} <= ways.keys(), "HTTP clients' requests are named req-…"
+
+
+def cancelled_requests(cluster: Any) -> list[tuple[str, str]]:
+    """Each request that the router cancelled while it ran: its name, and the moment."""
+    moment_of = {edge.name: moment for moment, edges in MOMENTS.items() for edge in edges}
+    found = re.findall(r"request (\S+) cancelled after (\w+)", cluster.log("router"))
+    return [(name, moment_of[edge]) for name, edge in found]
+
+
+@pytest.mark.timeout(240)
+def test_pages_come_home_from_the_midst_of_a_prompt(
+    running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]
+) -> None:
+    """A prompt of several chunks on an idle cluster, cancelled once the prefill worker holds pages for it."""
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster.assert_idle_and_sound()
+    longest = max(prompts, key=len)
+    for number in range(IN_PREFILL_TRIES):
+        name = f"midst-{number}"
+        asyncio.run(cancel_amid_prefill(cluster, longest, name))
+        cluster.assert_idle_and_sound()
+        moments = [moment for known, moment in cancelled_requests(cluster) if known.startswith(f"{name}~")]
+        if moments == ["at the prefill worker"]:
+            return
+    raise AssertionError("no request was cancelled in prefill")
+
+
+async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) -> None:
+    channel = open_channel(cluster.grpc_address)
+    stub: Any = inference_pb2_grpc.InferenceStub(channel)
+    call = stub.Generate(request_of(prompt, 64, name), timeout=60)
+    reader = asyncio.ensure_future(call.read())
+    while not (reader.done() or await asyncio.to_thread(prefills, cluster)):
+        pass
+    call.cancel()
+    await asyncio.gather(reader, return_exceptions=True)
+    await channel.close()
+
+
+def prefills(cluster: Any) -> bool:
+    """Whether a prefill worker holds pages: it takes them as a prompt's first chunk begins."""
+    return any(one.pages_owned for one in cluster.inspect() if one.worker_id.startswith("prefill"))
