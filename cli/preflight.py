@@ -57,15 +57,19 @@ def check_memory(config: ClusterConfig) -> None:
 
 def check_page(config: ClusterConfig) -> None:
     """InvalidArgument if a worker's KV cache would not hold one page of the model, whose folder is checked already."""
+    import torch
+
     from engine.cache.paged_cache import page_bytes
     from engine.config import EngineConfig
-    from engine.device import parse_device, parse_dtype, parse_page_tokens
+    from engine.device import parse_dtype, parse_page_tokens
     from engine.models.config import load_model_config
 
     if config.worker_kv_cache_bytes is None:
         return
-    engine = EngineConfig(config.model, device=config.device, dtype=config.dtype, page_tokens=config.page_tokens)
-    device, shape = parse_device(config.device), load_model_config(config.model)
+    engine = EngineConfig(
+        config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
+    )
+    device, shape = torch.device(config.device), load_model_config(config.model)
     page_tokens = parse_page_tokens(engine, device)
     needed = page_bytes(shape, page_tokens, parse_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:

@@ -4,7 +4,9 @@ import inspect
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +15,8 @@ from cli import state
 from cli.client import Sampling
 from cli.main import app
 from cli.plain_errors import plain_errors
+from cli.preflight import check_page
+from cluster.config import ClusterConfig
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
 
@@ -214,6 +218,16 @@ def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypat
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda:2", *ANY_PORTS])
     assert result.exit_code == 2
     assert result.stderr == "error: --device: cuda:2 asked for, PyTorch sees cuda:0 to cuda:1 alone\n"
+
+
+def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
+    large: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8}
+    model = write_tiny_model(tmp_path / "tiny", torch_dtype=None, dtype=None, **large)
+    (model / "model.safetensors").unlink()
+    config = ClusterConfig(model=model, device="cuda", kv_cache_bytes=1 << 20, page_tokens=1, random_weights=True)
+    check_page(config)
+    with pytest.raises(InvalidArgument, match="hold no page of 1024 tokens"):
+        check_page(replace(config, page_tokens=1024))
 
 
 def test_a_cache_that_holds_no_page_is_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
