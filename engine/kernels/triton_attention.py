@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.triton_attention_kernel import decode_attention_kernel
-from engine.kernels.triton_launch import INTERPRETED
+from engine.kernels.triton_launch import INTERPRETED, share_memory_evenly
 
 LEAST_DOT = 16
 """Fewest rows of a tile that the matrix units take."""
@@ -138,7 +138,7 @@ class DecodeAttention:
         page_tokens = cache.shape[4]
         chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
-        decode_attention_kernel[(shape.kv_heads, rows, chosen.splits)](
+        compiled = decode_attention_kernel[(shape.kv_heads, rows, chosen.splits)](
             q,
             cache,
             page_table,
@@ -162,6 +162,8 @@ class DecodeAttention:
             num_stages=chosen.stages,
             launch_pdl=self._pdl,
         )
+        if self._pdl:
+            share_memory_evenly(compiled)
         return out
 
     def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:

@@ -6,6 +6,10 @@ earlier kernels have ended and their writes are visible. Each kernel must call i
 the next kernel relies on this one having waited.
 """
 
+import ctypes
+from functools import lru_cache
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +18,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on the CPU."""
 
+_PREFERRED_CARVEOUT = 9
+"""CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
+_CARVEOUT_PERCENT = 50
+
 OVERLAPPED_CAPABILITY = (9, 0)
 """First compute capability whose kernels can overlap their launches."""
 
@@ -21,6 +29,26 @@ OVERLAPPED_CAPABILITY = (9, 0)
 def overlaps_launches() -> bool:
     """Whether kernels of this process are launched with `launch_pdl=True` and `PDL=True`."""
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
+
+
+def share_memory_evenly(compiled: Any) -> None:
+    """Let multiprocessors give this kernel about half of their memory as shared memory, the rest as L1 cache.
+
+    `compiled` is what a launch returns. A multiprocessor runs kernels side by side only if they agree on that split.
+    By default a kernel with large tiles gets all it can, so that the kernels before and after it, which have none,
+    cannot overlap with it: the whole gain of overlapped launches in a decode step (docs/decisions/0006).
+    """
+    if not INTERPRETED:
+        _prefer_carveout(compiled.function)
+
+
+@lru_cache(maxsize=1024)
+def _prefer_carveout(function: int) -> None:
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+        ctypes.c_void_p(function), _PREFERRED_CARVEOUT, _CARVEOUT_PERCENT
+    )
+    if status:
+        raise RuntimeError(f"CUDA refused a kernel's share of shared memory (error {status})")
 
 
 @triton.jit
