@@ -22,8 +22,9 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class FakeEngine:
-    """`asynchronous` says what engines made from now on are like; `hold` stops it before its next step, or the one after `steps` more; `let_go` lets it run on; `error` is raised
-    by every step from then on."""
+    """`asynchronous` says what engines made from now on are like. `hold` stops one before its next step, or the one
+    after `steps` more; `let_go` lets it run on; `error` is raised by every step from then on.
+    """
 
     asynchronous = False
 
