@@ -48,13 +48,18 @@ class Plan:
     stages: int
     splits: int
     least_tiles: int
+    overlaps: bool = False
+    """Whether it shares multiprocessors with the kernels before and after it (see `share_memory_evenly`)."""
 
 
-SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, splits=1, least_tiles=1)
-"""Few rows: many small programs share the bandwidth soonest."""
+SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, splits=1, least_tiles=1, overlaps=True)
+"""Few rows: many small programs share the bandwidth soonest, and the kernels around them count."""
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2, splits=1, least_tiles=1)
+"""Rows that fill the GPU: they need all of its shared memory."""
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
+LONG_TILE = Plan(block_tokens=32, warps=4, stages=4, splits=LONG_SPLITS, least_tiles=LONG_TOKENS // LONG_SPLITS // 32)
+"""Rows that fill the GPU; further programs are for a long row among short ones."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`_plan` or a stand-in for it."""
@@ -74,10 +79,7 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
     if splits >= 2:
         return replace(SMALL_TILE, splits=splits)
     if capacity > LONG_TOKENS:
-        # The rows fill the GPU; further programs are for a long row among short ones.
-        return replace(
-            SMALL_TILE, splits=LONG_SPLITS, least_tiles=LONG_TOKENS // LONG_SPLITS // SMALL_TILE.block_tokens
-        )
+        return LONG_TILE
     return LARGE_TILE if lanes > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
 
 
@@ -162,7 +164,7 @@ class DecodeAttention:
             num_stages=chosen.stages,
             launch_pdl=self._pdl,
         )
-        if self._pdl:
+        if self._pdl and chosen.overlaps:
             share_memory_evenly(compiled)
         return out
 
