@@ -6,7 +6,7 @@ noisy for one as for the other, and the medians of the turns are compared. Decod
 On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/engine_gpu.py.
 
 The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: how many times
-faster the engine is. With `--dtype both` these are float32's, and bfloat16's have the suffix `_bf16`.
+faster the engine is. These are float32's; bfloat16's have the suffix `_bf16`.
 """
 
 import argparse
@@ -195,7 +195,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--eager", action="store_true", help="on GPUs: measure decode without CUDA graphs too")
     parser.add_argument("--profile", type=Path, default=None, help="on GPUs: write a Chrome trace there instead")
     parser.add_argument("--peer", default="transformers", choices=["transformers"])
-    parser.add_argument("--dtype", default="float32", choices=[*_DTYPES, "both"])
+    parser.add_argument("--dtype", default="both", choices=[*_DTYPES, "both"])
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--prompt-tokens", type=int, default=DEFAULTS.prompt)
