@@ -1,0 +1,62 @@
+"""The tables of docs/performance.md, made from the runs in benchmarks/results/: `python -m benchmarks.tables`.
+
+One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import RESULTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
+_SHOWN = ("ratio", "efficiency", "idle_share_b32", "start_seconds", "copy_gb_per_s", "matrix_tflops", "decode_ms_b")
+_HEAD = """# Performance
+
+Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
+versions. Ratios compare with ceilings or peers measured in the same run: `bw` to the bandwidth of a device copy,
+`flops` to the rate of an 8192³ product, the others as their benchmark says.
+"""
+
+Run = dict[str, Any]
+
+
+def main() -> None:
+    """Write the page."""
+    groups: dict[str, list[Run]] = defaultdict(list)
+    for file in sorted(RESULTS.glob("*.json")):
+        run: Run = json.loads(file.read_text(encoding="utf-8"))
+        groups[_title(file.name.split("-", 1)[0], run)].append(run)
+    PAGE.write_text("\n".join([_HEAD, *(_table(title, runs) for title, runs in sorted(groups.items()))]))
+    print("wrote", PAGE.name)
+
+
+def _title(benchmark: str, run: Run) -> str:
+    return f"{benchmark}: {run.get('shape') or run['model']}, {run['hardware']['name']}, {run['dtype']}"
+
+
+def _table(title: str, runs: list[Run]) -> str:
+    """A column a run, oldest first."""
+    runs = sorted(runs, key=lambda run: str(run["date"]))
+    names = [name for name in dict.fromkeys(key for run in runs for key in run) if any(s in name for s in _SHOWN)]
+    heads = [f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}" for run in runs]
+    lines = [
+        f"\n## {title}\n",
+        f"`{runs[-1]['command']}`\n",
+        _line(["figure", *heads]),
+        _line(["---"] * (len(runs) + 1)),
+    ]
+    return "\n".join([*lines, *(_line([f"`{name}`", *(_cell(run.get(name)) for run in runs)]) for name in names)])
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

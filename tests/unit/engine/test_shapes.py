@@ -1,0 +1,45 @@
+"""The shapes that ship for performance runs: every one a model, of the size its name says."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.models.config import load_model_config
+from engine.models.parameters import allocate_parameters
+from engine.models.shapes import shape_names, write_shape
+from engine.weights.random_weights import fill_randomly, random_revision
+from wire.errors import InvalidArgument
+
+BILLIONS = {"llama-3-8b": 8.03, "llama-3.2-1b": 1.24, "qwen3-0.6b": 0.6, "qwen3-8b": 8.19, "qwen3-32b": 32.8}
+
+
+def test_every_shape_has_the_parameters_of_its_model(tmp_path: Path) -> None:
+    assert set(shape_names()) == set(BILLIONS)
+    for name, billions in BILLIONS.items():
+        config = load_model_config(write_shape(name, tmp_path / name))
+        weights = allocate_parameters(config, torch.bfloat16, torch.device("meta"))
+        tensors = [weights.embedding, weights.qkv, weights.output, weights.gate_up, weights.down]
+        if not config.tied_embeddings:
+            tensors.append(weights.lm_head)
+        assert sum(tensor.numel() for tensor in tensors) / 1e9 == pytest.approx(billions, rel=0.01), name
+
+
+def test_an_unknown_shape_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="llama-3-8b"):
+        write_shape("llama-9", tmp_path)
+
+
+def test_random_weights_are_the_same_everywhere(tmp_path: Path) -> None:
+    folder = write_shape("qwen3-0.6b", tmp_path)
+    small = (folder / "config.json").read_text().replace("151936", "64").replace("28", "2")
+    (folder / "config.json").write_text(small)
+    config = load_model_config(EngineConfig(folder, random_weights=True).model)
+    first, second = (allocate_parameters(config, torch.bfloat16, torch.device("cpu")) for _ in range(2))
+    fill_randomly(first)
+    fill_randomly(second)
+    assert torch.equal(first.qkv, second.qkv)
+    assert torch.equal(first.final_norm, torch.ones_like(first.final_norm))
+    assert 0.015 < float(first.down[0].float().std()) < 0.025
+    assert random_revision(folder).startswith("random-")
