@@ -1,0 +1,86 @@
+"""What messages of every service share: sampling, ends, errors, edges, timelines."""
+
+from collections.abc import Iterable
+from typing import cast
+
+from wire.generated.tandem.v1 import inference_pb2, types_pb2
+from wire.messages import ErrorDetail, FinishReason, SamplingParams
+from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+
+
+def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(
+        temperature=value.temperature,
+        top_k=value.top_k,
+        top_p=value.top_p,
+        min_p=value.min_p,
+        seed=value.seed,
+        max_tokens=value.max_tokens,
+        stop_token_ids=value.stop_token_ids,
+        ignore_eos=value.ignore_eos,
+    )
+
+
+def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+    )
+
+
+def finish_to_proto(value: FinishReason | None) -> types_pb2.FinishReason:
+    return cast(types_pb2.FinishReason, value or 0)
+
+
+def finish_from_proto(value: int) -> FinishReason | None:
+    return FinishReason(value) if value else None
+
+
+def error_to_proto(value: ErrorDetail) -> types_pb2.ErrorDetail:
+    return types_pb2.ErrorDetail(code=value.code, message=value.message, retry_after_s=value.retry_after_s)
+
+
+def error_from_proto(message: types_pb2.ErrorDetail) -> ErrorDetail:
+    return ErrorDetail(message.code, message.message, message.retry_after_s)
+
+
+def edges_to_proto(edges: Iterable[EdgeStamp]) -> list[types_pb2.EdgeStamp]:
+    return [types_pb2.EdgeStamp(edge=cast(types_pb2.Edge, s.edge), unix_nanos=s.unix_nanos) for s in edges]
+
+
+def edges_from_proto(messages: Iterable[types_pb2.EdgeStamp]) -> tuple[EdgeStamp, ...]:
+    return tuple(EdgeStamp(Edge(m.edge), m.unix_nanos) for m in messages)
+
+
+def transfer_to_proto(value: TransferStats) -> types_pb2.TransferStats:
+    return types_pb2.TransferStats(
+        bytes=value.bytes, pages=value.pages, backend=value.backend, duration_nanos=value.duration_nanos
+    )
+
+
+def transfer_from_proto(message: types_pb2.TransferStats) -> TransferStats:
+    return TransferStats(message.bytes, message.pages, message.backend, message.duration_nanos)
+
+
+def timeline_to_proto(value: Timeline) -> inference_pb2.Timeline:
+    return inference_pb2.Timeline(
+        edges=edges_to_proto(value.edges),
+        transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
+        prefill_worker=value.prefill_worker,
+        decode_worker=value.decode_worker,
+    )
+
+
+def timeline_from_proto(message: inference_pb2.Timeline) -> Timeline:
+    return Timeline(
+        edges=edges_from_proto(message.edges),
+        transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
+        prefill_worker=message.prefill_worker,
+        decode_worker=message.decode_worker,
+    )

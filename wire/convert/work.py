@@ -1,0 +1,200 @@
+"""Between routers and workers: references, leases, reservations, tasks, events, loads."""
+
+from wire.convert.types import (
+    edges_from_proto,
+    edges_to_proto,
+    error_from_proto,
+    error_to_proto,
+    finish_from_proto,
+    finish_to_proto,
+    sampling_from_proto,
+    sampling_to_proto,
+    transfer_from_proto,
+    transfer_to_proto,
+)
+from wire.generated.tandem.v1 import worker_pb2
+from wire.messages import (
+    Destination,
+    GrantedLease,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    StepEvents,
+    WorkerInspection,
+    WorkerLoad,
+)
+
+
+def ref_to_proto(value: RequestRef) -> worker_pb2.RequestRef:
+    return worker_pb2.RequestRef(request_id=value.request_id, attempt=value.attempt)
+
+
+def ref_from_proto(message: worker_pb2.RequestRef) -> RequestRef:
+    return RequestRef(message.request_id, message.attempt)
+
+
+def lease_to_proto(value: Lease) -> worker_pb2.Lease:
+    return worker_pb2.Lease(request_id=value.request_id, attempt=value.attempt, epoch=value.epoch)
+
+
+def lease_from_proto(message: worker_pb2.Lease) -> Lease:
+    return Lease(message.request_id, message.attempt, message.epoch)
+
+
+def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
+    return worker_pb2.ReserveRequest(
+        router_id=value.router_id,
+        request_id=value.ref.request_id,
+        attempt=value.ref.attempt,
+        prompt_token_ids=value.prompt_token_ids,
+        sampling=sampling_to_proto(value.sampling),
+        prefill_worker_id=value.prefill.worker_id,
+        prefill_incarnation=value.prefill.incarnation,
+    )
+
+
+def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
+    return Reservation(
+        router_id=message.router_id,
+        ref=RequestRef(message.request_id, message.attempt),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        prefill=PeerRef(message.prefill_worker_id, message.prefill_incarnation),
+    )
+
+
+def granted_to_proto(value: GrantedLease) -> worker_pb2.ReserveResponse:
+    return worker_pb2.ReserveResponse(lease=lease_to_proto(value.lease), duration_s=value.duration_s)
+
+
+def granted_from_proto(message: worker_pb2.ReserveResponse) -> GrantedLease:
+    return GrantedLease(lease_from_proto(message.lease), message.duration_s)
+
+
+def destination_to_proto(value: Destination) -> worker_pb2.Destination:
+    return worker_pb2.Destination(
+        worker_id=value.peer.worker_id,
+        incarnation=value.peer.incarnation,
+        address=value.address,
+        lease=lease_to_proto(value.lease),
+    )
+
+
+def destination_from_proto(message: worker_pb2.Destination) -> Destination:
+    return Destination(
+        PeerRef(message.worker_id, message.incarnation), message.address, lease_from_proto(message.lease)
+    )
+
+
+def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
+    return worker_pb2.PrefillRequest(
+        router_id=value.router_id,
+        request_id=value.ref.request_id,
+        attempt=value.ref.attempt,
+        prompt_token_ids=value.prompt_token_ids,
+        sampling=sampling_to_proto(value.sampling),
+        destination=None if value.destination is None else destination_to_proto(value.destination),
+    )
+
+
+def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
+    return PrefillTask(
+        router_id=message.router_id,
+        ref=RequestRef(message.request_id, message.attempt),
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        sampling=sampling_from_proto(message.sampling),
+        destination=destination_from_proto(message.destination) if message.HasField("destination") else None,
+    )
+
+
+def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
+    return worker_pb2.RequestEvent(
+        request_id=value.ref.request_id,
+        attempt=value.ref.attempt,
+        first_index=value.first_index,
+        token_ids=value.token_ids,
+        finish_reason=finish_to_proto(value.finish_reason),
+        error=None if value.error is None else error_to_proto(value.error),
+        edges=edges_to_proto(value.edges),
+        transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
+    )
+
+
+def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
+    return RequestEvent(
+        ref=RequestRef(message.request_id, message.attempt),
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        finish_reason=finish_from_proto(message.finish_reason),
+        error=error_from_proto(message.error) if message.HasField("error") else None,
+        edges=edges_from_proto(message.edges),
+        transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
+    )
+
+
+def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
+    return worker_pb2.WorkerLoad(
+        prefill_requests=value.prefill_requests,
+        prefill_tokens=value.prefill_tokens,
+        decode_requests=value.decode_requests,
+        pages_used=value.pages_used,
+        pages_total=value.pages_total,
+    )
+
+
+def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
+    return WorkerLoad(
+        message.prefill_requests,
+        message.prefill_tokens,
+        message.decode_requests,
+        message.pages_used,
+        message.pages_total,
+    )
+
+
+def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
+    return worker_pb2.StepEvents(
+        step=value.step, events=[event_to_proto(e) for e in value.events], load=load_to_proto(value.load)
+    )
+
+
+def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
+    return StepEvents(message.step, tuple(event_from_proto(e) for e in message.events), load_from_proto(message.load))
+
+
+def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
+    return worker_pb2.InspectResponse(
+        worker_id=value.peer.worker_id,
+        incarnation=value.peer.incarnation,
+        pages_total=value.pages_total,
+        pages_free=value.pages_free,
+        pages_owned=value.pages_owned,
+        pages_shared=value.pages_shared,
+        pages_advertised=value.pages_advertised,
+        pages_quarantined=value.pages_quarantined,
+        pages_promised=value.pages_promised,
+        requests=value.requests,
+        leases=value.leases,
+        integrity_error=value.integrity_error,
+        fenced=value.fenced,
+    )
+
+
+def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspection:
+    return WorkerInspection(
+        peer=PeerRef(message.worker_id, message.incarnation),
+        pages_total=message.pages_total,
+        pages_free=message.pages_free,
+        pages_owned=message.pages_owned,
+        pages_shared=message.pages_shared,
+        pages_advertised=message.pages_advertised,
+        pages_quarantined=message.pages_quarantined,
+        pages_promised=message.pages_promised,
+        requests=message.requests,
+        leases=message.leases,
+        integrity_error=message.integrity_error,
+        fenced=message.fenced,
+    )
