@@ -193,7 +193,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--shape", default="llama-3-8b", help="on GPUs: whose shape the random weights have")
     parser.add_argument("--eager", action="store_true", help="on GPUs: measure decode without CUDA graphs too")
-    parser.add_argument("--profile", type=Path, default=None, help="on GPUs: write a Chrome trace there instead")
+    parser.add_argument(
+        "--profile", type=Path, nargs="?", const=Path("trace.json"), help="on GPUs: write a Chrome trace there instead"
+    )
     parser.add_argument("--peer", default="transformers", choices=["transformers"])
     parser.add_argument("--dtype", default="both", choices=[*_DTYPES, "both"])
     parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
@@ -214,6 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         engine_gpu.run(chosen)
         return
+    if chosen.profile is not None or chosen.eager:
+        raise SystemExit("--profile and --eager look at a GPU's engine; add --device cuda")
     folder = prepare_model(chosen.model or find_default_model())
     settings = Settings(
         prompt=chosen.prompt_tokens,

@@ -92,7 +92,7 @@ class GpuEngine:
         """FLOPs of a decode step."""
         shape = self.shape
         attention = 4 * context * shape.heads * shape.head_dim * shape.layers
-        return batch * (self.weight_bytes() + attention)
+        return batch * (2 * (self._layer_parameters() + self._head_parameters()) + attention)
 
     def kv_bytes(self, tokens: int) -> float:
         """Bytes of the keys and values of `tokens` tokens."""

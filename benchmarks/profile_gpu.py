@@ -35,12 +35,14 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     )
     for batch in _BATCHES:
         found |= _kernel_table(engine, batch)
+    step = engine.graph(_BATCH, _CONTEXT).graph
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("PREFILL"):
             engine.prefill_seconds(1, _PROMPT, rounds=1)
-        for _ in range(4):
+        for _ in range(_REPLAYS):
             with record_function("DECODE_STEP"):
-                engine.decode_seconds(_BATCH, _CONTEXT, steps=1, warm=1)
+                step.replay()
+                torch.cuda.synchronize()
     file.parent.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(file))
     print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70))

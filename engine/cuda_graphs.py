@@ -59,8 +59,7 @@ class DecodeGraphs:
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """Capture the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
-        longest = self._packer.limits.max_context
-        contexts = sorted({longest, min(longest, SHORT_CONTEXT)}, reverse=True)
+        contexts = graph_contexts(self._packer.limits.max_context)
         wanted = [(rows, context) for rows in sorted(sizes, reverse=True) for context in contexts]
         for done, (rows, context) in enumerate(wanted):
             self._graphs.append(self._capture(rows, context))
@@ -97,6 +96,11 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             logits = compute()
         return DecodeGraph(sizes, context, words, graph, logits)
+
+
+def graph_contexts(max_context: int) -> list[int]:
+    """Tokens up to which each of a size's graphs goes, the longest first."""
+    return sorted({max_context, min(max_context, SHORT_CONTEXT)}, reverse=True)
 
 
 def graph_sizes(max_rows: int) -> list[int]:

@@ -50,6 +50,8 @@ class CudaStepper:
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
+        # Triton and graphs go by the thread's current device, and steps have a thread of their own.
+        torch.cuda.set_device(self._drawn.device)
         draws = [row.draw for row in batch.rows if row.draw is not None]
         memory = self._memory[0]
         self._memory.reverse()
@@ -69,7 +71,10 @@ class CudaStepper:
         return result
 
     def logits(self, batch: StepBatch) -> Tensor | None:
-        """Logits [draws, vocab] on the device."""
+        """Logits [draws, vocab] on the device. Waits for every step before, and no row may have a `source`."""
+        torch.cuda.set_device(self._drawn.device)
+        torch.cuda.synchronize()
+        self._draw_of_row = []
         logits, _ = self._compute(batch, self._memory[0])
         torch.cuda.synchronize()
         return logits

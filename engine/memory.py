@@ -44,6 +44,12 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
     return left
 
 
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Whether that is what PyTorch, CUDA or cuBLAS report, each in words of its own."""
+    text = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "alloc_failed" in text
+
+
 def no_memory(device: torch.device) -> InvalidArgument:
     """The GPU ran out of memory at start."""
     free, total = torch.cuda.mem_get_info(device)

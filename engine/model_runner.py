@@ -74,6 +74,8 @@ class ModelRunner:
         dtype = parse_dtype(config, device, shape)
         if device.type == "cpu":
             torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+        else:
+            torch.cuda.set_device(device)
         chosen = kernels or choose_kernels(config, shape, device, dtype, page_tokens)
         model = _load_model(config, shape, chosen, dtype, device, progress=progress)
 

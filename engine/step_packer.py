@@ -58,7 +58,8 @@ def step_limits(config: ModelConfig, cache: PagedCache) -> StepLimits:
 class StepSizes:
     """How long each section of the buffer is, in elements.
 
-    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table.
+    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
+    a multiple of 16 bytes, as kernels are compiled once more for addresses that do not.
     """
 
     tokens: int
@@ -76,9 +77,19 @@ class StepSizes:
         return [self.tokens, self.tokens, self.rows + 1, self.rows, self.rows * self.width]
 
     @property
+    def wide_room(self) -> list[int]:
+        """Elements from each int64 section's start to the next one's."""
+        return [-(-length // 2) * 2 for length in self.wide]
+
+    @property
+    def narrow_room(self) -> list[int]:
+        """Elements from each int32 section's start to the next one's."""
+        return [-(-length // 4) * 4 for length in self.narrow]
+
+    @property
     def words(self) -> int:
         """Of 8 bytes, for all sections."""
-        return sum(self.wide) + -(-sum(self.narrow) // 2)
+        return sum(self.wide_room) + sum(self.narrow_room) // 2
 
 
 @dataclass(slots=True)
@@ -96,10 +107,16 @@ class _Sections:
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "_Sections":
-        wide = sum(sizes.wide)
-        narrow = words[wide:].view(np.int32)[: sum(sizes.narrow)]
-        token_ids, slots, drawn = np.split(words[:wide], np.cumsum(sizes.wide[:-1]))
-        positions, sources, row_starts, contexts, table = np.split(narrow, np.cumsum(sizes.narrow[:-1]))
+        wide = sum(sizes.wide_room)
+        narrow = words[wide:].view(np.int32)
+        token_ids, slots, drawn = (
+            part[:length]
+            for part, length in zip(np.split(words[:wide], np.cumsum(sizes.wide_room[:-1])), sizes.wide, strict=True)
+        )
+        positions, sources, row_starts, contexts, table = (
+            part[:length]
+            for part, length in zip(np.split(narrow, np.cumsum(sizes.narrow_room[:-1])), sizes.narrow, strict=True)
+        )
         shaped = table.reshape(sizes.rows, sizes.width)
         return cls(token_ids, slots, drawn, positions, sources, row_starts, contexts, shaped)
 
@@ -213,10 +230,10 @@ def view_step(
     words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
 ) -> PackedStep:
     """As `unpack`, for any batch of these bounds."""
-    wide = sum(sizes.wide)
-    token_ids, slots, drawn = words[:wide].split_with_sizes(sizes.wide)
-    narrow = words[wide:].view(torch.int32)[: sum(sizes.narrow)]
-    positions, sources, row_starts, contexts, table = narrow.split_with_sizes(sizes.narrow)
+    wide = sum(sizes.wide_room)
+    token_ids, slots, drawn = _cut(words[:wide], sizes.wide_room, sizes.wide)
+    narrow = words[wide:].view(torch.int32)
+    positions, sources, row_starts, contexts, table = _cut(narrow, sizes.narrow_room, sizes.narrow)
     layout = StepLayout(
         positions=positions,
         slots=slots,
@@ -228,3 +245,7 @@ def view_step(
         single_rows=single_rows,
     )
     return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)
+
+
+def _cut(tensor: Tensor, rooms: list[int], lengths: list[int]) -> list[Tensor]:
+    return [part[:length] for part, length in zip(tensor.split_with_sizes(rooms), lengths, strict=True)]

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 _FLASH_CAPABILITY = (9, 0)
 _FLASH_DIMS = (64, 96, 128)
+_SDPA_SCORES = 1 << 26
+"""Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
 _FLASH_PAGE = 128
 """Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
 
@@ -92,16 +94,18 @@ class SdpaPrefill:
         starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for row in range(first_row, len(contexts)):
-            here = slice(starts[row] - starts[first_row], starts[row + 1] - starts[first_row])
             keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row])
-            positions = layout.positions[starts[row] : starts[row + 1]]
-            mixed = F.scaled_dot_product_attention(
-                q[here].transpose(0, 1)[None],
-                keys[None],
-                values[None],
-                attn_mask=visible(positions, contexts[row], shape.window)[None, None],
-                scale=shape.scale,
-                enable_gqa=True,
-            )
-            out[here] = mixed[0].transpose(0, 1)
+            at_once = max(1, _SDPA_SCORES // (shape.heads * contexts[row]))
+            for start in range(starts[row], starts[row + 1], at_once):
+                end = min(start + at_once, starts[row + 1])
+                here = slice(start - starts[first_row], end - starts[first_row])
+                mixed = F.scaled_dot_product_attention(
+                    q[here].transpose(0, 1)[None],
+                    keys[None],
+                    values[None],
+                    attn_mask=visible(layout.positions[start:end], contexts[row], shape.window)[None, None],
+                    scale=shape.scale,
+                    enable_gqa=True,
+                )
+                out[here] = mixed[0].transpose(0, 1)
         return out

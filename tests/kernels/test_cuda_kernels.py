@@ -35,8 +35,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_logits_of_the_plain_kernels(folder: Path) -> None:
-    config = EngineConfig(folder, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True)
-    kernels = CudaKernels(load_model_config(folder), torch.device("cpu"), torch.float32, 16, max_decode_rows=4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = EngineConfig(
+        folder, device=device, dtype="float32", page_tokens=16, kv_cache_bytes=1 << 20, random_weights=True
+    )
+    kernels = CudaKernels(load_model_config(folder), torch.device(device), torch.float32, 16, max_decode_rows=4)
     ours, plain = (ModelRunner.load(config, kernels=each) for each in (kernels, ReferenceKernels()))
     prompt = [(7 * i) % 131 for i in range(37)]
     steps = [
