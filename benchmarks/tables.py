@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.results import RESULTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-_SHOWN = ("ratio", "efficiency", "idle_share_b32", "start_seconds", "copy_gb_per_s", "matrix_tflops", "decode_ms_b")
+_SHOWN = ("_ratio", "efficiency", "idle_share_b32", "start_seconds", "copy_gb_per_s", "matrix_tflops", "decode_ms_b")
 _HEAD = """# Performance
 
 Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
@@ -27,7 +27,8 @@ def main() -> None:
     groups: dict[str, list[Run]] = defaultdict(list)
     for file in sorted(RESULTS.glob("*.json")):
         run: Run = json.loads(file.read_text(encoding="utf-8"))
-        groups[_title(file.name.split("-", 1)[0], run)].append(run)
+        if _shown(run) and not file.name.startswith("tune"):
+            groups[_title(file.name.split("-", 1)[0], run)].append(run)
     PAGE.write_text("\n".join([_HEAD, *(_table(title, runs) for title, runs in sorted(groups.items()))]))
     print("wrote", PAGE.name)
 
@@ -39,7 +40,7 @@ def _title(benchmark: str, run: Run) -> str:
 def _table(title: str, runs: list[Run]) -> str:
     """A column a run, oldest first."""
     runs = sorted(runs, key=lambda run: str(run["date"]))
-    names = [name for name in dict.fromkeys(key for run in runs for key in run) if any(s in name for s in _SHOWN)]
+    names = list(dict.fromkeys(name for run in runs for name in _shown(run)))
     heads = [f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}" for run in runs]
     lines = [
         f"\n## {title}\n",
@@ -48,6 +49,10 @@ def _table(title: str, runs: list[Run]) -> str:
         _line(["---"] * (len(runs) + 1)),
     ]
     return "\n".join([*lines, *(_line([f"`{name}`", *(_cell(run.get(name)) for run in runs)]) for name in names)])
+
+
+def _shown(run: Run) -> list[str]:
+    return [name for name in run if any(part in name for part in _SHOWN) and not isinstance(run[name], dict | list)]
 
 
 def _line(cells: list[str]) -> str:
