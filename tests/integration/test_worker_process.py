@@ -78,7 +78,7 @@ def test_a_step_that_fails_ends_the_wait_loudly(model: Path, monkeypatch: pytest
 
     process = WorkerProcess(config(model), 1)
     process.start()
-    monkeypatch.setattr(ModelRunner, "run", broken)
+    monkeypatch.setattr(ModelRunner, "launch", broken)
     worker = process._worker
     assert worker is not None
 
