@@ -57,7 +57,8 @@ def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:
     """Device time of one of `repeats` launches `launch(0)`, `launch(1)`, … inside one CUDA graph, by its replays."""
-    launch(0)
+    for number in range(repeats):
+        launch(number)  # loads code, which a capture cannot
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -31,6 +31,7 @@ CONTEXT = 1024
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 _ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
+_PAGE_TOKENS = 128
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]
@@ -116,7 +117,7 @@ def _attention(copy: float) -> Figures:
     """Decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
-        seconds = attention_seconds(rows, tokens, 128)
+        seconds = _attention_seconds(rows, tokens)
         share = 2 * rows * tokens * _ATTENTION.kv_heads * _ATTENTION.head_dim * 2 / seconds / copy
         found |= {
             f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
@@ -126,14 +127,14 @@ def _attention(copy: float) -> Figures:
     return found
 
 
-def attention_seconds(rows: int, tokens: int, page_tokens: int, shape: AttentionShape = _ATTENTION) -> float:
+def _attention_seconds(rows: int, tokens: int) -> float:
     """Device seconds of one layer's decode attention of `rows` rows with `tokens` tokens each."""
-    device = torch.device("cuda")
-    width = -(-tokens // page_tokens)
-    page_bytes = 2 * shape.kv_heads * page_tokens * shape.head_dim * 2
+    device, shape = torch.device("cuda"), _ATTENTION
+    width = -(-tokens // _PAGE_TOKENS)
+    page_bytes = 2 * shape.kv_heads * _PAGE_TOKENS * shape.head_dim * 2
     layers = max(2, min(16, (1 << 30) // (rows * width * page_bytes)))
     cache = torch.randn(
-        rows * width, layers, 2, shape.kv_heads, page_tokens, shape.head_dim, device=device, dtype=torch.bfloat16
+        rows * width, layers, 2, shape.kv_heads, _PAGE_TOKENS, shape.head_dim, device=device, dtype=torch.bfloat16
     )
     table = torch.randperm(rows * width, device=device).view(rows, width).int()
     q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)

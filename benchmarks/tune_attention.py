@@ -7,15 +7,14 @@ run once more with overlapped launches, as the engine does. The last line is one
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from benchmarks.ceilings import copy_bandwidth, graph_seconds
 from engine.kernels.base import AttentionShape
 from engine.kernels.triton_attention import DecodeAttention, Plan
 
@@ -24,9 +23,7 @@ DTYPE = torch.bfloat16
 PAGE_TOKENS = 128
 LEAST_CACHE_BYTES = 400e6
 """Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
-REPLAYS = 7
 COMPILERS = 16
-COPIED_BYTES = 1 << 31
 TILES = [
     (64, 4, 3),
     (64, 4, 4),
@@ -97,7 +94,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
     quick = parser.parse_args().quick
-    copy = copy_bandwidth()
+    copy = copy_bandwidth() / 1e9
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s")
     if not quick:
         in_parallel([(plan, size, False, False) for size in _distinct(SIZES) for plan in _tiles()])
@@ -128,14 +125,6 @@ def main() -> None:
         }
         del inputs
     print(json.dumps({"copy_gb_per_s": copy, "attention": report}))
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written by a copy on the device, in GB/s."""
-    source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=DEVICE).random_()
-    target = torch.empty_like(source)
-    seconds = timed(lambda: target.copy_(source))
-    return 2 * COPIED_BYTES / seconds / 1e9
 
 
 def make_inputs(size: Size) -> Inputs:
@@ -177,25 +166,7 @@ def measure(plan: Plan, size: Size, inputs: Inputs, pdl: bool = False, early: bo
     def call(layer: int) -> None:
         attention(inputs.q, inputs.cache, layer, inputs.table, inputs.contexts)
 
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(layers):
-            call(layer)
-    return timed(graph.replay) / layers
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Median seconds of `work` on the device."""
-    work()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]  # type: ignore[no-untyped-call]
-    events[0].record()
-    for event in events[1:]:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(float(before.elapsed_time(after)) for before, after in pairwise(events)) / 1e3
+    return graph_seconds(call, layers)
 
 
 def in_parallel(variants: Sequence[tuple[Plan, Size, bool, bool]]) -> None:

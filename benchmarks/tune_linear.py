@@ -2,7 +2,7 @@
 
     python -m benchmarks.tune_linear [--models 8b 0.6b 1b] [--tokens 1 16 32 64 128] [--early 512]
 
-Prints lines for `TUNED` and `STREAMED_TOKENS` of engine/kernels/triton_linear_plan.py, then whole decode chains in one
+Prints lines for `TUNED` and `STREAMED_TOKENS` of engine/kernels/triton_linear_tiles.py, then whole decode chains in one
 CUDA graph with and without overlapped launches; the last line is JSON. Times are per product, weights rotate through
 memory far larger than L2. All products are bfloat16.
 """
@@ -10,7 +10,6 @@ memory far larger than L2. All products are bfloat16.
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.ceilings import copy_bandwidth, graph_seconds
 from engine.kernels import triton_linear
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_linear_plan import TOKEN_TILES, fits_scratch
@@ -37,7 +37,6 @@ _ROTATED_BYTES = 256 << 20
 
 _SHARED_MEMORY = 227 << 10
 _MULTIPROCESSORS = 132
-_REPLAYS = 7
 _SUMS_PER_WARP = 4096
 """float32 sums that a warp's registers hold beside everything else: 128 a thread."""
 
@@ -235,41 +234,14 @@ class Compilers:
         self._processes.shutdown()
 
 
-def _graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Median seconds of one replay of a CUDA graph of all `calls`, run once before: code is loaded then."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(_REPLAYS):
-        start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(float(start.elapsed_time(end)) / 1e3)
-    return statistics.median(times)
-
-
 def _product_seconds(product: Product, tokens: int, tile: Tile | None, *, normed: bool, pdl: bool) -> float:
     """Seconds of one product by `tile`, or by cuBLAS (the bare product) where it is None."""
     count = max(4, math.ceil(_ROTATED_BYTES / product.weight_bytes))
     inputs = _inputs(product, tokens, normed)
     wide = torch.empty(tokens, product.n, dtype=torch.bfloat16, device="cuda")
     weights = _weights(product, count)
-    return _graph_seconds([_call(product, inputs, w, wide, tile=tile, pdl=pdl) for w in weights]) / count
-
-
-def _copy_bandwidth() -> float:
-    """Bytes read and written a second by a large copy on the device."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / min(_graph_seconds([lambda: target.copy_(source)]) for _ in range(3))
+    calls = [_call(product, inputs, weight, wide, tile=tile, pdl=pdl) for weight in weights]
+    return graph_seconds(lambda number: calls[number](), count)
 
 
 def _fastest(product: Product, tokens: int, tiles: Sequence[Tile], pdl: bool) -> Tile:
@@ -296,7 +268,7 @@ def _chain_seconds(model: Model, tokens: int, found: Found | None, pdl: bool) ->
         inputs = Inputs(source, norm[: product.k] if product.normed else None, narrow)
         tile = None if found is None else found[product, tokens]
         calls.append(_call(product, inputs, weight, wide, tile=tile, pdl=pdl))
-    return _graph_seconds(calls)
+    return len(calls) * graph_seconds(lambda number: calls[number](), len(calls))
 
 
 def _call(
@@ -317,7 +289,7 @@ def _tune(
     compilers = Compilers(workers)
     compilers.compile(jobs)
     triton_linear.reserve_scratch(_pool().device)
-    copy = _copy_bandwidth()
+    copy = copy_bandwidth()
     print(f"copy {copy / 1e9:.0f} GB/s")
     found: Found = {}
     for p, t in sizes:
@@ -332,7 +304,7 @@ def _tune(
 
 
 def _print_plan(found: Found, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints what to paste into triton_linear_plan.py."""
+    """Prints what to paste into triton_linear_tiles.py."""
     tuned: dict[tuple[int, int, bool], dict[int, Tile]] = {}
     streamed: dict[tuple[int, int], int] = {}
     for ((p, tokens), tile), row in zip(found.items(), rows, strict=True):

@@ -58,18 +58,6 @@ class SamplingPlan:
     greedy_only: bool
 
 
-def plan(draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
-    """Pack `draws`, and `penalties` if any row has some, row by row. Touches no device."""
-    params = np.empty((len(draws), PARAMS))
-    for row, draw in enumerate(draws):
-        chosen = draw.sampling
-        number = uniform(chosen.seed, draw.index) if chosen.temperature > 0 else 0.0
-        params[row, :5] = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, number
-        penalty = penalties[row] if penalties else Penalties()
-        params[row, 5:] = penalty.repetition, penalty.presence, penalty.frequency
-    return SamplingPlan(params, not any(draw.sampling.temperature > 0 for draw in draws))
-
-
 class DeviceSampler:
     """Samples up to `max_rows` rows of `vocab_size` logits; owns about 4 · max_rows · vocab_size bytes of scratch.
 
@@ -96,9 +84,17 @@ class DeviceSampler:
         self._masses = scratch(SPLITS, dtype=torch.int64)
         self._histograms = scratch(SPLITS, BINS, dtype=torch.int32)
 
-    def plan(self, draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
-        """`plan`, for callers that hold a sampler only."""
-        return plan(draws, penalties)
+    @staticmethod
+    def plan(draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
+        """Pack `draws`, and `penalties` if any row has some, row by row. Touches no device."""
+        params = np.empty((len(draws), PARAMS))
+        for row, draw in enumerate(draws):
+            chosen = draw.sampling
+            number = uniform(chosen.seed, draw.index) if chosen.temperature > 0 else 0.0
+            params[row, :5] = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, number
+            penalty = penalties[row] if penalties else Penalties()
+            params[row, 5:] = penalty.repetition, penalty.presence, penalty.frequency
+        return SamplingPlan(params, not any(draw.sampling.temperature > 0 for draw in draws))
 
     def sample(
         self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None

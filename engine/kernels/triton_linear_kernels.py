@@ -1,7 +1,5 @@
 """The kernels of `triton_linear`, which says how they work: products of a few tokens with a streaming weight."""
 
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-
 import triton
 import triton.language as tl
 
