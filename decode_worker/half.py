@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.request import DecodeRequest
-from engine.batch import Draw, StepRow
+from engine.batch import Draw, History, StepRow
 from wire.ending import may_go_on, reason_to_end
-from wire.messages import ModelFacts, RequestEvent, RoutedEvent
+from wire.messages import ModelFacts, RequestEvent, RoutedEvent, TokenLogprobs
 from wire.timeline import Edge, EdgeStamp
 
 
@@ -44,6 +44,9 @@ class DecodeHalf:
         room = min(self._max_batch, budget) - len(self._running)
         for request in self._admission.join(room):
             request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
+            if request.reservation.sampling.penalized:
+                # Each attempt begins at the client's own prompt: whatever an earlier one sent is computed again.
+                request.history = History(request.reservation.prompt_token_ids, request.token_ids)
             self._running.append(request)
         step = [request for request in self._running if not request.cancelled and self._goes_on(request)]
         rows = [self._row(request) for request in step]
@@ -53,15 +56,22 @@ class DecodeHalf:
             self._steps.append(step)
         return rows
 
-    def apply(self, token_ids: Sequence[int | None]) -> list[RoutedEvent]:
-        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear."""
+    def apply(
+        self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> list[RoutedEvent]:
+        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
+
+        `logprobs` is empty or has an entry for each row.
+        """
         events = []
-        for request, token_id in zip(self._steps.popleft() if token_ids else (), token_ids, strict=True):
+        scores = logprobs or (None,) * len(token_ids)
+        step = self._steps.popleft() if token_ids else ()
+        for request, token_id, score in zip(step, token_ids, scores, strict=True):
             if token_id is None:
                 raise AssertionError("a decode row asks for a draw")
             request.in_flight -= 1
             if not request.ended and not request.cancelled:
-                event = self._append(request, token_id)
+                event = self._append(request, token_id, () if score is None else (score,))
                 request.ended = event.finish_reason is not None
                 events.append(RoutedEvent(request.reservation.router_id, event))
             # A step that was launched before the end was known still writes to its pages.
@@ -98,14 +108,14 @@ class DecodeHalf:
         position = request.prompt_tokens + request.planned - 1
         if position >= len(request.pages) * self._page_tokens:
             self._admission.grow(request)
-        draw = Draw(request.reservation.sampling, request.first_draw + request.planned - 1)
+        draw = Draw(request.reservation.sampling, request.first_draw + request.planned - 1, request.history)
         source = request.row if request.in_flight else None
         return StepRow((request.token_ids[-1],), position, request.pages, draw, source)
 
-    def _append(self, request: DecodeRequest, token_id: int) -> RequestEvent:
+    def _append(self, request: DecodeRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RequestEvent:
         index = len(request.token_ids)
         request.token_ids.append(token_id)
         reservation = request.reservation
         reason = reason_to_end(token_id, index, request.prompt_tokens, reservation.sampling, self._model)
         edges, request.edges = tuple(request.edges), []
-        return RequestEvent(reservation.ref, index, (token_id,), reason, edges=edges)
+        return RequestEvent(reservation.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from engine.batch import History
 from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
 
@@ -51,6 +52,8 @@ class DecodeRequest:
     """Launched steps with a row of it whose tokens are not here yet."""
     row: int = 0
     """Its row in the newest of them."""
+    history: History | None = None
+    """Of a running request with penalties."""
     edges: list[EdgeStamp] = field(default_factory=list)
 
     @property

@@ -9,7 +9,7 @@ from engine.batch import PendingStep, StepBatch, rows_of
 from engine.cache.paged_cache import PagedCache
 from engine.kernels.base import Feed
 from engine.models.llama import LlamaModel
-from engine.sampler import sample
+from engine.sampler import sample, score
 from engine.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, Feed | None], Tensor | None]
@@ -41,8 +41,12 @@ class HostStepper:
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
         logits = self.logits(batch)
-        draws = [row.draw for row in batch.rows if row.draw is not None]
-        result = rows_of([] if logits is None else sample(logits, draws).tolist(), batch)
+        if logits is None:
+            result = rows_of([], batch)
+        else:
+            draws = [row.draw for row in batch.rows if row.draw is not None]
+            tokens = sample(logits, draws)
+            result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens))
         return lambda: result
 
     def logits(self, batch: StepBatch) -> Tensor | None:

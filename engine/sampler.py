@@ -1,6 +1,7 @@
 """Choosing the next token of every row at once: greedy, or a seeded draw from the filtered distribution.
 
-The filters run in the order of transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the
+Penalties change the logits before everything else; they mean what they mean in vLLM. The filters run in the order of
+transformers: temperature, top_k, top_p (of what top_k left), min_p. A draw inverts the
 cumulative distribution at one uniform number that depends on the request's seed and the draw's index alone, so the
 batch a row travels in changes nothing. Tokens stand in the order of their ids, or where a filter is set, of falling
 probability and then of their ids: a filter needs that order anyway, and keeps few.
@@ -11,17 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import Draw
-from wire.messages import SamplingParams
+from engine.batch import Draw, History, scores_of, wants_logprobs
+from wire.messages import SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_LOW_HALF = (1 << 31) - 1
 _CANDIDATES = (128, 1024)
 """Filters look at so many best tokens, then at more, and sort a vocabulary only where these do not settle them."""
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     """One token id for each row of logits [rows, vocab] → [rows] int64; greedy rows take the lowest of equal ids."""
+    logits = penalize(logits, draws)
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     tokens = (
         _argmax(logits) if len(random) < len(draws) else torch.empty(len(draws), dtype=torch.int64).to(logits.device)
@@ -35,6 +38,50 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         probabilities, numbers = _soften(logits[filtered], [draws[row] for row in filtered])
         tokens[filtered] = draw_filtered(probabilities, [draws[row].sampling for row in filtered], numbers)
     return tokens
+
+
+def penalize(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Logits [rows, vocab] with the penalties of each row, then float32; the very same ones where no row has any.
+
+    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by the repetition
+    penalty; one of the answer then loses the frequency penalty for each time, and the presence penalty once.
+    """
+    if all(draw.history is None for draw in draws):
+        return logits
+    penalized = logits.to(torch.float32, copy=True)
+    for row, draw in zip(penalized, draws, strict=True):
+        if draw.history is not None:
+            _penalize_row(row, draw.sampling, draw.history)
+    return penalized
+
+
+def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Log softmax of logits [rows, vocab] at tokens [rows] int64, and the `top` largest of each row.
+
+    → values [rows, 1 + top] float32, the token's own first, and ids of the largest [rows, top] int64, by falling logit
+    and rising id.
+    """
+    # Adding 0 makes one zero of both, which are equal but have other bits.
+    wide = logits.float() + 0.0
+    bits = wide.view(torch.int32)
+    ordered = (bits ^ ((bits >> 31) & _LOW_HALF)).long()
+    # Greater for a greater logit, and for the lower token among equal ones.
+    packed = (ordered << 32) | (_LOW_HALF - torch.arange(wide.shape[-1], device=wide.device))
+    ids = packed.topk(min(top, wide.shape[-1]), dim=-1).indices
+    places = torch.cat((tokens.unsqueeze(-1), ids), dim=-1)
+    return wide.gather(-1, places) - wide.logsumexp(dim=-1, keepdim=True), ids
+
+
+def score(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLogprobs | None]:
+    """The log probabilities that `draws` ask for beside their `tokens` [rows], one for each row of logits [rows, vocab]
+    as the model gave them; empty if none asks.
+    """
+    asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
+    if not asking:
+        return []
+    most = max(draws[row].sampling.logprobs or 0 for row in asking)
+    values, ids = logprobs(logits[asking], tokens[asking], most)
+    return scores_of(draws, values.tolist(), ids.tolist())
 
 
 def uniform(seed: int, index: int) -> float:
@@ -100,6 +147,22 @@ def keep_best(probabilities: Tensor, params: Sequence[SamplingParams], count: in
     # Beyond the candidates lie tokens as likely as the last of them.
     settled = (lowest > best[:, -1:]) & ((top_k <= count) | (top_k == vocab)) | (count == vocab)
     return best * kept, ids, settled.squeeze(-1)
+
+
+def _penalize_row(logits: Tensor, sampling: SamplingParams, history: History) -> None:
+    """In place, logits [vocab] float32."""
+    times = torch.bincount(_ids(history.answer, logits), minlength=len(logits))
+    if sampling.repetition_penalty != 1:
+        seen = times > 0
+        seen[_ids(history.prompt, logits)] = True
+        repeated = torch.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty)
+        logits.copy_(torch.where(seen, repeated, logits))
+    logits -= sampling.frequency_penalty * times
+    logits -= sampling.presence_penalty * (times > 0)
+
+
+def _ids(token_ids: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(token_ids, dtype=torch.int64, device=like.device)
 
 
 def _rank(probabilities: Tensor, count: int) -> tuple[Tensor, Tensor]:

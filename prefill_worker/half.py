@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from engine.batch import Draw, StepRow
+from engine.batch import Draw, History, StepRow
 from engine.cache.page_pool import PagePool
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
@@ -27,7 +27,16 @@ from prefill_worker.progress import Progress
 from prefill_worker.request import PrefillRequest
 from wire.ending import pages_for, reason_to_end
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
-from wire.messages import FinishReason, ModelFacts, PeerRef, PrefillTask, RequestEvent, RequestRef, RoutedEvent
+from wire.messages import (
+    FinishReason,
+    ModelFacts,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    RoutedEvent,
+    TokenLogprobs,
+)
 from wire.timeline import Edge, EdgeStamp
 
 RETRY_AFTER_S = 0.2
@@ -178,11 +187,18 @@ class PrefillHalf:
                 self._steps.append(step)
             return rows
 
-    def apply(self, token_ids: Sequence[int | None]) -> list[RoutedEvent]:
-        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear."""
+    def apply(
+        self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
+    ) -> list[RoutedEvent]:
+        """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
+
+        `logprobs` is empty or has an entry for each row.
+        """
         events: list[RoutedEvent] = []
+        scores = logprobs or (None,) * len(token_ids)
         with self._lock:
-            for (request, chunk), token_id in zip(self._steps.popleft() if token_ids else (), token_ids, strict=True):
+            step = self._steps.popleft() if token_ids else ()
+            for (request, chunk), token_id, score in zip(step, token_ids, scores, strict=True):
                 request.computed += chunk
                 request.in_flight -= 1
                 if request.withdrawn:
@@ -193,7 +209,7 @@ class PrefillHalf:
                     self._news.append(partial(request.progress.advance, request.computed))
                 else:
                     self._computing.remove(request)
-                    events.append(self._finish(request, token_id))
+                    events.append(self._finish(request, token_id, () if score is None else (score,)))
         return events
 
     def announce(self) -> None:
@@ -271,12 +287,12 @@ class PrefillHalf:
         except ResourceExhausted:
             return None
 
-    def _finish(self, request: PrefillRequest, token_id: int) -> RoutedEvent:
+    def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task
         reason: FinishReason | None = reason_to_end(token_id, 0, request.prompt_tokens, task.sampling, self._model)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
         self._news.append(partial(request.progress.finish, token_id, reason))
-        event = RequestEvent(task.ref, 0, (token_id,), reason, edges=tuple(request.edges))
+        event = RequestEvent(task.ref, 0, (token_id,), reason, edges=tuple(request.edges), logprobs=logprobs)
         return RoutedEvent(task.router_id, event)
 
 
@@ -284,10 +300,15 @@ def _next_chunk(request: PrefillRequest, budget: int) -> StepRow:
     if not request.launched:
         request.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
     start, chunk = request.launched, min(budget, request.remaining)
-    draw = Draw(request.task.sampling, 0) if chunk == request.remaining else None
+    draw = _first_draw(request.task) if chunk == request.remaining else None
     request.launched += chunk
     request.in_flight += 1
     return StepRow(request.task.prompt_token_ids[start : start + chunk], start, request.pages, draw)
+
+
+def _first_draw(task: PrefillTask) -> Draw:
+    history = History(task.prompt_token_ids, ()) if task.sampling.penalized else None
+    return Draw(task.sampling, 0, history)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

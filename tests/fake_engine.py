@@ -13,7 +13,7 @@ import numpy as np
 from engine.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_pool import PagePool
 from kv_transfer.layout import KVLayout
-from wire.messages import ModelFacts, SamplingParams
+from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
 
 PAGE_TOKENS = 4
 VOCAB = 1000
@@ -82,7 +82,8 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         self.batches.append(batch)
-        return StepResult([self._row(row) for row in batch.rows])
+        token_ids = [self._row(row) for row in batch.rows]
+        return StepResult(token_ids, fake_logprobs(batch, token_ids))
 
     def _row(self, row: StepRow) -> int | None:
         pages, start, tokens = row.page_ids, row.start, row.token_ids
@@ -92,12 +93,17 @@ class FakeEngine:
             return None
         end = start + len(tokens)
         context = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 0]) for p in range(end)]
-        return next_token(context, row.draw.index)
+        history = row.draw.history
+        assert (history is not None) == row.draw.sampling.penalized
+        if history is None:
+            return next_token(context, row.draw.index)
+        assert [*history.prompt, *history.answer] == context
+        return next_token(context, row.draw.index, len(history.prompt))
 
 
-def next_token(context: list[int], draw: int) -> int:
-    """Never an end of sequence: tests ask for one through `stop_token_ids`."""
-    digest = hashlib.sha256(repr((context, draw)).encode()).digest()
+def next_token(context: list[int], draw: int, prompt_tokens: int = 0) -> int:
+    """Never an end of sequence: tests ask for one through `stop_token_ids`. `prompt_tokens` counts under penalties."""
+    digest = hashlib.sha256(repr((context, draw, prompt_tokens)).encode()).digest()
     return 3 + int.from_bytes(digest[:4], "little") % (VOCAB - 3)
 
 
@@ -105,7 +111,22 @@ def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
     """What the fake engine must answer, however its steps were cut and wherever they ran."""
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
-        tokens.append(next_token(tokens, draw))
+        tokens.append(next_token(tokens, draw, len(prompt) if sampling.penalized else 0))
         if tokens[-1] in sampling.stop_token_ids:
             break
     return tokens[len(prompt) :]
+
+
+def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
+    """What the fake engine says of a token it drew."""
+    return TokenLogprobs(-token_id / VOCAB, tuple(range(token_id, token_id + top)), (-0.5,) * top)
+
+
+def fake_logprobs(batch: StepBatch, token_ids: Sequence[int | None]) -> list[TokenLogprobs | None]:
+    asked = [None if row.draw is None else row.draw.sampling.logprobs for row in batch.rows]
+    if all(top is None for top in asked):
+        return []
+    return [
+        None if top is None or token_id is None else logprobs_of(token_id, top)
+        for top, token_id in zip(asked, token_ids, strict=True)
+    ]

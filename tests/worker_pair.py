@@ -25,6 +25,7 @@ from wire.messages import (
     Reservation,
     Role,
     SamplingParams,
+    TokenLogprobs,
 )
 from wire.timeline import Edge
 from worker.config import WorkerConfig
@@ -47,6 +48,7 @@ class Heard:
     """What the router heard of one request, in order."""
 
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
@@ -56,6 +58,7 @@ class Heard:
         if event.token_ids:
             assert event.first_index == len(self.tokens)
         self.tokens += event.token_ids
+        self.logprobs += event.logprobs
         self.edges += [stamp.edge for stamp in event.edges]
         if event.transfer is not None:
             self.pages = event.transfer.pages

@@ -38,9 +38,20 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
+LOGPROBS_MAX = 20
+"""Most tokens that can be reported beside each chosen one."""
+FREQUENCY_MAX = PRESENCE_MAX = 2.0
+"""Largest absolute value of these penalties."""
+REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
+"""Limits of that penalty, within which no logit overflows."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen; already validated. `temperature` 0 is greedy, `top_k` 0 keeps all."""
+    """How the next token is chosen; already validated. `temperature` 0 is greedy, `top_k` 0 keeps all.
+
+    `logprobs` is how many tokens are reported beside each chosen one, None = no log probabilities at all.
+    """
 
     max_tokens: int
     temperature: float = 0.0
@@ -50,6 +61,24 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+
+    @property
+    def penalized(self) -> bool:
+        """Whether earlier tokens change the choice."""
+        return self.frequency_penalty != 0 or self.presence_penalty != 0 or self.repetition_penalty != 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities where one token was chosen: its own, and the `top` most likely ones."""
+
+    chosen: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +156,10 @@ class PrefillTask:
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """What happened to one request in a step; `token_ids[0]` is token number `first_index` of the answer."""
+    """What happened to one request in a step; `token_ids[0]` is token number `first_index` of the answer.
+
+    `logprobs` has one entry for each token if its sampling asks for them, else none.
+    """
 
     ref: RequestRef
     first_index: int = 0
@@ -136,6 +168,7 @@ class RequestEvent:
     error: ErrorDetail | None = None
     edges: tuple[EdgeStamp, ...] = ()
     transfer: TransferStats | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,9 +117,12 @@ class StepLoop:
         return _Step(self._runner.launch(StepBatch([*decode_rows, *prefill_rows])), len(decode_rows))
 
     def _postprocess(self, step: _Step) -> None:
-        token_ids = step.result().token_ids
+        result = step.result()
         self.steps += 1
-        decoded, prefilled = token_ids[: step.decode_rows], token_ids[step.decode_rows :]
-        events = [*self._decode.apply(decoded), *self._prefill.apply(prefilled)]
+        decoded, prefilled = result.split(step.decode_rows)
+        events = [
+            *self._decode.apply(decoded.token_ids, decoded.logprobs),
+            *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
+        ]
         self._publish(self.steps, events)
         self._prefill.announce()

@@ -3,7 +3,18 @@
 import math
 
 from wire.errors import FailedPrecondition, InvalidArgument
-from wire.messages import ModelFacts, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.messages import (
+    FREQUENCY_MAX,
+    LOGPROBS_MAX,
+    PRESENCE_MAX,
+    REPETITION_MAX,
+    ModelFacts,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    Role,
+    SamplingParams,
+)
 
 ID_LENGTH_MAX = 256
 
@@ -58,6 +69,16 @@ def _check_sampling(sampling: SamplingParams, model: ModelFacts) -> None:
         raise InvalidArgument("top_p", f"{sampling.top_p} is not in (0, 1]")
     if not 0 <= sampling.min_p <= 1:
         raise InvalidArgument("min_p", f"{sampling.min_p} is not in [0, 1]")
+    _check_range("frequency_penalty", sampling.frequency_penalty, -FREQUENCY_MAX, FREQUENCY_MAX)
+    _check_range("presence_penalty", sampling.presence_penalty, -PRESENCE_MAX, PRESENCE_MAX)
+    if not 0 < sampling.repetition_penalty <= REPETITION_MAX:
+        raise InvalidArgument("repetition_penalty", f"{sampling.repetition_penalty} is not in (0, {REPETITION_MAX:g}]")
+    _check_range("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX)
     strangers = [token_id for token_id in sampling.stop_token_ids if token_id >= model.vocab_size]
     if strangers:
         raise InvalidArgument("stop_token_ids", f"{strangers[0]} is not in the vocabulary of {model.vocab_size}")
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN compares false
+        raise InvalidArgument(field, f"{value} is not in [{low:g}, {high:g}]")

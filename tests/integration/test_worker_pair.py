@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from engine.batch import Draw, StepBatch, StepRow
+from engine.batch import Draw, History, StepBatch, StepRow
 from engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire import convert, rpc
@@ -28,6 +28,7 @@ from wire.messages import (
     RequestRef,
     Reservation,
     SamplingParams,
+    TokenLogprobs,
     WorkerInspection,
 )
 from wire.timeline import Edge
@@ -46,6 +47,7 @@ class Answer:
     """What the router saw of one request."""
 
     tokens: dict[int, int] = field(default_factory=dict)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     edges: set[Edge] = field(default_factory=set)
     finish: FinishReason | None = None
     error: str = ""
@@ -57,6 +59,7 @@ class Answer:
         for number, token in enumerate(event.token_ids, event.first_index):
             assert number not in self.tokens
             self.tokens[number] = token
+        self.logprobs |= dict(enumerate(event.logprobs, event.first_index))
         self.edges |= {stamp.edge for stamp in event.edges}
         if event.transfer is not None:
             self.moved, self.pages = event.transfer.bytes, event.transfer.pages
@@ -189,20 +192,24 @@ pair = pytest_asyncio.fixture(running_pair, scope="module", loop_scope="module",
 mortal_pair = pytest_asyncio.fixture(running_pair, loop_scope="module", name="mortal_pair")
 
 
-def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """The same request on one engine, prompt in one piece, one request at a time."""
+def alone(model: Path, prompt: list[int], sampling: SamplingParams) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """The same request on one engine, prompt in one piece, one request at a time: tokens and log probabilities."""
     runner = ModelRunner.load(tiny_engine_config(model, kv_cache_bytes=ENGINE["kv_cache_bytes"]))
     pages = list(range(-(-(len(prompt) + sampling.max_tokens) // runner.page_tokens)))
     answer: list[int] = []
-    row = StepRow(prompt, 0, pages, Draw(sampling, 0))
+    logprobs: list[TokenLogprobs | None] = []
+    history = History(prompt, answer) if sampling.penalized else None
+    row = StepRow(prompt, 0, pages, Draw(sampling, 0, history))
     for index in range(sampling.max_tokens):
-        (token,) = runner.run(StepBatch([row])).token_ids
+        result = runner.run(StepBatch([row]))
+        (token,) = result.token_ids
         assert token is not None
         answer.append(token)
+        logprobs += result.logprobs
         if token in runner.facts.eos_token_ids and not sampling.ignore_eos:
             break
-        row = StepRow([token], len(prompt) + index, pages, Draw(sampling, index + 1))
-    return answer
+        row = StepRow([token], len(prompt) + index, pages, Draw(sampling, index + 1, history))
+    return answer, logprobs
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -212,12 +219,26 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.integers(3, 160, lengths[n % len(lengths)]).tolist() for n in range(count)]
 
 
+def some_sampling(number: int) -> SamplingParams:
+    """Greedy and drawn, with penalties and without, with log probabilities and without."""
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+        {"repetition_penalty": 1.3, "logprobs": 3},
+        {"logprobs": 0},
+    ]
+    return SamplingParams(
+        max_tokens=12 + number,
+        temperature=0.0 if number % 2 else 0.8,
+        seed=number,
+        ignore_eos=number % 3 == 0,
+        **kinds[number // 2 % len(kinds)],
+    )
+
+
 async def test_same_tokens_as_the_engine_alone(pair: Pair, model: Path) -> None:
     asked = prompts(20)
-    samplings = [
-        SamplingParams(max_tokens=12 + n, temperature=0.0 if n % 2 else 0.8, seed=n, ignore_eos=n % 3 == 0)
-        for n in range(len(asked))
-    ]
+    samplings = [some_sampling(n) for n in range(len(asked))]
     answers = await asyncio.gather(
         *(
             pair.send(f"q{n}", prompt, sampling)
@@ -227,8 +248,14 @@ async def test_same_tokens_as_the_engine_alone(pair: Pair, model: Path) -> None:
     async with asyncio.timeout(60):
         await asyncio.gather(*(answer.done.wait() for answer in answers))
     for prompt, sampling, answer in zip(asked, samplings, answers, strict=True):
-        expected = alone(model, prompt, sampling)
+        expected, logprobs = alone(model, prompt, sampling)
         assert [answer.tokens[n] for n in range(len(answer.tokens))] == expected
+        assert len(answer.logprobs) == len(logprobs) == (0 if sampling.logprobs is None else len(expected))
+        for number, wanted in enumerate(logprobs):
+            found = answer.logprobs[number]
+            assert wanted is not None
+            assert found.top_ids == wanted.top_ids
+            assert (found.chosen, *found.top) == pytest.approx((wanted.chosen, *wanted.top), abs=1e-4)
         assert answer.finish in (FinishReason.STOP, FinishReason.LENGTH)
         if len(expected) > 1:
             assert answer.pages == -(-len(prompt) // 16)
@@ -317,6 +344,8 @@ async def test_bad_requests_name_the_field_and_hurt_nobody(pair: Pair) -> None:
         ([3], SamplingParams(max_tokens=4, temperature=float("nan")), "temperature"),
         ([3], SamplingParams(max_tokens=4, top_p=0.0), "top_p"),
         ([3], SamplingParams(max_tokens=4, stop_token_ids=(160,)), "stop_token_ids"),
+        ([3], SamplingParams(max_tokens=4, repetition_penalty=-1.0), "repetition_penalty"),
+        ([3], SamplingParams(max_tokens=4, logprobs=21), "logprobs"),
     ):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pair.reserve(RequestRef("bad", 1), prompt, sampling)

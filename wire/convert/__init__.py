@@ -55,6 +55,8 @@ from wire.convert.work import (
     reservation_to_proto,
     step_events_from_proto,
     step_events_to_proto,
+    token_logprobs_from_proto,
+    token_logprobs_to_proto,
 )
 
 __all__ = [
@@ -98,6 +100,8 @@ __all__ = [
     "step_events_to_proto",
     "timeline_from_proto",
     "timeline_to_proto",
+    "token_logprobs_from_proto",
+    "token_logprobs_to_proto",
     "transfer_from_proto",
     "transfer_to_proto",
     "worker_info_from_proto",

@@ -18,6 +18,10 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
         max_tokens=value.max_tokens,
         stop_token_ids=value.stop_token_ids,
         ignore_eos=value.ignore_eos,
+        frequency_penalty=value.frequency_penalty,
+        presence_penalty=value.presence_penalty,
+        repetition_penalty=value.repetition_penalty,
+        logprobs=value.logprobs,
     )
 
 
@@ -31,6 +35,10 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         seed=message.seed,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
     )
 
 

@@ -23,6 +23,7 @@ from wire.messages import (
     RequestRef,
     Reservation,
     StepEvents,
+    TokenLogprobs,
     WorkerInspection,
     WorkerLoad,
 )
@@ -110,6 +111,14 @@ def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
     )
 
 
+def token_logprobs_to_proto(value: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(chosen=value.chosen, top_ids=value.top_ids, top=value.top)
+
+
+def token_logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.chosen, tuple(message.top_ids), tuple(message.top))
+
+
 def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
     return worker_pb2.RequestEvent(
         request_id=value.ref.request_id,
@@ -120,6 +129,7 @@ def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
         error=None if value.error is None else error_to_proto(value.error),
         edges=edges_to_proto(value.edges),
         transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
+        logprobs=[token_logprobs_to_proto(each) for each in value.logprobs],
     )
 
 
@@ -132,6 +142,7 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
         error=error_from_proto(message.error) if message.HasField("error") else None,
         edges=edges_from_proto(message.edges),
         transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
+        logprobs=tuple(token_logprobs_from_proto(each) for each in message.logprobs),
     )
 
 

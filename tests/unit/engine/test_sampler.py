@@ -1,13 +1,13 @@
-"""The sampler against transformers' filters and against the distribution it claims to draw from."""
+"""The sampler against transformers' filters, plain penalties, and the distribution it claims to draw from."""
 
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.batch import Draw
-from engine.sampler import draw_filtered, invert, keep_best, sample, uniform
-from tests.factories import draw
-from wire.messages import SamplingParams
+from engine.batch import Draw, History, StepBatch, rows_of
+from engine.sampler import draw_filtered, invert, keep_best, logprobs, penalize, sample, score, uniform
+from tests.factories import draw, row
+from wire.messages import SamplingParams, TokenLogprobs
 
 VOCAB = 3000
 
@@ -159,6 +159,105 @@ def test_half_precision_logits(dtype: torch.dtype) -> None:
     logits = random_logits(4).to(dtype)
     draws = [draw(), draw(temperature=1.0, top_p=0.9), draw(temperature=1.0, top_k=5), draw(temperature=0.5)]
     assert sample(logits, draws).tolist() == sample(logits.float(), draws).tolist()
+
+
+PENALTIES: list[dict[str, float]] = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.5},
+    {"frequency_penalty": 0.7, "presence_penalty": -1.1},
+    {"repetition_penalty": 1.7, "frequency_penalty": -2.0, "presence_penalty": 0.4},
+]
+
+
+def penalized(**changes: float) -> Draw:
+    """A greedy draw behind a prompt and an answer that share tokens and repeat them."""
+    made = draw(**changes)
+    history = History((7, 5, 5, 3), [3, 9, 9, 9, 11]) if made.sampling.penalized else None
+    return Draw(made.sampling, 5, history)
+
+
+def plainly(logits: list[float], chosen: Draw) -> list[float]:
+    """The penalties, one token at a time, as OpenAI and vLLM describe them."""
+    if chosen.history is None:
+        return logits
+    found, sampling = list(logits), chosen.sampling
+    prompt, answer = list(chosen.history.prompt), list(chosen.history.answer)
+    for token in range(len(found)):
+        if token in prompt or token in answer:
+            change = 1 / sampling.repetition_penalty if found[token] > 0 else sampling.repetition_penalty
+            found[token] *= change
+        found[token] -= sampling.frequency_penalty * answer.count(token)
+        found[token] -= sampling.presence_penalty * (token in answer)
+    return found
+
+
+def test_penalties_against_a_plain_reference() -> None:
+    logits = random_logits(len(PENALTIES), vocab=16, seed=2)
+    before = logits.clone()
+    draws = [penalized(**changes) for changes in PENALTIES]
+    found = penalize(logits, draws)
+    wanted = torch.tensor([plainly(here.tolist(), chosen) for here, chosen in zip(logits, draws, strict=True)])
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(logits, before), "the model's own logits stay, log probabilities are theirs"
+    assert (found[1:] != logits[1:]).any(dim=-1).all()
+    assert sample(logits, draws).tolist() == wanted.argmax(-1).tolist()
+    assert penalize(logits, [draw()] * len(logits)) is logits
+
+
+def test_penalties_come_before_filters_and_temperature() -> None:
+    logits = random_logits(8, seed=6)
+    changes = {"repetition_penalty": 1.4, "presence_penalty": 1.0, "temperature": 0.8, "top_k": 30, "top_p": 0.9}
+    answer = logits.topk(5).indices.tolist()
+    draws = [Draw(params(**changes, seed=n), n, History((), answer[n])) for n in range(8)]
+    plain = [Draw(params(**changes, seed=n), n) for n in range(8)]
+    assert sample(logits, draws).tolist() == sample(penalize(logits, draws), plain).tolist()
+    assert sample(logits, draws).tolist() != sample(logits, plain).tolist()
+    half = logits.bfloat16()
+    assert sample(half, draws).tolist() == sample(half.float(), draws).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_the_log_softmax_of_the_logits_as_they_came(dtype: torch.dtype) -> None:
+    logits = (random_logits(3, seed=8) * 4).round().to(dtype)  # few distinct values: ties go by id
+    logits[0, 5] = -0.0
+    logits[1, :50] = float("-inf")
+    tokens = torch.tensor([4, 60, VOCAB - 1])
+    exact = logits.double().log_softmax(-1)
+    values, ids = logprobs(logits, tokens, 20)
+    ranked = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :20]
+    assert torch.equal(ids, ranked)
+    places = torch.cat((tokens[:, None], ranked), dim=-1)
+    torch.testing.assert_close(values.double(), exact.gather(-1, places), atol=1e-5, rtol=1e-6)
+    assert logprobs(logits[:, :7], tokens.clamp(max=6), 20)[1].shape == (3, 7)
+
+
+def test_each_row_gets_as_many_logprobs_as_it_asks_for() -> None:
+    logits = random_logits(4, seed=9)
+    draws = [draw(logprobs=2), draw(), draw(logprobs=0), draw(logprobs=5, temperature=5.0, frequency_penalty=2.0)]
+    draws[3] = Draw(draws[3].sampling, 0, History((), [1, 1, 2]))
+    tokens = sample(logits, draws)
+    exact = logits.log_softmax(-1)
+    found = score(logits, draws, tokens)
+    assert [None if each is None else len(each.top) for each in found] == [2, None, 0, 5]
+    for number in (0, 2, 3):
+        here = found[number]
+        assert here is not None
+        assert here.chosen == pytest.approx(exact[number, tokens[number]].item(), abs=1e-5)
+        assert list(here.top_ids) == exact[number].topk(len(here.top)).indices.tolist()
+    assert found[0] is not None
+    assert found[0].top[0] == found[0].chosen
+    assert score(logits[:2], [draw(), draw()], tokens[:2]) == []
+
+
+def test_logprobs_stand_at_their_rows() -> None:
+    one, two = TokenLogprobs(-1.0), TokenLogprobs(-2.0)
+    batch = StepBatch([row([1], 0, [0]), row([1], 0, [1], drawn=False), row([1], 0, [2]), row([1], 0, [3])])
+    result = rows_of([5, 6, 7], batch, [one, None, two])
+    assert (result.token_ids, result.logprobs) == ([5, None, 6, 7], [one, None, None, two])
+    first, others = result.split(2)
+    assert (first.token_ids, others.logprobs) == ([5, None], [None, two])
+    assert rows_of([5, 6, 7], batch).split(1)[1].logprobs == ()
 
 
 def _fields(chosen: SamplingParams, **changes: int) -> dict[str, float]:

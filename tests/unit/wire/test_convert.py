@@ -25,7 +25,22 @@ token_ids = st.lists(uint32, max_size=5).map(tuple)
 refs = st.builds(messages.RequestRef, text, uint32)
 leases = st.builds(messages.Lease, text, uint32, uint64)
 peers = st.builds(messages.PeerRef, text, uint64)
-sampling = st.builds(messages.SamplingParams, uint32, unit, uint32, unit, unit, uint64, token_ids, st.booleans())
+sampling = st.builds(
+    messages.SamplingParams,
+    uint32,
+    unit,
+    uint32,
+    unit,
+    unit,
+    uint64,
+    token_ids,
+    st.booleans(),
+    unit,
+    unit,
+    unit,
+    st.none() | uint32,
+)
+scores = st.builds(messages.TokenLogprobs, unit, token_ids, st.lists(unit, max_size=5).map(tuple))
 edges = st.lists(st.builds(timeline.EdgeStamp, st.sampled_from(timeline.Edge), st.integers(0, 2**62)), max_size=3).map(
     tuple
 )
@@ -40,6 +55,7 @@ events = st.builds(
     st.none() | errors,
     edges,
     st.none() | transfers,
+    st.lists(scores, max_size=2).map(tuple),
 )
 loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32)
 descriptions = st.builds(
@@ -75,6 +91,7 @@ CASES: dict[str, tuple[Any, type]] = {
         st.builds(messages.PrefillTask, text, refs, token_ids, sampling, st.none() | destinations),
         worker_pb2.PrefillRequest,
     ),
+    "token_logprobs": (scores, worker_pb2.TokenLogprobs),
     "event": (events, worker_pb2.RequestEvent),
     "load": (loads, worker_pb2.WorkerLoad),
     "step_events": (
@@ -106,6 +123,14 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
     value = data.draw(strategy)
     to_proto, from_proto = getattr(convert, f"{name}_to_proto"), getattr(convert, f"{name}_from_proto")
     assert from_proto(message_type.FromString(to_proto(value).SerializeToString())) == value
+
+
+def test_without_a_repetition_penalty_there_is_none() -> None:
+    """As a router says it that knows of none."""
+    old = convert.sampling_from_proto(types_pb2.SamplingParams(max_tokens=1))
+    assert (old.repetition_penalty, old.penalized, old.logprobs) == (1.0, False, None)
+    greedy = types_pb2.SamplingParams(max_tokens=1, logprobs=0)
+    assert convert.sampling_from_proto(greedy).logprobs == 0
 
 
 def test_every_pair_is_tested() -> None:

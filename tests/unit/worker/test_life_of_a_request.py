@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
-from tests.worker_pair import ROUTER, Heard, WorkerPair, until
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
+from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
 from wire.errors import (
     FailedPrecondition,
     InvalidArgument,
@@ -14,7 +14,7 @@ from wire.errors import (
     StaleEpoch,
     Unavailable,
 )
-from wire.messages import Destination, FinishReason, PeerRef, PrefillTask, RequestRef, SamplingParams
+from wire.messages import Destination, FinishReason, PeerRef, PrefillTask, RequestRef, Role, SamplingParams
 from wire.timeline import Edge
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
@@ -54,6 +54,29 @@ async def test_many_at_once(both: bool) -> None:
         for name, prompt in asked.items():
             assert heard[name].tokens == answer_to(prompt, TEN)
         assert max(len(batch.rows) for batch in pair.decode.engine.batches) <= 16
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_penalties_look_back_on_prompt_and_answer(both: bool) -> None:
+    async with WorkerPair(both=both, max_step_tokens=8, max_batch_requests=4) as pair:
+        sampling = [SamplingParams(10, presence_penalty=1.0), SamplingParams(10, repetition_penalty=1.1), TEN]
+        heard = [pair.send(f"q{n}", PROMPT, each) for n, each in enumerate(sampling)]
+        await until(lambda: all(each.finish for each in heard))
+        assert [each.tokens for each in heard] == [answer_to(PROMPT, each) for each in sampling]
+        assert heard[0].tokens == heard[1].tokens != heard[2].tokens
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_logprobs_go_with_their_tokens(both: bool) -> None:
+    async with WorkerPair(both=both) as pair:
+        tops = (3, None, 0)
+        heard = [pair.send(f"q{n}", PROMPT, SamplingParams(10, logprobs=top)) for n, top in enumerate(tops)]
+        await until(lambda: all(each.finish for each in heard))
+        for each, top in zip(heard, tops, strict=True):
+            assert each.tokens == answer_to(PROMPT, TEN)
+            assert each.logprobs == ([] if top is None else [logprobs_of(token, top) for token in each.tokens])
         await pair.empty()
 
 
@@ -453,6 +476,28 @@ async def test_leases_end_after_a_defect_in_the_timer(
 
 
 # ---- failures ----
+
+
+async def test_another_decode_worker_gives_the_same_answer_after_a_death() -> None:
+    sampling = SamplingParams(max_tokens=10, frequency_penalty=0.5, repetition_penalty=1.2, logprobs=1)
+    async with WorkerPair() as pair:
+        pair.decode.engine.hold(after=4)
+        first = pair.send("q", PROMPT, sampling)
+        await until(lambda: len(first.tokens) > 3)
+        dead = pair.ends.pop()
+        del pair.heard["q"]
+        await dead.stop()
+        pair.prefill.worker.peer_gone(dead.me)
+        pair.decode = End("decode-1", Role.DECODE, pair.fabric, 64, {})
+        pair.ends.append(pair.decode)
+        await pair.decode.start()
+        pair.attach(pair.decode)
+        second = pair.send("q", PROMPT, sampling, attempt=2)
+        await until(lambda: second.finish)
+        assert second.tokens == answer_to(PROMPT, sampling)
+        assert second.tokens[: len(first.tokens)] == first.tokens
+        assert second.logprobs[: len(first.logprobs)] == first.logprobs
+        await pair.empty()
 
 
 async def test_a_failed_write_is_reported_and_everything_freed() -> None:

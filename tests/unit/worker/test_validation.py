@@ -36,6 +36,11 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"sampling": SamplingParams(1, top_p=math.nan)}, "top_p"),
         ({"sampling": SamplingParams(1, min_p=-1.0)}, "min_p"),
         ({"sampling": SamplingParams(1, min_p=math.nan)}, "min_p"),
+        ({"sampling": SamplingParams(1, frequency_penalty=2.5)}, "frequency_penalty"),
+        ({"sampling": SamplingParams(1, presence_penalty=math.nan)}, "presence_penalty"),
+        ({"sampling": SamplingParams(1, repetition_penalty=0.0)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(1, repetition_penalty=math.inf)}, "repetition_penalty"),
+        ({"sampling": SamplingParams(1, logprobs=21)}, "logprobs"),
         ({"sampling": SamplingParams(1, stop_token_ids=(FACTS.vocab_size,))}, "stop_token_ids"),
     ],
 )

@@ -34,7 +34,7 @@ class StepEvents(_message.Message):
     def __init__(self, step: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ...) -> None: ...
 
 class RequestEvent(_message.Message):
-    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer")
+    __slots__ = ("request_id", "attempt", "first_index", "token_ids", "finish_reason", "error", "edges", "transfer", "logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class RequestEvent(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     EDGES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     first_index: int
@@ -51,7 +52,18 @@ class RequestEvent(_message.Message):
     error: _types_pb2.ErrorDetail
     edges: _containers.RepeatedCompositeFieldContainer[_types_pb2.EdgeStamp]
     transfer: _types_pb2.TransferStats
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_types_pb2.ErrorDetail, _Mapping]] = ..., edges: _Optional[_Iterable[_Union[_types_pb2.EdgeStamp, _Mapping]]] = ..., transfer: _Optional[_Union[_types_pb2.TransferStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+
+class TokenLogprobs(_message.Message):
+    __slots__ = ("chosen", "top_ids", "top")
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    TOP_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_FIELD_NUMBER: _ClassVar[int]
+    chosen: float
+    top_ids: _containers.RepeatedScalarFieldContainer[int]
+    top: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, chosen: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total")
