@@ -58,6 +58,9 @@ class ClusterConfig:
     """Keys clients may present; none = no key is asked for."""
     log_folder: Path | None = None
     """An existing folder for one log file of each process; None = Ray's own files, which go with the cluster."""
+    step_deadline_s: float | None = None
+    """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
+    seconds; None = 60 on GPUs, 600 on CPUs."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
 

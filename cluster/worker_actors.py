@@ -70,5 +70,6 @@ class WorkerActors:
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self._controller_address,
             token=self._token,
+            step_deadline_s=cluster.step_deadline_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

@@ -17,7 +17,7 @@ from decode_worker.admission import DecodeAdmission
 from decode_worker.request import DecodeRequest
 from engine.batch import Draw, History, StepRow
 from wire.ending import may_go_on, reason_to_end
-from wire.messages import ModelFacts, RequestEvent, RoutedEvent, TokenLogprobs
+from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
 from wire.timeline import Edge, EdgeStamp
 
 
@@ -84,13 +84,15 @@ class DecodeHalf:
         """Requests in the batch."""
         return len(self._running)
 
-    def abandon(self) -> None:
-        """The engine thread has ended: nobody touches the pages of the batch any more, so every request leaves."""
-        left = {*self._running, *(request for step in self._steps for request in step)}
+    def abandon(self) -> list[tuple[str, RequestRef]]:
+        """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
+        computed = {request for step in self._steps for request in step}
+        left = {*self._running, *computed}
         self._running = []
         self._steps.clear()
         for request in left:
             self._admission.leave(request)
+        return [(request.reservation.router_id, request.reservation.ref) for request in computed]
 
     def _drop_cancelled(self) -> None:
         gone = [request for request in self._running if request.cancelled and not request.in_flight]

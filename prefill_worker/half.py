@@ -156,8 +156,10 @@ class PrefillHalf:
             self._pool.free(request.task.ref, pages)
         self._wake()
 
-    def abandon(self) -> None:
-        """The engine thread has ended: whatever it was computing is released."""
+    def abandon(self) -> list[tuple[str, RequestRef]]:
+        """The engine is lost: what it was computing is released. Returns the requests of launched steps, with their
+        routers.
+        """
         with self._lock:
             left = {request: None for step in self._steps for request, _ in step}
             self._steps.clear()
@@ -165,6 +167,7 @@ class PrefillHalf:
                 request.in_flight = 0
         for request in left:
             self.withdraw(request)
+        return [(request.task.router_id, request.task.ref) for request in left]
 
     # ---- engine thread: a step ----
 

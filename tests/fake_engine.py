@@ -23,7 +23,8 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 class FakeEngine:
     """`asynchronous` says what engines made from now on are like. `hold` stops one before its next step, or the one
-    after `steps` more; `let_go` lets it run on; `error` is raised by every step from then on.
+    after `steps` more; `let_go` lets it run on; `error` is raised by every step from then on, `launch_error` by every
+    launch.
     """
 
     asynchronous = False
@@ -38,6 +39,7 @@ class FakeEngine:
         self.waiting = threading.Event()
         """Set while a step is held."""
         self.error: Exception | None = None
+        self.launch_error: Exception | None = None
         self._hold_at = 0
         self._drawn: Sequence[int | None] = []
         self._go = threading.Event()
@@ -55,6 +57,8 @@ class FakeEngine:
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """Asynchronous, a step runs when its result is asked for: the halves have planned the next one by then."""
+        if self.launch_error is not None:
+            raise self.launch_error
         if not self.asynchronous:
             result = self.run(batch)
             return lambda: result

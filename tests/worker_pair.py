@@ -52,6 +52,7 @@ class Heard:
     edges: list[Edge] = field(default_factory=list)
     finish: FinishReason | None = None
     error: str = ""
+    message: str = ""
     pages: int = 0
 
     def take(self, event: RequestEvent) -> None:
@@ -68,6 +69,7 @@ class Heard:
             assert self.finish in (None, event.finish_reason)
             self.finish = event.finish_reason
             self.error = event.error.code if event.error else ""
+            self.message = event.error.message if event.error else ""
 
 
 class End:

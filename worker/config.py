@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from wire.messages import Role
 
+CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -38,10 +40,19 @@ class WorkerConfig:
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
     """How long requests of a router without an event stream may live, in seconds."""
+    step_deadline_s: float | None = None
+    """How long a step may take before its engine counts as stuck: its requests fail, and the process has to end, in
+    seconds; None = 60 on GPUs, 600 on CPUs, where a step of many tokens is slow."""
     gather_s: float = 0.0
     """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
+
+    @property
+    def step_deadline(self) -> float:
+        """What `step_deadline_s` means on this device."""
+        default = CPU_STEP_DEADLINE_S if self.engine.device == "cpu" else GPU_STEP_DEADLINE_S
+        return default if self.step_deadline_s is None else self.step_deadline_s
 
     @property
     def decode_batch(self) -> int:

@@ -2,6 +2,9 @@
 
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
 with what is certain, and hear of a step's tokens one step late.
+
+A device can hang, and a thread that waits for one cannot be ended: whoever looks after the worker gives up such a
+step with `give_up_stuck`, and ends the process.
 """
 
 import threading
@@ -14,6 +17,9 @@ from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import RoutedEvent
+
+_JOIN_S = 0.1
+"""Between two looks at whether a thread that was told to stop is stuck."""
 
 
 class Runner(Protocol):
@@ -43,22 +49,29 @@ class StepLoop:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
+        deadline_s: float,
         gather_s: float = 0.0,
         publish: Callable[[int, Sequence[RoutedEvent]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
-        """`gather_s` is how long an idle loop waits for more prompts before it computes the first, in seconds.
+        """`deadline_s` is how long a step may take, from its schedule to its result, before it counts as stuck.
+        `gather_s` is how long an idle loop waits for more prompts before it computes the first. Both in seconds.
 
         `publish` and `on_death` are called on the loop's thread and return at once."""
         self._runner = runner
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
+        self._deadline_s = deadline_s
         self._gather_s = gather_s
         self._publish = publish
         self._on_death = on_death
         self._work = threading.Event()
+        self._hands = threading.Lock()
+        """Held while the halves hear of a step, so that they are never taken from a thread that has come back."""
+        self._busy_since: float | None = None
         self._stopping = False
+        self._given_up = False
         self._running: _Step | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
@@ -72,24 +85,44 @@ class StepLoop:
         self._work.set()
 
     def stop(self) -> None:
-        """End after the running step; returns when the thread is gone. Idempotent."""
+        """End after the running step; returns when the thread is gone or given up. Idempotent."""
         self._stopping = True
         self._work.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        while self._thread.is_alive() and not self.give_up_stuck():
+            self._thread.join(_JOIN_S)
+
+    def give_up_stuck(self) -> bool:
+        """Whether the engine has been at one step for longer than the deadline. Nothing more is heard of this step
+        then, nor of the thread; what it may still write to must not be used again. From any thread.
+        """
+        with self._hands:
+            began = self._busy_since
+            if began is not None and time.monotonic() - began > self._deadline_s:
+                self._given_up = self._stopping = True
+            return self._given_up
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
+            while self._begin():
                 # Cleared before looking for work, so that what is queued meanwhile wakes the loop again.
                 self._work.clear()
                 if not self._step():
+                    self._busy_since = None
                     self._work.wait()
                     self._gather()
             if self._running is not None:
                 self._running.result()
         except BaseException as error:
-            self._on_death(error)
+            if not self._given_up:
+                self._on_death(error)
+        finally:
+            self._busy_since = None
+
+    def _begin(self) -> bool:
+        """Whether another step may be looked for."""
+        with self._hands:
+            self._busy_since = time.monotonic()
+            return not self._stopping
 
     def _gather(self) -> None:
         """The prompts of a burst come within milliseconds: the first waits for the others, and they share its step.
@@ -118,11 +151,14 @@ class StepLoop:
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
-        self.steps += 1
-        decoded, prefilled = result.split(step.decode_rows)
-        events = [
-            *self._decode.apply(decoded.token_ids, decoded.logprobs),
-            *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
-        ]
-        self._publish(self.steps, events)
-        self._prefill.announce()
+        with self._hands:
+            if self._given_up:
+                return
+            self.steps += 1
+            decoded, prefilled = result.split(step.decode_rows)
+            events = [
+                *self._decode.apply(decoded.token_ids, decoded.logprobs),
+                *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
+            ]
+            self._publish(self.steps, events)
+            self._prefill.announce()

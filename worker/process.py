@@ -24,7 +24,7 @@ from wire.messages import PeerRef, WorkerInfo
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
 from worker.servicer import WorkerServicer
-from worker.worker import Worker
+from worker.worker import Worker, first_line
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,7 @@ class WorkerProcess:
         await self._events.shutdown_default_executor()
 
     def _die(self, error: BaseException) -> None:
-        self._end(Internal(f"worker {self._me.worker_id} failed in a step: {error!r}"))
+        self._end(Internal(f"worker {self._me.worker_id} failed in a step: {first_line(error)}"))
 
     def _end(self, error: TandemError | None) -> None:
         if self._ended.done():

@@ -23,7 +23,7 @@ from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest
 from wire.ending import pages_for
-from wire.errors import Internal, TandemError, Unavailable
+from wire.errors import DeadlineExceeded, Internal, TandemError, Unavailable
 from wire.messages import (
     ErrorDetail,
     FinishReason,
@@ -104,6 +104,7 @@ class Worker:
             decode=self._decode,
             prefill=self._prefill,
             max_step_tokens=config.engine.max_step_tokens,
+            deadline_s=config.step_deadline,
             gather_s=config.gather_s,
             publish=self._outbox.publish,
             on_death=lambda error: self._post_threadsafe(self._die, error),
@@ -288,11 +289,17 @@ class Worker:
         self._events.call_soon_threadsafe(call, value)
 
     async def _tend_forever(self) -> None:
-        """Leases and quarantines end at most a tenth of their lives late; the pool is checked after each busy time."""
-        period = max(0.01, min(self._config.lease_s, self._config.quarantine_s) / 10)
+        """Leases, quarantines and stuck steps end at most a tenth of their time late; the pool is checked after each
+        busy time.
+        """
+        due = (self._config.lease_s, self._config.quarantine_s, self._config.step_deadline)
+        period = max(0.01, min(due) / 10)
         while True:
             await asyncio.sleep(period)
             try:
+                if self._loop.give_up_stuck():
+                    self._die(DeadlineExceeded(f"a step did not end within {self._config.step_deadline:g} s"))
+                    return
                 self.admission.expire()
                 await self._check_when_idle()
             except Exception:
@@ -320,19 +327,33 @@ class Worker:
         return [_failed(ref, Unavailable("the event stream was replaced; send the request again")) for ref in refs]
 
     def _die(self, error: BaseException) -> None:
-        """The engine thread is gone: nothing that runs here can end well."""
-        log.critical("a step failed; this worker ends", exc_info=error)
-        reason = Internal(f"worker {self.me.worker_id} failed in a step ({type(error).__name__}) and restarts")
-        for router_id, ref in set(self._refs()):
-            self._outbox.post(RoutedEvent(router_id, _failed(ref, reason)))
-        self._abandon()
-        self._outbox.close()
-        if not self.died.done():
-            self.died.set_result(error)
+        """The engine is lost: nothing that runs here can end well, and nothing new may come.
 
-    def _abandon(self) -> None:
-        self._prefill.abandon()
-        self._decode.abandon()
+        Requests that it was computing fail with Internal. Of the others routers hear by the end of their streams: they
+        know which of them need this worker still.
+        """
+        if self.died.done():
+            return
+        log.critical("a step failed; this worker ends", exc_info=error)
+        self._prefill.drain()
+        self.admission.drain()
+        reason = Internal(
+            f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
+        )
+        known = set(self._refs())
+        for router_id, ref in known.intersection(self._abandon()):
+            self._outbox.post(RoutedEvent(router_id, _failed(ref, reason)))
+        self._outbox.close()
+        self.died.set_result(error)
+
+    def _abandon(self) -> list[tuple[str, RequestRef]]:
+        """The requests of launched steps, with their routers."""
+        return [*self._prefill.abandon(), *self._decode.abandon()]
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and the first line of its words: CUDA's are a page."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def _failed(ref: RequestRef, error: TandemError) -> RequestEvent:

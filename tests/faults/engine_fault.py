@@ -1,0 +1,72 @@
+"""Makes one step of a worker's engine fail or hang. Workers are processes of their own, so this reaches them as a
+`sitecustomize` on their path: it changes the CPU's stepper once it is imported, and costs a step one look at a folder.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_SITECUSTOMIZE = """
+import importlib.abc, importlib.util, os, pathlib, sys, time
+
+ORDERS = pathlib.Path(os.environ["TANDEM_TEST_FAULTS"])
+
+
+def broken(launch):
+    def wrapped(self, batch):
+        kind = "decode" if all(len(row.token_ids) == 1 for row in batch.rows) else "prefill"
+        order = ORDERS / kind
+        try:
+            fault = order.read_text()
+            order.unlink()
+        except FileNotFoundError:
+            return launch(self, batch)
+        if fault == "hang":
+            time.sleep(3600)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered\\nCompile with a page of advice.")
+
+    return wrapped
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "engine.host_stepper":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.HostStepper.launch = broken(module.HostStepper.launch)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+
+
+class EngineFaults:
+    """Workers started from now on obey `order`."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._orders = folder / "orders"
+        self._orders.mkdir()
+        (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
+        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+        monkeypatch.setenv("TANDEM_TEST_FAULTS", str(self._orders))
+
+    def order(self, kind: str, fault: str) -> None:
+        """The next `prefill` or `decode` step of any worker will `raise` or `hang`; no other will."""
+        written = self._orders / ".new"
+        written.write_text(fault)
+        written.rename(self._orders / kind)
+
+    def open_orders(self) -> list[str]:
+        return [order.name for order in self._orders.iterdir()]

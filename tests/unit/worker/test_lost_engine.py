@@ -1,0 +1,143 @@
+"""An engine that fails, or never answers: its batch fails in words, nobody waits, and everybody else goes on."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from tests.fake_engine import FakeEngine, answer_to
+from tests.worker_pair import Heard, WorkerPair, until
+from wire.errors import Unavailable
+from wire.messages import FinishReason, SamplingParams
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17]
+TEN = SamplingParams(max_tokens=10)
+LONG = SamplingParams(max_tokens=150)
+DEADLINE_S = 0.3
+CUDA_WORDS = "CUDA error: device-side assert triggered\nCUDA kernel errors might be reported later\n"
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+def fail_at_launch(engine: FakeEngine) -> None:
+    engine.launch_error = RuntimeError(CUDA_WORDS)
+    engine.let_go()
+
+
+def fail_at_result(engine: FakeEngine) -> None:
+    engine.error = RuntimeError(CUDA_WORDS)
+    engine.let_go()
+
+
+def never_end(engine: FakeEngine) -> None:
+    """It is held already."""
+
+
+FAULTS = [fail_at_launch, fail_at_result, never_end]
+
+
+async def decoding(pair: WorkerPair, name: str) -> Heard:
+    """A request in the decode worker's batch, whose next step is held."""
+    pair.decode.engine.hold(after=3)
+    heard = pair.send(name, PROMPT, LONG)
+    await until(lambda: len(heard.tokens) > 2 and pair.decode.engine.waiting.is_set())
+    return heard
+
+
+@pytest.mark.parametrize("break_it", FAULTS)
+async def test_the_batch_fails_and_the_rest_is_left_to_the_router(break_it: Callable[[FakeEngine], None]) -> None:
+    async with WorkerPair(max_batch_requests=1, step_deadline_s=DEADLINE_S) as pair:
+        running = await decoding(pair, "running")
+        waiting = pair.send("waiting", PROMPT, TEN)
+        await until(lambda: waiting.pages)
+        break_it(pair.decode.engine)
+        await until(lambda: running.finish)
+        assert (running.finish, running.error) == (FinishReason.ERROR, "INTERNAL")
+        await until(pair.decode.worker.died.done)
+        assert waiting.finish is None
+        assert pair.streams[1].closed
+        with pytest.raises(Unavailable):
+            pair.reserve("late", PROMPT, TEN)
+        one = SamplingParams(max_tokens=1)
+        elsewhere = pair.heard["elsewhere"] = Heard()
+        pair.prefill.worker.prefill(pair.task("elsewhere", PROMPT, one, None))
+        await until(lambda: elsewhere.finish)
+        assert elsewhere.tokens == answer_to(PROMPT, one)
+
+
+@pytest.mark.parametrize("break_it", FAULTS)
+async def test_a_prompt_that_is_computed_fails_and_gives_its_lease_back(
+    break_it: Callable[[FakeEngine], None],
+) -> None:
+    async with WorkerPair(max_step_tokens=8, max_batch_requests=4, step_deadline_s=DEADLINE_S) as pair:
+        pair.prefill.engine.hold(after=1)
+        computed = pair.send("computed", list(range(3, 43)), TEN)
+        await until(pair.prefill.engine.waiting.is_set)
+        queued = pair.send("queued", PROMPT, TEN)
+        break_it(pair.prefill.engine)
+        await until(lambda: computed.finish)
+        assert computed.error == "INTERNAL"
+        assert queued.finish is None
+        with pytest.raises(Unavailable):
+            pair.prefill.worker.prefill(pair.task("late", PROMPT, SamplingParams(max_tokens=1), None))
+        pair.abort("queued")
+        await pair.decode.empty()
+
+
+async def test_the_reason_is_one_line() -> None:
+    async with WorkerPair() as pair:
+        running = await decoding(pair, "running")
+        fail_at_result(pair.decode.engine)
+        await until(lambda: running.finish)
+        assert running.message == (
+            "worker decode-0 failed in a step (RuntimeError: CUDA error: device-side assert triggered) and restarts;"
+            " send it again"
+        )
+
+
+async def test_a_stuck_step_is_named_and_closing_does_not_wait_for_it() -> None:
+    async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
+        running = await decoding(pair, "running")
+        worker = pair.decode.worker
+        await until(worker.died.done)
+        await until(lambda: running.finish)
+        assert "did not end within 0.3 s" in running.message
+        async with asyncio.timeout(5):
+            await worker.close()
+        assert pair.decode.engine.waiting.is_set()  # still stuck
+
+
+async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:
+    async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
+        running = await decoding(pair, "running")
+        worker = pair.decode.worker
+        await until(worker.died.done)
+        steps, tokens = worker._loop.steps, len(running.tokens)
+        pair.decode.engine.let_go()
+        await until(lambda: not worker._loop._thread.is_alive())
+        assert (worker._loop.steps, len(running.tokens)) == (steps, tokens)
+        assert "did not end" in str(worker.died.result())
+        counts = pair.decode.engine.pool.counts()
+        assert counts.free + counts.advertised + counts.quarantined == counts.total
+
+
+async def test_a_slow_step_is_waited_for() -> None:
+    async with WorkerPair(step_deadline_s=30.0) as pair:
+        running = await decoding(pair, "running")
+        await asyncio.sleep(DEADLINE_S)
+        pair.decode.engine.let_go()
+        await until(lambda: running.finish)
+        assert running.tokens == answer_to(PROMPT, LONG)
+        await pair.empty()
+
+
+async def test_an_idle_engine_is_not_stuck() -> None:
+    async with WorkerPair(step_deadline_s=0.05) as pair:
+        for name in ("first", "second"):
+            await asyncio.sleep(0.2)
+            heard = pair.send(name, PROMPT, TEN)
+            await until(lambda heard=heard: heard.finish)
+            assert heard.tokens == answer_to(PROMPT, TEN)
