@@ -23,7 +23,7 @@ SHORT_CONTEXT = 8192
 @dataclass(frozen=True, slots=True)
 class DecodeGraph:
     """A decode step of up to `sizes.rows` rows and `context` tokens. Its tensors are where the next replay reads and
-    writes.
+    writes; `logits` lie where every graph has its own, see `DecodeGraphs`.
     """
 
     sizes: StepSizes
@@ -34,7 +34,7 @@ class DecodeGraph:
 
     def replay(self, words: Tensor) -> Tensor:
         """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.rows, vocab], good until
-        the next replay; greedy tokens are where the graphs were told to leave them.
+        the next replay of any graph; greedy tokens are where the graphs were told to leave them.
         """
         self.words.copy_(words, non_blocking=True)
         self.graph.replay()
@@ -42,7 +42,9 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """All sizes share one memory pool, because one graph runs at a time.
+    """All sizes share one memory pool, their logits included, because one graph runs at a time and whoever reads a
+    step's logits, the sampler, is launched on the same stream after its replay and before the next one: no graph keeps
+    what another may overwrite. At 256 rows of a vocabulary of 128 k, logits of each size's own would take gigabytes.
 
     Where contexts may be long, each number of rows has two graphs: one launches what long rows need to keep up with
     short ones, which costs short ones dearly.
@@ -95,7 +97,28 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             logits = compute()
-        return DecodeGraph(sizes, context, words, graph, logits)
+        # The tensor itself would keep its memory from the graphs captured after this one.
+        return DecodeGraph(sizes, context, words, graph, borrow(logits))
+
+
+class _Borrowed:
+    """Memory of a tensor without the tensor, as `torch.as_tensor` takes it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A tensor over the memory of a contiguous one on a GPU that does not keep it: whoever uses it knows that the
+    memory stays mapped and when its numbers are good.
+    """
+    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def graph_contexts(max_context: int) -> list[int]:

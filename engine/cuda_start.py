@@ -7,11 +7,11 @@ import torch
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache, page_bytes
 from engine.config import EngineConfig
-from engine.cuda_graphs import DecodeGraphs, graph_contexts, graph_sizes
+from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.cuda_stepper import CudaStepper
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
-from engine.memory import GIB, kv_cache_bytes, measure_peak, no_memory, ran_out_of_memory
+from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from engine.models.llama import LlamaModel
 from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
@@ -38,18 +38,14 @@ def start_on_gpu(
 
     InvalidArgument, naming the setting to change, if there is not enough memory.
     """
-    try:
+    with naming_the_setting(device):
         capacity = config.kv_cache_bytes
         if capacity is None:
-            steps = _measure_steps(config, model, page_tokens, dtype, device) + _kept_logits(config, model, dtype)
+            steps = _measure_steps(config, model, page_tokens, dtype, device)
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
         stepper = _make_stepper(config, model, cache, graph_sizes(config.max_batch_requests), progress)
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise no_memory(device) from error
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -57,7 +53,9 @@ def start_on_gpu(
 def _measure_steps(
     config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Bytes of the largest prompt step and of the largest graph, measured over a cache of one row."""
+    """Bytes of the largest prompt step and of the largest graphs, in whose memory the smaller ones have room, measured
+    over a cache of one row.
+    """
     row_tokens = min(config.max_step_tokens, model.config.max_context)
     pages = -(-row_tokens // page_tokens)
     probe = PagedCache(model.config, page_tokens, pages * page_bytes(model.config, page_tokens, dtype), dtype, device)
@@ -69,12 +67,6 @@ def _measure_steps(
         return stepper
 
     return measure_peak(device, run)
-
-
-def _kept_logits(config: EngineConfig, model: LlamaModel, dtype: torch.dtype) -> int:
-    """Bytes of the logits that every graph keeps, as the next step's graph may be another."""
-    rows = sum(graph_sizes(config.max_batch_requests)) * len(graph_contexts(model.config.max_context))
-    return rows * model.config.vocab_size * dtype.itemsize
 
 
 def _largest_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:

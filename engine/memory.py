@@ -1,7 +1,8 @@
 """How much of a GPU the KV cache may take: what is left after weights, the largest step and the CUDA graphs."""
 
+import contextlib
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -42,6 +43,17 @@ def kv_cache_bytes(device: torch.device, fraction: float, step_bytes: int) -> in
             " raise memory_fraction, lower max_step_tokens or max_batch_requests, or free the GPU.",
         )
     return left
+
+
+@contextlib.contextmanager
+def naming_the_setting(device: torch.device) -> Iterator[None]:
+    """Whatever runs out of `device`'s memory inside raises InvalidArgument with the settings to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise no_memory(device) from error
 
 
 def ran_out_of_memory(error: RuntimeError) -> bool:

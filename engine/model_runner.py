@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.device import choose_kernels, device_name, parse_device, parse_dtype, parse_page_tokens
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
+from engine.memory import naming_the_setting, ran_out_of_memory
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.llama import LlamaModel
 from engine.models.parameters import allocate_parameters, destinations
@@ -98,7 +99,8 @@ class ModelRunner:
         )
         revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
         runner = cls(shape, cache, facts, revision, stepper)
-        runner._warm_up(progress)
+        with naming_the_setting(device):
+            runner._warm_up(progress)
         return runner
 
     @property
@@ -168,7 +170,9 @@ def _load_model(
             else:
                 load_weights(config.model, shape, destinations(parameters, shape), progress)
             return LlamaModel(shape, parameters, kernels, shape.max_context)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
         raise InvalidArgument(
             "device", f"{device} has no room for the weights; free memory there, or serve a smaller model."
         ) from error
