@@ -1,0 +1,152 @@
+"""What a machine or a setting cannot do is said in one sentence at start. GPUs are played: none is needed."""
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.device import choose_kernels, parse_device, parse_dtype
+from engine.memory import GIB, kv_cache_bytes, naming_the_setting
+from engine.models.config import ModelConfig, parse_model_config
+from tests.factories import FAMILIES, tiny_engine_config
+from wire.errors import InvalidArgument
+
+GPU = torch.device("cuda", 0)
+
+
+def play_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    """One GPU of this capability with 40 of 80 GiB free, 10 of them kept by PyTorch."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (40 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *_: 10 * GIB)
+
+
+def model(**changes: object) -> ModelConfig:
+    return parse_model_config(FAMILIES["llama3"] | changes, {})
+
+
+def config(**changes: object) -> EngineConfig:
+    return tiny_engine_config(Path("nowhere"), **changes)
+
+
+def test_a_gpu_that_is_not_there_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch)
+    assert parse_device("cuda") == GPU
+    with pytest.raises(InvalidArgument, match="'cuda:1' is not there: PyTorch sees 1 CUDA devices; use cpu"):
+        parse_device("cuda:1")
+
+
+@pytest.mark.parametrize(("capability", "words"), [((7, 5), "7.5"), ((6, 1), "6.1")])
+def test_a_gpu_that_is_too_old_is_told_so(
+    capability: tuple[int, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play_gpu(monkeypatch, capability)
+    with pytest.raises(InvalidArgument, match=f"compute capability {words}; the kernels need 8.0 or newer; use cpu"):
+        parse_device("cuda")
+
+
+def test_a_checkpoint_of_another_dtype_is_told_so() -> None:
+    with pytest.raises(InvalidArgument, match="'float8_e4m3fn' is not supported; use auto, float32, bfloat16, float16"):
+        parse_dtype(config(), GPU, model(torch_dtype="float8_e4m3fn"))
+
+
+def test_a_head_dim_without_kernels_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch)
+    with pytest.raises(InvalidArgument, match="has head dim 80; on GPUs 64, 96, 128, 256 are served"):
+        choose_kernels(config(), model(head_dim=80), GPU, torch.bfloat16, 128)
+
+
+class TestPrefillAttention:
+    """Which one, and what the log says about it."""
+
+    @pytest.fixture(autouse=True)
+    def _flash(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cute = ModuleType("flash_attn.cute")
+        cute.flash_attn_varlen_func = None  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+
+    def choose(self, page_tokens: int = 128, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
+        from engine.kernels.prefill_attention import choose_prefill_attention
+
+        return type(choose_prefill_attention(GPU, dtype, head_dim, page_tokens)).__name__
+
+    def test_the_fast_page_size_is_not_warned_of(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        play_gpu(monkeypatch)
+        with caplog.at_level(logging.WARNING):
+            assert self.choose() == "FlashPrefill"
+        assert not caplog.records
+
+    def test_a_slow_page_size_names_the_better_one(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        play_gpu(monkeypatch)
+        assert self.choose(page_tokens=64) == "FlashPrefill"
+        (record,) = [each for each in caplog.records if each.levelno == logging.WARNING]
+        assert "64 tokens" in record.getMessage()
+        assert "128 is the fast size" in record.getMessage()
+
+    @pytest.mark.parametrize(
+        ("capability", "settings", "words"),
+        [
+            ((8, 0), {}, "needs a GPU of compute capability 9.0"),
+            ((9, 0), {"dtype": torch.float32}, "bfloat16 and float16 only"),
+            ((9, 0), {"head_dim": 256}, "head dims 64, 96, 128"),
+        ],
+    )
+    def test_the_fallback_says_why(
+        self,
+        capability: tuple[int, int],
+        settings: dict[str, object],
+        words: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        play_gpu(monkeypatch, capability)
+        assert self.choose(**settings) == "SdpaPrefill"  # type: ignore[arg-type]
+        assert words in caplog.text
+
+
+class TestMemory:
+    """Of a played GPU."""
+
+    def test_the_cache_gets_what_the_fraction_leaves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        play_gpu(monkeypatch)
+        # 0.5 · 80 - 10 of weights - 0.75 outside of PyTorch - 4 of steps
+        assert kv_cache_bytes(GPU, 0.5, 4 * GIB) == int(25.25 * GIB)
+        # 0.9 · 80 would be more than the 40 that are free
+        assert kv_cache_bytes(GPU, 0.9, 4 * GIB) == 36 * GIB
+
+    def test_no_room_names_the_settings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        play_gpu(monkeypatch)
+        with pytest.raises(InvalidArgument, match=r"memory_fraction: 0\.1 of .* raise memory_fraction, lower max_step"):
+            kv_cache_bytes(GPU, 0.1, 4 * GIB)
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        ],
+    )
+    def test_running_out_at_start_names_the_settings(
+        self, error: RuntimeError, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        play_gpu(monkeypatch)
+        words = r"kv_cache_bytes: cuda:0 ran out of memory \(40\.0 of 80 GiB are free\); lower kv_cache_bytes"
+        with pytest.raises(InvalidArgument, match=words), naming_the_setting(GPU):
+            raise error
+
+    def test_other_errors_are_no_lack_of_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        play_gpu(monkeypatch)
+        with pytest.raises(RuntimeError, match="illegal memory access"), naming_the_setting(GPU):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
