@@ -2,16 +2,16 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.parameters import allocate_parameters, destinations
 from engine.weights.safetensors_file import TensorEntry, read_header
+from engine.weights.tensor_reader import DTYPES, read_tensors
 from wire.errors import ModelError
 
 Progress = Callable[[str, float], None]
@@ -19,7 +19,6 @@ Progress = Callable[[str, float], None]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_LOADABLE = {"F64", "F32", "F16", "BF16"}
 _NAMED_AT_MOST = 3
 _REVISION_BYTES = 4096
 """Of each tensor, that go into the revision: 1.2 MB for a model of 32 layers."""
@@ -42,16 +41,19 @@ def load_weights(
 ) -> None:
     """Copies every tensor of the folder to its place in `into` (name → view), cast to the view's dtype on the way.
 
-    Raises ModelError as `check_model` does. Files are mapped, one tensor is touched at a time: no second copy.
+    Raises ModelError as `check_model` does. The host holds no second copy, see `tensor_reader`.
     """
     entries = _match(folder, _read_entries(folder), into, config)
     total = sum(into[name].numel() for name in entries)
     done = 0
-    for name, tensor in _read_tensors(entries):
-        into[name].copy_(tensor)
-        done += tensor.numel()
+
+    def count(elements: int) -> None:
+        nonlocal done
+        done += elements
         if progress is not None:
             progress("loading weights", done / total)
+
+    read_tensors(entries, into, count)
 
 
 def revision_hash(folder: Path) -> str:
@@ -69,7 +71,8 @@ def revision_hash(folder: Path) -> str:
 def stored_dtype(folder: Path) -> str:
     """The dtype of the folder's largest tensor, in torch's spelling."""
     largest = max(_read_entries(folder).values(), key=lambda entry: _elements(entry.shape))
-    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}.get(largest.dtype, largest.dtype)
+    known = DTYPES.get(largest.dtype)
+    return largest.dtype if known is None else str(known).removeprefix("torch.")
 
 
 def _files(folder: Path) -> list[Path]:
@@ -114,9 +117,9 @@ def _match(
             raise ModelError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, config.json calls for {list(place.shape)}."
             )
-        if entry.dtype not in _LOADABLE:
+        if entry.dtype not in DTYPES:
             raise ModelError(
-                f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(_LOADABLE))} can be loaded."
+                f"{entry.file}: {name} is stored as {entry.dtype}; only {', '.join(sorted(DTYPES))} can be loaded."
             )
     return {name: found[name] for name in wanted}
 
@@ -130,18 +133,6 @@ def _some(names: list[str]) -> str:
     named = ", ".join(names[:_NAMED_AT_MOST])
     rest = len(names) - _NAMED_AT_MOST
     return f"tensor {named}" + (f" and {rest} more" if rest > 0 else "")
-
-
-def _read_tensors(entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """In the order of the files, so that a disk reads ahead."""
-    for file in sorted({entry.file for entry in entries.values()}):
-        here = sorted((entry.start, name) for name, entry in entries.items() if entry.file == file)
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for _, name in here:
-                    yield name, opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} cannot be read ({error}); download it again.") from error
 
 
 def _elements(shape: tuple[int, ...]) -> int:
