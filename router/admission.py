@@ -17,7 +17,14 @@ from router.request import Admitted, Ask, Conversation, Options
 from router.tokenizer import Tokenizer
 from router.worker_pool import ServedModel
 from wire.errors import InvalidArgument, TandemError, Unavailable
-from wire.messages import SamplingParams
+from wire.messages import (
+    FREQUENCY_MAX,
+    LOGPROBS_MAX,
+    PRESENCE_MAX,
+    REPETITION_MAX,
+    REPETITION_MIN,
+    SamplingParams,
+)
 from wire.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
@@ -123,6 +130,11 @@ class Admission:
         _check_range("temperature", options.temperature, 0.0, _TEMPERATURE_MAX)
         _check_range("top_k", options.top_k, 0, _INT32_MAX)
         _check_range("min_p", options.min_p, 0.0, 1.0)
+        _check_range("frequency_penalty", options.frequency_penalty, -FREQUENCY_MAX, FREQUENCY_MAX)
+        _check_range("presence_penalty", options.presence_penalty, -PRESENCE_MAX, PRESENCE_MAX)
+        _check_range("repetition_penalty", options.repetition_penalty, REPETITION_MIN, REPETITION_MAX)
+        _check_range("logprobs", options.logprobs, 0, LOGPROBS_MAX)
+        _check_range("top_logprobs", options.top_logprobs, 0, LOGPROBS_MAX)
         _check_range("seed", options.seed, 0, 2**64 - 1)
         _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
@@ -157,6 +169,10 @@ class Admission:
             seed=random.getrandbits(64) if options.seed is None else options.seed,
             stop_token_ids=options.stop_token_ids,
             ignore_eos=options.ignore_eos,
+            frequency_penalty=_or(options.frequency_penalty, 0.0),
+            presence_penalty=_or(options.presence_penalty, 0.0),
+            repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
+            logprobs=options.alternatives,
         )
 
     def _not_ready(self) -> TandemError:

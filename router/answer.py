@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from router.token_scores import TokenScore
 from wire.errors import Cancelled, TandemError
 from wire.messages import FinishReason
 from wire.timeline import Timeline
@@ -11,10 +12,14 @@ from wire.timeline import Timeline
 
 @dataclass(slots=True)
 class Piece:
-    """The next piece of the answer: certain text (may be "") and the tokens since the last piece."""
+    """The next piece of the answer: certain text (may be "") and the tokens since the last piece.
+
+    `scores` has one entry for each token if log probabilities were asked for, else none.
+    """
 
     text: str
     token_ids: list[int]
+    scores: list[TokenScore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +87,15 @@ class Answer:
             self._first = self._ending = None  # they hold the request
             self.fail(Cancelled("the client left"))
 
-    def push(self, text: str, token_ids: list[int]) -> None:
-        """Router side: more text and tokens."""
+    def push(self, text: str, token_ids: list[int], scores: list[TokenScore]) -> None:
+        """Router side: more text and tokens, with a score for each of these or for none."""
         self.token_count += len(token_ids)
         if self._piece is None:
-            self._piece = Piece(text, token_ids)
+            self._piece = Piece(text, token_ids, scores)
         else:
             self._piece.text += text
             self._piece.token_ids.extend(token_ids)
+            self._piece.scores.extend(scores)
         self._wake()
 
     def finish(self, ending: Callable[[], Ending]) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
-from wire.messages import FinishReason
+from router.token_scores import TokenScore, spell
+from wire.messages import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
     from router.request import RoutedRequest
@@ -20,13 +21,26 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+class TokenText(Protocol):
+    """What tokens mean: the tokenizer, from any thread."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
 @dataclass(slots=True)
 class TextJob:
-    """Tokens of one request that are next in order, and how its answer ends if it does. `text` is the result."""
+    """Tokens of one request that are next in order, and how its answer ends if it does. `text` is the result.
+
+    `logprobs` has one entry for each token if they were asked for, else none; `scores` is what becomes of them.
+    """
 
     request: RoutedRequest
-    token_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
+    scores: list[TokenScore] = field(default_factory=list)
     text: str = ""
     matched_stop: str = ""
     failed: bool = False
@@ -35,20 +49,26 @@ class TextJob:
 class AnswerText:
     """Detokenizer and stop strings of one answer. Only the text thread touches it."""
 
-    __slots__ = ("_detokenizer", "_stops")
+    __slots__ = ("_chars", "_detokenizer", "_stops", "_tokens")
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str]) -> None:
-        self._detokenizer = Detokenizer(decode)
+    def __init__(self, tokens: TokenText, stop: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._detokenizer = Detokenizer(tokens.decode)
         self._stops = StopStrings(stop)
+        self._chars = 0
 
     def run(self, job: TextJob) -> None:
-        """Fill in the job's text; cut it, and its tokens, at a stop string."""
+        """Fill in the job's text and scores; cut them, and its tokens, at a stop string."""
         if self._stops.matched:
             job.token_ids = []
             return
         out: list[str] = []
         for count, token_id in enumerate(job.token_ids, 1):
-            out.append(self._stops.add(self._detokenizer.add(token_id)))
+            if job.logprobs:
+                job.scores.append(spell(token_id, job.logprobs[count - 1], self._chars, self._tokens.token_bytes))
+            piece = self._detokenizer.add(token_id)
+            self._chars += len(piece)
+            out.append(self._stops.add(piece))
             if self._stops.matched:
                 job.token_ids = job.token_ids[:count]
                 break

@@ -1,7 +1,7 @@
 """Tokens of one answer in order, each once, whatever order and however often workers report them."""
 
 from wire.errors import Unavailable
-from wire.messages import FinishReason
+from wire.messages import FinishReason, TokenLogprobs
 
 
 class TokenAssembler:
@@ -16,7 +16,7 @@ class TokenAssembler:
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
-        self._early: dict[int, int] = {}
+        self._early: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._finish: FinishReason | None = None
         self._finish_at = 0
 
@@ -25,26 +25,33 @@ class TokenAssembler:
         """Tokens in order so far: the index of the next one."""
         return len(self._token_ids)
 
-    def add(self, first_index: int, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    def add(
+        self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]:
         """Take tokens `first_index`…; return those that are next in order, () if they repeat or come early.
 
+        `logprobs` has one entry for each token or none at all; what belongs to the returned tokens comes with them.
         Unavailable if a repeat differs from what is out.
         """
         if first_index == self.count and not self._early:
             self._token_ids.extend(token_ids)
-            return token_ids
-        for index, token_id in enumerate(token_ids, first_index):
+            return token_ids, logprobs
+        pairs = zip(token_ids, logprobs or (None,) * len(token_ids), strict=True)
+        for index, (token_id, score) in enumerate(pairs, first_index):
             if index >= self.count:
-                self._early[index] = token_id
+                self._early[index] = token_id, score
             elif token_id != self._token_ids[index]:
                 raise Unavailable(
                     f"the request was computed again and its token {index} came out differently from the one already "
                     "sent, so the answer cannot go on; send the request again"
                 )
-        start = self.count
+        start, scores = self.count, []
         while self.count in self._early:
-            self._token_ids.append(self._early.pop(self.count))
-        return tuple(self._token_ids[start:])
+            token_id, score = self._early.pop(self.count)
+            self._token_ids.append(token_id)
+            if score is not None:
+                scores.append(score)
+        return tuple(self._token_ids[start:]), tuple(scores)
 
     def finish_at(self, end: int, reason: FinishReason) -> None:
         """The generation ended for `reason`, `end` tokens long."""

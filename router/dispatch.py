@@ -13,10 +13,10 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from router.answer import Answer, Ending
-from router.answer_text import AnswerText
+from router.answer_text import AnswerText, TokenText
 from router.config import RouterConfig
 from router.placement import Need, Pair, Placement
 from router.queue import RequestQueue
@@ -52,13 +52,13 @@ class Dispatcher:
         self,
         config: RouterConfig,
         placement: Placement,
-        decode: Callable[[Sequence[int]], str],
+        tokens: TokenText,
         on_readiness: Callable[[], None],
     ) -> None:
-        """`decode` turns token ids into text; `on_readiness` is called when `pool.ready` may have changed."""
+        """`tokens` turns token ids into text; `on_readiness` is called when `pool.ready` may have changed."""
         self._config = config
         self._placement = placement
-        self._decode = decode
+        self._tokens = tokens
         self._on_readiness = on_readiness
         self._queue = RequestQueue(config.max_queued_requests)
         self._live: dict[str, RoutedRequest] = {}
@@ -284,7 +284,7 @@ class Dispatcher:
             wire_id=f"{admitted.request_id}~{uuid.uuid4().hex[:12]}",
             admitted=admitted,
             sequence=self._arrivals,
-            text=AnswerText(self._decode, admitted.stop),
+            text=AnswerText(self._tokens, admitted.stop),
             answer=Answer(admitted.request_id),
             waiting_since=time.monotonic(),
             edges=list(admitted.edges),

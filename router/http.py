@@ -19,6 +19,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.openai_replies import ReplyShape, error_body, error_event, error_headers, json_error, model_card
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
+from router.token_scores import TokenScore
 from wire.credentials import shows_key
 from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
 from wire.timeline import Edge, EdgeStamp
@@ -89,6 +90,7 @@ class _Door:
             model=self.config.model_name,
             created=received.unix_nanos // 10**9,
             include_usage=call.include_usage,
+            logprobs=call.ask.options.alternatives is not None,
         )
         watch = asyncio.create_task(_close_on_disconnect(request.receive, answer))
         stream: _AnswerStream | None = None
@@ -134,9 +136,11 @@ def _let_go(answer: Answer, watch: asyncio.Task[None]) -> None:
 
 async def _collect(answer: Answer, shape: ReplyShape) -> bytes:
     texts: list[str] = []
+    scores: list[TokenScore] = []
     while not isinstance(event := await answer.next(), Ending):
         texts.append(event.text)
-    return shape.whole("".join(texts), event)
+        scores.extend(event.scores)
+    return shape.whole("".join(texts), scores, event)
 
 
 class _AnswerStream(Response):
@@ -172,7 +176,7 @@ class _AnswerStream(Response):
         if isinstance(event, Ending):
             self._over = True
             return self._shape.closing(event)
-        return self._shape.piece(event.text) if event.text else b""
+        return self._shape.piece(event.text, event.scores)
 
     async def _next_or_error(self) -> bytes:
         try:

@@ -16,6 +16,7 @@ class GenerationDefaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
@@ -48,4 +49,5 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         top_k=int(pick("top_k", plain.top_k)),
         top_p=float(pick("top_p", plain.top_p)),
         min_p=float(pick("min_p", plain.min_p)),
+        repetition_penalty=float(pick("repetition_penalty", plain.repetition_penalty)),
     )

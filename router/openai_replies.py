@@ -2,9 +2,12 @@
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from router.answer import Ending
+from router.openai_logprobs import chat_logprobs, completion_logprobs
+from router.token_scores import TokenScore
 from wire.errors import InvalidArgument, NotFound, TandemError
 from wire.messages import FinishReason
 
@@ -24,9 +27,12 @@ DONE = b"data: [DONE]\n\n"
 class ReplyShape:
     """Chat completions and text completions differ in names only."""
 
-    def __init__(self, *, chat: bool, request_id: str, model: str, created: int, include_usage: bool) -> None:
+    def __init__(
+        self, *, chat: bool, request_id: str, model: str, created: int, include_usage: bool, logprobs: bool
+    ) -> None:
         """`created` in Unix seconds."""
         self._chat = chat
+        self._logprobs = logprobs
         self._include_usage = include_usage
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", "created": created, "model": model}
         # One event a token and stream: everything but the text is made once.
@@ -43,8 +49,12 @@ class ReplyShape:
         choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._event([choice])
 
-    def piece(self, text: str) -> bytes:
-        """The event that carries the next text."""
+    def piece(self, text: str, scores: Sequence[TokenScore]) -> bytes:
+        """The event that carries the next text and log probabilities; empty if there are none of either."""
+        if self._logprobs and (text or scores):
+            return self._event([{**self._choice(text, None), "logprobs": self._scores(scores)}])
+        if not text:
+            return b""
         return f"{self._before}{json.dumps(text)}{self._after}".encode()
 
     def closing(self, ending: Ending) -> bytes:
@@ -54,16 +64,20 @@ class ReplyShape:
             events += _sse({**self._stream_head(), "choices": [], "usage": _usage(ending)})
         return events + DONE
 
-    def whole(self, text: str, ending: Ending) -> bytes:
+    def whole(self, text: str, scores: Sequence[TokenScore], ending: Ending) -> bytes:
         """The body of an answer that is not streamed."""
         finish = _FINISH[ending.finish_reason]
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+        logprobs = self._scores(scores) if self._logprobs else None
+        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
         if self._chat:
             choice["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             choice["text"] = text
         kind = "chat.completion" if self._chat else "text_completion"
         return _dumps({**self._head, "object": kind, "choices": [choice], "usage": _usage(ending)}).encode()
+
+    def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
+        return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
 
     def _event(self, choices: list[dict[str, Any]]) -> bytes:
         usage = {"usage": None} if self._include_usage else {}

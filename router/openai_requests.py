@@ -1,6 +1,6 @@
 """What OpenAI clients send: from a JSON body to an `Ask`. Field meanings follow OpenAI's API reference.
 
-Extras beyond OpenAI: top_k, min_p, ignore_eos, stop_token_ids, priority.
+Extras beyond OpenAI: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, priority.
 """
 
 import json
@@ -16,14 +16,10 @@ from wire.timeline import EdgeStamp
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "logit_bias": ({},),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -34,11 +30,14 @@ _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
 }
 _NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
     **_NEUTRAL,
-    "logprobs": (),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
 }
+
+
+_COMPLETION_LOGPROBS_MAX = 5
+"""OpenAI's own limit of that API."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +54,19 @@ def parse_chat(body: bytes, received: EdgeStamp) -> OpenAICall:
     fields = _fields(body)
     fields.only_neutral(_NEUTRAL_CHAT)
     limit = fields.integer("max_completion_tokens")
-    return _call(fields, _conversation(fields), received, max_completion_tokens=limit)
+    top_logprobs = _top_logprobs(fields)
+    prompt = _conversation(fields)
+    return _call(fields, prompt, received, max_completion_tokens=limit, top_logprobs=top_logprobs)
 
 
 def parse_completion(body: bytes, received: EdgeStamp) -> OpenAICall:
     """Body of /v1/completions; `InvalidArgument` names what is wrong."""
     fields = _fields(body)
     fields.only_neutral(_NEUTRAL_COMPLETION)
-    return _call(fields, _plain_prompt(fields), received)
+    logprobs = fields.integer("logprobs")
+    if logprobs is not None and logprobs > _COMPLETION_LOGPROBS_MAX:
+        raise fields.wrong("logprobs", f"is {str(logprobs)[:40]}, the limit is {_COMPLETION_LOGPROBS_MAX}")
+    return _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
 
 
 def _fields(body: bytes) -> JsonFields:
@@ -75,8 +79,22 @@ def _fields(body: bytes) -> JsonFields:
     return JsonFields(value)
 
 
+def _top_logprobs(fields: JsonFields) -> int | None:
+    """How many, None without log probabilities."""
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs") or 0
+    if top and not wanted:
+        raise fields.wrong("top_logprobs", "needs logprobs to be true")
+    return top if wanted else None
+
+
 def _call(
-    fields: JsonFields, prompt: Prompt, received: EdgeStamp, max_completion_tokens: int | None = None
+    fields: JsonFields,
+    prompt: Prompt,
+    received: EdgeStamp,
+    *,
+    max_completion_tokens: int | None = None,
+    logprobs: int | None = None,
+    top_logprobs: int | None = None,
 ) -> OpenAICall:
     fields.drop(_WITHOUT_EFFECT)
     model = fields.text("model") or ""
@@ -87,6 +105,11 @@ def _call(
         top_k=fields.integer("top_k"),
         top_p=fields.number("top_p"),
         min_p=fields.number("min_p"),
+        frequency_penalty=fields.number("frequency_penalty"),
+        presence_penalty=fields.number("presence_penalty"),
+        repetition_penalty=fields.number("repetition_penalty"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
         seed=fields.integer("seed"),
         stop=_stop(fields),
         stop_token_ids=fields.integers("stop_token_ids"),

@@ -27,12 +27,24 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logprobs: int | None = None
+    """Most likely tokens to report beside each chosen one; None = no log probabilities."""
+    top_logprobs: int | None = None
+    """The same under the name that OpenAI's chat gives it; counts where both are given."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     priority: int = 0
     slo_class: str = ""
+
+    @property
+    def alternatives(self) -> int | None:
+        """Most likely tokens to report beside each chosen one, whatever the field is called."""
+        return self.logprobs if self.top_logprobs is None else self.top_logprobs
 
     @property
     def answer_limit(self) -> tuple[str, int | None]:

@@ -63,7 +63,7 @@ class RouterServer:
         config = self._config
         tokenizer, defaults = await asyncio.to_thread(_load, config)
         listener = _listen(config.host, config.http_port)
-        self._dispatcher = Dispatcher(config, self._placement, tokenizer.decode, self._follow_readiness)
+        self._dispatcher = Dispatcher(config, self._placement, tokenizer, self._follow_readiness)
         self._admission = Admission(config, tokenizer, defaults, lambda: self._dispatcher.pool.model)
         try:
             grpc_port = await self._open_grpc()

@@ -15,6 +15,7 @@ from router.chat_template import ChatTurn
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.request import Ask, Conversation, Options, Prompt
+from router.token_scores import ScoredToken, TokenScore
 from wire import convert
 from wire.errors import InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
@@ -112,8 +113,18 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
 
 
 def _chunk(answer: Answer, piece: Piece) -> inference_pb2.GenerateResponse:
-    chunk = inference_pb2.Chunk(text=piece.text, token_ids=piece.token_ids)
+    chunk = inference_pb2.Chunk(
+        text=piece.text, token_ids=piece.token_ids, logprobs=[_score(score) for score in piece.scores]
+    )
     return inference_pb2.GenerateResponse(request_id=answer.request_id, chunk=chunk)
+
+
+def _score(score: TokenScore) -> inference_pb2.TokenScore:
+    return inference_pb2.TokenScore(chosen=_scored(score.chosen), top=[_scored(token) for token in score.top])
+
+
+def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
+    return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
 def _complete(answer: Answer, ending: Ending) -> inference_pb2.GenerateResponse:
@@ -148,6 +159,10 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        frequency_penalty=given("frequency_penalty"),
+        presence_penalty=given("presence_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        logprobs=given("logprobs"),
         priority=message.priority,
         slo_class=message.slo_class,
     )

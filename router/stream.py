@@ -78,7 +78,7 @@ class EventStream:
         """Add the tokens that are next in order to the request's job; whether the job must not wait."""
         assembler = request.assembler
         first = assembler.count == 0
-        fresh = assembler.add(event.first_index, event.token_ids)
+        fresh, logprobs = assembler.add(event.first_index, event.token_ids, event.logprobs)
         if event.finish_reason is not None:
             assembler.finish_at(event.first_index + len(event.token_ids), event.finish_reason)
         if event.first_index == 0:
@@ -93,8 +93,9 @@ class EventStream:
             return False
         job = self._jobs.get(request.wire_id)
         if job is None:
-            job = self._jobs[request.wire_id] = TextJob(request, [])
+            job = self._jobs[request.wire_id] = TextJob(request)
         job.token_ids.extend(fresh)
+        job.logprobs.extend(logprobs)
         job.finish = finished
         return first or finished is not None
 
@@ -150,7 +151,7 @@ class EventStream:
                 self._owner.fail(request, Internal("the answer could not be decoded; the router's log has the details"))
                 continue
             if job.token_ids or job.text:
-                request.answer.push(job.text, job.token_ids)
+                request.answer.push(job.text, job.token_ids, job.scores)
             if job.matched_stop:
                 self._owner.finish(request, FinishReason.STOP, job.matched_stop)
             elif job.finish is not None:

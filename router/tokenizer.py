@@ -1,5 +1,6 @@
 """Text to token ids and back, as the model's own tokenizer.json says, without transformers."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ from router.chat_template import ChatTemplate, ChatTurn
 from router.model_folder import read_json
 from wire.errors import InvalidArgument, ModelError
 
+_SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""How tokenizers of SentencePiece's kind write a byte of a character they do not know."""
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
+}
+"""Byte-level tokenizers write each byte as a visible character: itself, or the next one from U+0100 on."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -31,6 +39,9 @@ class Tokenizer:
         config = read_json(folder, "tokenizer_config.json")
         special = _special_tokens(folder, config)
         self._follow_bos_and_eos(config, special)
+        self._added = {number: added.content for number, added in self._inner.get_added_tokens_decoder().items()}
+        decoder = self._inner.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
         source = _template_source(folder, config)
         self._template = None if source is None else ChatTemplate(source, special)
         self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
@@ -52,6 +63,19 @@ class Tokenizer:
         """Text of `ids`, special tokens left out; unknown ids count as nothing."""
         text: str = self._inner.decode(ids, skip_special_tokens=True)
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, special ones included; b"" for an unknown id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._inner.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+        if _SPELLED_BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
         """Let explicit add_bos_token / add_eos_token win over tokenizer.json's post-processor, as transformers does."""

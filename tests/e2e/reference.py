@@ -56,6 +56,32 @@ class Reference:
             tuple(float(two.values[0] - two.values[1]) for two in best),
         )
 
+    def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
+        """Log softmax [tokens, vocab] at each token of an answer."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
+        return logits[len(prompt) - 1 : -1].log_softmax(-1)
+
+    def penalized(
+        self,
+        prompt: tuple[int, ...],
+        tokens: int,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+    ) -> tuple[int, ...]:
+        """Greedy continuation under penalties, counted anew at each token."""
+        answer: list[int] = []
+        for _ in range(tokens):
+            with torch.inference_mode():
+                logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+                for token in {*prompt, *answer}:
+                    logits[token] *= 1 / repetition_penalty if logits[token] > 0 else repetition_penalty
+                for token in set(answer):
+                    logits[token] -= frequency_penalty * answer.count(token) + presence_penalty
+            answer.append(int(logits.argmax()))
+        return tuple(answer)
+
 
 def compare(tokens: list[int], expected: Expected, reference: Continue) -> list[str]:
     """Assert that `tokens` are the reference's; return a line for each tie that went the other way.

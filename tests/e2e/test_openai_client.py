@@ -75,5 +75,5 @@ def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
         client.completions.create(model=model, prompt="x", max_tokens=0)
     with pytest.raises(openai.BadRequestError, match="gpt-17"):
         client.completions.create(model="gpt-17", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="logprobs"):
-        client.chat.completions.create(model=model, messages=QUESTION, logprobs=True)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="logit_bias"):
+        client.chat.completions.create(model=model, messages=QUESTION, logit_bias={"5": 3})  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ from wire.messages import (
     Reservation,
     Role,
     StepEvents,
+    TokenLogprobs,
     WorkerInfo,
     WorkerLoad,
 )
@@ -43,6 +44,14 @@ VOCAB_SIZE = 400
 def answer_token(prompt: Sequence[int], index: int) -> int:
     """Token `index` of the answer to `prompt`: any of the small vocabulary but the special ones."""
     return 3 + (sum(prompt) * 31 + index * index * 7) % (VOCAB_SIZE - 3)
+
+
+def answer_logprobs(token_id: int, top: int | None) -> tuple[TokenLogprobs, ...]:
+    """What the fakes say of a token of the answer, if `top` alternatives are asked for: the token itself is second."""
+    if top is None:
+        return ()
+    others = ((token_id + 1) % VOCAB_SIZE, token_id, *range(3, 3 + top))[:top]
+    return (TokenLogprobs(-token_id / 256, others, tuple(-float(place) for place in range(top))),)
 
 
 @dataclass
@@ -188,6 +197,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         first = RequestEvent(
             task.ref, 0, (self._token(prompt, 0),), reason,
             edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
+            logprobs=answer_logprobs(self._token(prompt, 0), task.sampling.logprobs),
         )  # fmt: skip
         if not self.switches.decode_first:
             self.send(task.router_id, first)
@@ -226,7 +236,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
             if self.switches.stop_at == index:
                 reason = FinishReason.STOP
-            self.send(task.router_id, RequestEvent(task.ref, index, ids, reason, edges=edges))
+            logprobs = answer_logprobs(ids[0], task.sampling.logprobs)
+            self.send(task.router_id, RequestEvent(task.ref, index, ids, reason, edges=edges, logprobs=logprobs))
             edges = ()
             if self.switches.break_after == index + 1:
                 await self.drop_streams()

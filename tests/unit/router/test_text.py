@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -15,7 +16,7 @@ from router.stop_strings import StopStrings
 from router.tokenizer import Tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE
 from wire.errors import Unavailable
-from wire.messages import FinishReason
+from wire.messages import FinishReason, TokenLogprobs
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
@@ -59,12 +60,22 @@ def test_endless_broken_text_is_let_out_in_time(tokenizer: Tokenizer) -> None:
     assert longest < 40
 
 
+@given(st.text(max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_the_bytes_of_special_and_unknown_tokens(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.token_bytes(token_id) for token_id in (1, 10**6)] == [b"<|im_start|>", b""]
+
+
 def test_special_tokens_are_skipped(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("Hello")
     assert "".join(pieces(tokenizer, [1, *ids, 0, *ids, 2])) == "HelloHello"
 
 
-def test_a_sentencepiece_tokenizer_with_byte_fallback() -> None:
+def test_a_sentencepiece_tokenizer_with_byte_fallback(tmp_path: Path) -> None:
     """Llama 2's kind: the first space is stripped, unknown characters are spelled in bytes."""
     words = ["<unk>", "<s>", "▁Hello", "▁world", "▁", "!", *(f"<0x{i:02X}>" for i in range(256))]
     inner = tokenizers.Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
@@ -78,6 +89,9 @@ def test_a_sentencepiece_tokenizer_with_byte_fallback() -> None:
     parts = [*(detokenizer.add(i) for i in ids), detokenizer.flush()]
     assert "".join(parts) == inner.decode(ids) == "Hello world  world中😀! Hello中😀"
     assert not any(BROKEN in part for part in parts)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    saved = Tokenizer(tmp_path)
+    assert b"".join(map(saved.token_bytes, ids)).decode() == "<s> Hello world  world中😀!<s> Hello中😀"
 
 
 def split(text: str, dice: random.Random) -> list[str]:
@@ -112,34 +126,53 @@ def test_nothing_is_held_that_cannot_become_a_stop() -> None:
     assert watch.flush() == "EN"
 
 
+NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())
+
+
 def test_tokens_come_out_once_and_in_order() -> None:
     order = TokenAssembler()
-    assert order.add(1, (11,)) == ()
+    assert order.add(1, (11,)) == NOTHING
     order.finish_at(4, FinishReason.LENGTH)
-    assert order.add(3, (13,)) == ()
+    assert order.add(3, (13,)) == NOTHING
     assert order.finished is None
-    assert order.add(0, (10,)) == (10, 11)
-    assert order.add(0, (10, 11, 12)) == (12, 13)
+    assert order.add(0, (10,)) == ((10, 11), ())
+    assert order.add(0, (10, 11, 12)) == ((12, 13), ())
     assert order.finished is FinishReason.LENGTH
+
+
+def test_log_probabilities_come_out_with_their_tokens() -> None:
+    scores = {token: TokenLogprobs(-float(token)) for token in range(10, 15)}
+
+    def add(first: int, *tokens: int) -> list[tuple[int, float]]:
+        fresh, logprobs = order.add(first, tokens, tuple(scores[token] for token in tokens))
+        return [(token, score.chosen) for token, score in zip(fresh, logprobs, strict=True)]
+
+    order = TokenAssembler()
+    assert add(0, 10) == [(10, -10.0)]
+    assert add(2, 12) == add(2, 12) == []
+    assert add(0, 10, 11) == [(11, -11.0), (12, -12.0)]
+    order.restart()
+    assert add(0, 10) == add(1, 11, 12) == []
+    assert add(2, 12, 13, 14) == [(13, -13.0), (14, -14.0)]
 
 
 def test_a_new_attempt_forgets_what_was_early() -> None:
     order = TokenAssembler()
-    assert order.add(0, (10,)) == (10,)
+    assert order.add(0, (10,)) == ((10,), ())
     order.add(2, (99,))
     order.finish_at(3, FinishReason.STOP)
     order.restart()
     assert order.finished is None
-    assert order.add(0, (10,)) == ()
-    assert order.add(1, (11,)) == (11,)
-    assert order.add(2, (12,)) == (12,)
+    assert order.add(0, (10,)) == NOTHING
+    assert order.add(1, (11,)) == ((11,), ())
+    assert order.add(2, (12,)) == ((12,), ())
 
 
 def test_a_repeated_token_that_differs_is_no_answer() -> None:
     order = TokenAssembler()
-    assert order.add(0, (10, 11)) == (10, 11)
+    assert order.add(0, (10, 11)) == ((10, 11), ())
     order.restart()
-    assert order.add(0, (10,)) == ()
+    assert order.add(0, (10,)) == NOTHING
     with pytest.raises(Unavailable, match=r"token 1 .* send the request again"):
         order.add(1, (99,))
     assert order.count == 2

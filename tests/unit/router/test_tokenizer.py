@@ -93,5 +93,7 @@ def test_template_may_not_escape_nor_fail_otherwise(attack: str) -> None:
 
 def test_generation_defaults(folder: Path) -> None:
     assert read_generation_defaults(folder) == GenerationDefaults(1.0, 0, 1.0, 0.0)
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "top_p": null}')
-    assert read_generation_defaults(folder) == GenerationDefaults(0.6, 20, 1.0, 0.0)
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "top_p": null, "repetition_penalty": 1.05}'
+    )
+    assert read_generation_defaults(folder) == GenerationDefaults(0.6, 20, 1.0, 0.0, 1.05)
