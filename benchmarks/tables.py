@@ -11,7 +11,16 @@ from typing import Any
 from benchmarks.results import RESULTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-_SHOWN = ("_ratio", "efficiency", "idle_share_b32", "start_seconds", "copy_gb_per_s", "matrix_tflops", "decode_ms_b")
+_SHOWN = (
+    "_ratio",
+    "efficiency",
+    "idle_share_b32",
+    "start_seconds",
+    "copy_gb_per_s",
+    "load_gb_per_s",
+    "matrix_tflops",
+    "decode_ms_b",
+)
 _HEAD = """# Performance
 
 Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and

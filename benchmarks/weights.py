@@ -1,0 +1,188 @@
+"""How fast the engine loads a checkpoint: `python -m benchmarks.weights --device cuda`.
+
+Writes safetensors files of a real shape, warms the page cache and loads them through the engine's own loader, beside
+the ceiling of the last leg: a copy from pinned memory to the GPU, or on a CPU a copy within its memory. The last line
+is one JSON object.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.ceilings import median_seconds
+from benchmarks.results import run_facts, save_result
+from engine.models.config import ModelConfig, load_model_config
+from engine.models.parameters import allocate_parameters, destinations
+from engine.models.shapes import shape_names, write_shape
+from engine.weights.checkpoint import load_weights
+
+GIB = 1 << 30
+_STORED = torch.bfloat16
+_BLOCK = 1 << 22
+_READ_BYTES = 1 << 24
+_COPY_BYTES = 1 << 29
+_COPIES = 7
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+Figures = dict[str, object]
+
+
+def write_checkpoint(folder: Path, shape: str, size: float) -> ModelConfig:
+    """Files of `shape` with as many layers as make about `size` bytes, at least one: a file a layer and one for the
+    rest, as large checkpoints come. The numbers are random, but repeat.
+    """
+    config = load_model_config(write_shape(shape, folder))
+    config = replace(config, layers=_layers_of(config, size))
+    config = replace(config, windows=config.windows[: config.layers])
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(described | {"num_hidden_layers": config.layers}), encoding="utf-8")
+    files: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, place in _places(config, torch.device("meta")).items():
+        layer = name.split(".")[2] if name.startswith("model.layers.") else "rest"
+        files[f"model-{layer}.safetensors"][name] = place
+    block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(1)).to(_STORED)
+    for file, places in files.items():
+        save_file({name: _repeated(block, place.shape) for name, place in places.items()}, folder / file)
+    weight_map = {name: file for file, places in files.items() for name in places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    return config
+
+
+def measure(folder: Path, config: ModelConfig, device: torch.device, dtype: torch.dtype, rounds: int) -> Figures:
+    """Seconds and bytes of a load from the page cache into weights of `dtype`, and what it took of the host."""
+    size = _warm(folder)
+    with torch.inference_mode():
+        into = _places(config, device, dtype)
+        for place in into.values():
+            place.zero_()
+        seconds, extra = _load_rounds(lambda: load_weights(folder, config, into), rounds)
+    ceiling = _pinned_copy(device) if device.type == "cuda" else _host_copy()
+    speed = size / statistics.median(seconds)
+    return {
+        "load_gb_per_s": round(speed / 1e9, 2),
+        "load_ratio": round(speed / ceiling, 4),
+        "copy_gb_per_s": round(ceiling / 1e9, 2),
+        "load_seconds": [round(each, 3) for each in seconds],
+        "checkpoint_gib": round(size / GIB, 2),
+        "host_extra_gib": round(extra / GIB, 3),
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.weights", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--shape", default="llama-3-8b", choices=shape_names())
+    parser.add_argument("--gib", type=float, default=4.0, help="size of the checkpoint, by its number of layers")
+    parser.add_argument("--dtype", default="bfloat16", choices=_DTYPES, help="of the weights in memory")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="where the checkpoint is written for the run")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line asks for and print it, JSON last."""
+    chosen = parse_arguments(arguments)
+    with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="tandem-weights-") as made:
+        folder = Path(made)
+        if shutil.disk_usage(folder).free < (chosen.gib + 2) * GIB:
+            raise SystemExit(f"{folder.parent} has no room for {chosen.gib:g} GiB; give another --folder")
+        config = write_checkpoint(folder, chosen.shape, chosen.gib * GIB)
+        print(f"{chosen.shape} with {config.layers} layers is written", flush=True)
+        result = measure(folder, config, torch.device(chosen.device), _DTYPES[chosen.dtype], chosen.rounds)
+    print(
+        f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']} GB/s, {result['load_ratio']:.1%} of a copy"
+        f" ({result['copy_gb_per_s']} GB/s); {result['host_extra_gib']} GiB of the host taken meanwhile"
+    )
+    result |= {"shape": chosen.shape, "layers": config.layers, "dtype": chosen.dtype, **run_facts(chosen.device)}
+    if chosen.save:
+        print("saved", save_result(f"weights-{chosen.shape}", result))
+    print(json.dumps(result))
+
+
+def _places(config: ModelConfig, device: torch.device, dtype: torch.dtype = _STORED) -> dict[str, Tensor]:
+    return destinations(allocate_parameters(config, dtype, device), config)
+
+
+def _layers_of(config: ModelConfig, size: float) -> int:
+    one, two = (_bytes(replace(config, layers=n, windows=config.windows[:n])) for n in (1, 2))
+    return min(config.layers, max(1, round((size - one) / (two - one)) + 1))
+
+
+def _bytes(config: ModelConfig) -> int:
+    return sum(place.numel() for place in _places(config, torch.device("meta")).values()) * _STORED.itemsize
+
+
+def _repeated(block: Tensor, shape: torch.Size) -> Tensor:
+    return block.repeat(-(-shape.numel() // len(block)))[: shape.numel()].view(shape).contiguous()
+
+
+def _warm(folder: Path) -> int:
+    """Bytes of the weights, all of them in the page cache and on the disk."""
+    size = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            while piece := stream.read(_READ_BYTES):
+                size += len(piece)
+    return size
+
+
+def _load_rounds(load: Callable[[], None], rounds: int) -> tuple[list[float], int]:
+    """Seconds of each, and the most bytes of the host that the process held beyond what it held before."""
+    before = psutil.Process().memory_info().rss
+    _forget_peak()
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        load()
+        seconds.append(time.perf_counter() - started)
+    return seconds, max(0, _peak_bytes() - before)
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def _peak_bytes() -> int:
+    """The most that this process held in memory since `_forget_peak`."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    line = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def _pinned_copy(device: torch.device) -> float:
+    """Bytes a second from pinned memory to the GPU."""
+    source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=device)
+    return _COPY_BYTES / median_seconds(lambda: target.copy_(source, non_blocking=True))
+
+
+def _host_copy() -> float:
+    """Bytes a second, each read and written, that all cores copy within the host's memory."""
+    source = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    seconds = []
+    for _ in range(_COPIES):
+        started = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - started)
+    return _COPY_BYTES / statistics.median(seconds)
+
+
+if __name__ == "__main__":
+    main()
