@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
+from engine.kernels.gated_product import choose_gated_product
 from engine.kernels.prefill_attention import choose_prefill_attention
-from engine.kernels.triton_activation import silu_mul
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
@@ -39,6 +39,7 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
         self._prefill = choose_prefill_attention(device, dtype, model.head_dim, page_tokens)
+        self._gated = choose_gated_product(device, dtype, model.hidden_size, pdl=self._pdl)
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
@@ -52,7 +53,7 @@ class CudaKernels(Kernels):
 
     def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
         if not _streams(hidden, gate_up):
-            return silu_mul(_product(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up), pdl=self._pdl)
+            return self._gated(rms_norm(hidden, norm, eps, pdl=self._pdl), gate_up)
         x, scale = self._normed(hidden, norm, eps)
         return triton_linear.norm_gate_up(x, scale, eps, gate_up.weight, gate_up.bias, pdl=self._pdl)
 

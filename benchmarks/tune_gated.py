@@ -1,0 +1,126 @@
+"""The product of gate and up with SiLU inside, tile by tile, beside cuBLAS and SiLU: `python -m benchmarks.tune_gated`.
+
+All take turns on a chip that was heated first: one that rests while the next kernel compiles runs above the clock that
+its power limit allows for long. The choice it led to stands in engine/kernels/gated_product.py. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from benchmarks.results import run_facts, save_result
+from engine.kernels.base import Linear
+from engine.kernels.gated_product import PlainGated
+from engine.kernels.triton_launch import overlaps_launches
+
+SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}
+"""Hidden and intermediate size."""
+TOKENS = (512, 1024, 2048, 4096, 8192)
+TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, False), (128, 160, True), (128, 192, True))
+"""Rows, columns, and whether two warp groups take turns on tiles of their own."""
+CLUSTERS = ((2, 1), (1, 2))
+_WEIGHTS = 2
+_ROUNDS, _IDLE_LAUNCHES, _LAUNCHES = 4, 3, 12
+_HEAT_SIZE, _HEAT_ROUNDS = 8192, 300
+
+Contestant = Callable[[], Tensor]
+
+
+def main() -> None:
+    """Print every contest's best tiles and, last, all of it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args()
+    contests: dict[str, dict[str, float]] = {}
+    for name, (hidden, intermediate) in SHAPES.items():
+        for tokens in TOKENS:
+            found = _race(_contestants(hidden, intermediate, tokens))
+            contests[f"{name} {tokens}"] = found
+            best = sorted(found, key=lambda each: found[each])[:3]
+            words = ", ".join(f"{each} {found[each]:.1f} us ({found['cublas'] / found[each]:.3f})" for each in best)
+            print(f"{name} {tokens} tokens: cublas {found['cublas']:.1f} us; {words}", flush=True)
+    result = {"us": contests, "dtype": "bfloat16", **run_facts("cuda")}
+    if arguments.save:
+        print("saved", save_result("tune-gated", result))
+    print(json.dumps(result))
+
+
+def _contestants(hidden: int, intermediate: int, tokens: int) -> dict[str, Contestant]:
+    from quack.gemm_config import GemmConfig
+    from quack.gemm_interface import gemm_act
+
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    weights = [
+        torch.randn(2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+        for _ in range(_WEIGHTS)
+    ]
+    turns = count()
+    plain = PlainGated(overlaps_launches())
+
+    def fused(config: GemmConfig) -> Tensor:
+        weight = weights[next(turns) % _WEIGHTS]
+        active: Tensor = gemm_act(
+            x,
+            weight.t(),
+            activation="swiglu",
+            store_preact=False,
+            concat_layout=("B",),
+            config=config,
+            tuned=False,
+        )[1]
+        return active
+
+    found: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weights[next(turns) % _WEIGHTS]))}
+    for rows, columns, pingpong in TILES:
+        for cluster_m, cluster_n in CLUSTERS:
+            config = GemmConfig(
+                tile_m=rows,
+                tile_n=columns,
+                pingpong=pingpong,
+                cluster_m=cluster_m,
+                cluster_n=cluster_n,
+                is_dynamic_persistent=False,
+                device_capacity=9,
+            )
+            kind = "pingpong" if pingpong else "cooperative"
+            found[f"{rows}x{columns} {kind} {cluster_m}x{cluster_n}"] = partial(fused, config)
+    return found
+
+
+def _race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
+    """Median microseconds of each."""
+    for run in contestants.values():
+        run()  # compiles
+    _heat()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
+    for _ in range(_ROUNDS):
+        for name, run in contestants.items():
+            for _ in range(_IDLE_LAUNCHES):
+                run()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(_LAUNCHES):
+                run()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: round(statistics.median(start.elapsed_time(end) for start, end in pairs) / _LAUNCHES * 1e3, 1)
+        for name, pairs in marks.items()
+    }
+
+
+def _heat() -> None:
+    a, b = (torch.randn(_HEAT_SIZE, _HEAT_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(_HEAT_ROUNDS):
+        a @ b
+
+
+if __name__ == "__main__":
+    main()

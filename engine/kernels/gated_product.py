@@ -1,0 +1,102 @@
+"""silu(x · gateᵀ) ∘ (x · upᵀ) for many tokens: quack's product with the activation inside where it runs, else cuBLAS
+and a kernel of our own.
+
+The product of gate and up is the largest intermediate of a layer. Written and read again it costs about a tenth of the
+product's own time, and, on a chip that is held back by its power limit, energy that the matrix units lack
+(docs/decisions/0007).
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Linear
+from engine.kernels.triton_activation import silu_mul
+
+log = logging.getLogger(__name__)
+
+FUSED_TOKENS = 1024
+"""Tokens from which the fused product is faster; at 512 it loses 3 % on the largest weights."""
+_TILE = {"tile_m": 128, "tile_n": 160, "pingpong": True, "cluster_m": 2, "cluster_n": 1}
+"""The best, or within 1 % of it, for every shape and size that benchmarks/tune_gated.py knows."""
+_CAPABILITY = (9, 0)
+_ALIGNED = 8
+"""Elements of 16 bits that the copy engine moves at least."""
+_WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
+
+
+class GatedProduct(Protocol):
+    """x [T, K], gate_up [2·I, K] with the gate's rows first → [T, I], rounded once more at most than the definition."""
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor: ...
+
+
+def choose_gated_product(device: torch.device, dtype: torch.dtype, hidden: int, *, pdl: bool) -> GatedProduct:
+    """The fastest for a model of width `hidden` on `device`; says in the log which. Compiles what it chooses."""
+    plain = PlainGated(pdl)
+    reason = _why_not_fused(device, dtype, hidden)
+    if reason:
+        log.info("gate and up of long prompts: cuBLAS, then SiLU (%s)", reason)
+        return plain
+    log.info("gate and up of long prompts: quack, SiLU inside")
+    fused = FusedGated(plain)
+    x = torch.zeros(_WARM_UP_ROWS, hidden, dtype=dtype, device=device)
+    fused.compute(x, torch.zeros(_WARM_UP_COLUMNS, hidden, dtype=dtype, device=device))
+    return fused
+
+
+def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int) -> str:
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "quack computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return "quack is used on GPUs of compute capability 9.0"
+    if hidden % _ALIGNED:
+        return f"a width of {hidden} is no multiple of {_ALIGNED}"
+    try:
+        import quack.gemm_interface  # noqa: F401
+    except ImportError:
+        return "the package quack-kernels is not installed"
+    return ""
+
+
+class PlainGated:
+    """cuBLAS, then SiLU · up from its output."""
+
+    def __init__(self, pdl: bool) -> None:
+        self._pdl = pdl
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        return silu_mul(torch.nn.functional.linear(x, gate_up.weight, gate_up.bias), pdl=self._pdl)
+
+
+class FusedGated:
+    """quack's gated product for `FUSED_TOKENS` and more without a bias; `plain` for everything else."""
+
+    def __init__(self, plain: GatedProduct) -> None:
+        from quack.gemm_config import GemmConfig
+        from quack.gemm_interface import gemm_act
+
+        self._plain = plain
+        self._gemm_act: Callable[..., tuple[Any, Tensor]] = gemm_act
+        self._config = GemmConfig(**_TILE, is_dynamic_persistent=False, device_capacity=_CAPABILITY[0])
+
+    def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
+        if len(x) < FUSED_TOKENS or gate_up.bias is not None:
+            return self._plain(x, gate_up)
+        return self.compute(x, gate_up.weight)
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Whatever the number of tokens."""
+        _, active = self._gemm_act(
+            x,
+            weight.t(),
+            activation="swiglu",
+            store_preact=False,
+            concat_layout=("B",),
+            config=self._config,
+            tuned=False,
+        )
+        return active
