@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,9 @@ from wire.messages import SamplingParams
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 CACHE = 1 << 30
+TIE_SPREADS = 6
+"""Standard deviations of a position's logit errors by which two tokens may be apart and still change places."""
+GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] for s, n in enumerate((5, 17, 64, 130))]
 
 
@@ -89,30 +95,119 @@ def test_seeded_draws_alone_as_in_company(on_gpu: ModelRunner) -> None:
     assert [decode(on_gpu, [prompt], sampling)[0] for prompt in PROMPTS] == together
 
 
+def test_decode_rows_and_chunks_in_one_step(on_gpu: ModelRunner) -> None:
+    """Three requests decode while a fourth prompt is computed in chunks beside them, the last of one token."""
+    early, late, chunks = PROMPTS[:3], PROMPTS[3], (64, 65, 1)
+    assert sum(chunks) == len(late)
+    pages = [range(number * 20, (number + 1) * 20) for number in range(len(PROMPTS))]
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+
+    def step(rows: dict[int, StepRow]) -> None:
+        drawn = on_gpu.run(StepBatch(list(rows.values()))).token_ids
+        for number, token in zip(rows, drawn, strict=True):
+            if token is not None:
+                answers[number].append(token)
+
+    def decoding(numbers: Iterable[int]) -> dict[int, StepRow]:
+        return {
+            number: StepRow(
+                answers[number][-1:], len(PROMPTS[number]) + len(answers[number]) - 1, pages[number], GREEDY
+            )
+            for number in numbers
+        }
+
+    step({number: StepRow(prompt, 0, pages[number], GREEDY) for number, prompt in enumerate(early)})
+    start = 0
+    for chunk in chunks:
+        last = start + chunk == len(late)
+        row = StepRow(late[start : start + chunk], start, pages[3], GREEDY if last else None)
+        step(decoding(range(3)) | {3: row})
+        start += chunk
+    for _ in range(15):
+        step(decoding(range(4)))
+    apart = [greedy(on_gpu, [prompt])[0] for prompt in PROMPTS]
+    assert [answer[:16] for answer in answers] == apart
+
+
+class Forced:
+    """A runner that is fed `answers` whatever it would say itself: all prompts in one step, then token by token."""
+
+    def __init__(self, runner: ModelRunner, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        longest = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+        self._pages = -(-longest // runner.page_tokens)
+        self._runner, self._prompts, self._answers = runner, prompts, answers
+
+    def logits(self, index: int) -> torch.Tensor:
+        """float32 [prompts, vocab] before token `index` of the answers; asked for in their order, from 0 on."""
+        rows = []
+        for number, (prompt, answer) in enumerate(zip(self._prompts, self._answers, strict=True)):
+            pages = range(number * self._pages, (number + 1) * self._pages)
+            if index == 0:
+                rows.append(StepRow(prompt, 0, pages, GREEDY))
+            else:
+                rows.append(StepRow([answer[index - 1]], len(prompt) + index - 1, pages, GREEDY))
+        return self._runner.logits(StepBatch(rows)).float()
+
+
 def test_bfloat16_gives_the_tokens_of_float32_but_for_ties(reference: ModelRunner, model_folder: Path) -> None:
-    """50 prompts, 64 tokens, the same context on both sides for each: 95 % agree, and the rest are near ties."""
+    """50 prompts, 64 tokens, the same context on all sides for each.
+
+    The engine's logits, those it drew from, are at most twice as far from float32 as the plain kernels' in bfloat16.
+    Where its token is another one, float32 has both so close together that errors of the spread seen at this very
+    position explain it: a tie, by name.
+    """
     config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=CACHE)
     ours = ModelRunner.load(config)
+    plain = ModelRunner.load(replace(config, page_tokens=16), kernels=ReferenceKernels())
     prompts = [[(13 * i * i + 977 * s + i) % 40_000 for i in range(5 + 7 * s)] for s in range(50)]
     answers = greedy(ours, prompts, new_tokens=64)
-    tokens = same = 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        whole = [*prompt, *answer]
-        step = [
-            StepRow(whole[: len(prompt) + i], 0, range(40), Draw(SamplingParams(max_tokens=1), 0)) for i in range(64)
-        ]
-        for index, row in enumerate(step):
-            logits = reference.logits(StepBatch([row]))[0]
-            best = logits.topk(2)
-            tokens += 1
-            if int(best.indices[0]) == answer[index]:
-                same += 1
-            else:
-                gap = float(best.values[0] - logits[answer[index]])
-                print(f"prompt of {len(prompt)}, token {index}: {gap:.4f} below the best")
-                assert gap < 0.75
-    print(f"{same} of {tokens} tokens agree")
-    assert same >= 0.95 * tokens
+    sides = [Forced(runner, prompts, answers) for runner in (ours, plain, reference)]
+    errors, plain_errors, same = [], [], 0
+    for index in range(64):
+        drawn_from, plainly, exact = (side.logits(index) for side in sides)
+        errors.append((drawn_from - exact).abs().amax(dim=1))
+        # A shift of all logits alike changes no choice: what counts is how far their errors lie apart.
+        bounds = (TIE_SPREADS * (drawn_from - exact).std(dim=1)).tolist()
+        plain_errors.append((plainly - exact).abs().amax(dim=1))
+        for number, answer in enumerate(answers):
+            token, best = answer[index], int(exact[number].argmax())
+            assert drawn_from[number, token] == drawn_from[number].max()
+            gap = float(exact[number, best] - exact[number, token])
+            same += gap == 0
+            if gap > 0:
+                where = f"prompt of {len(prompts[number])}, token {index}"
+                print(f"{where}: {token} for {best}, {gap:.4f} apart where {bounds[number]:.4f} may be")
+                assert gap <= bounds[number]
+    found, allowed = torch.stack(errors), torch.stack(plain_errors)
+    print(f"{same} of {found.numel()} tokens agree")
+    print(f"logit error {found.max():.4f} at most, {found.mean():.4f} on average; plain kernels in bfloat16")
+    print(f"            {allowed.max():.4f} at most, {allowed.mean():.4f} on average")
+    assert found.max() <= 2 * allowed.max()
+    assert found.mean() <= 2 * allowed.mean()
+    assert same >= 0.95 * found.numel()
+
+
+def test_graphs_share_the_memory_of_their_logits(model_folder: Path) -> None:
+    config = EngineConfig(model_folder, device="cuda", dtype="float32", kv_cache_bytes=CACHE, max_batch_requests=256)
+    runner = ModelRunner.load(config)
+    stepper: Any = runner.stepper
+    kept = [each.logits for each in stepper.graphs._graphs]
+    taken = reached = 0
+    for start, size in sorted((logits.data_ptr(), logits.numel() * 4) for logits in kept):
+        taken += max(0, start + size - max(start, reached))
+        reached = max(reached, start + size)
+    assert taken < sum(logits.numel() * 4 for logits in kept) / 2
+
+
+def test_a_graph_s_logits_last_until_the_next_step(on_gpu: ModelRunner, reference: ModelRunner) -> None:
+    """Of the graphs of one row and of many, in turns, after the many captures that came before."""
+    for prompts in (PROMPTS[:1], PROMPTS, PROMPTS[:2], PROMPTS[:1]):
+        answers = [[7, 11] for _ in prompts]
+        ours, exact = Forced(on_gpu, prompts, answers), Forced(reference, prompts, answers)
+        for index in range(3):
+            mine = ours.logits(index)
+            torch.cuda.synchronize()
+            torch.testing.assert_close(mine, exact.logits(index), rtol=1e-3, atol=1e-2)
 
 
 def test_the_cache_fills_what_the_setting_leaves(model_folder: Path) -> None:

@@ -1,0 +1,92 @@
+"""A worker on a GPU, in a process of its own, whose device fails in the first prompt. Prints what a router and the
+process's keeper hear, as one JSON line.
+
+    python -m tests.gpu.faulty_worker MODEL_FOLDER out-of-range|never-ends
+"""
+
+import asyncio
+import json
+import os
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.config import EngineConfig
+from wire.errors import Internal
+from wire.messages import PrefillTask, RequestEvent, RequestRef, Role, SamplingParams
+from worker.config import WorkerConfig
+from worker.process import WorkerProcess
+
+STEP_DEADLINE_S = 5.0
+SPIN_CYCLES = 400_000_000_000
+"""Minutes on any GPU."""
+
+
+def out_of_range() -> None:
+    """A device-side assertion, which is reported when somebody waits for the device."""
+    table = torch.zeros(16, 4, device="cuda")
+    torch.index_select(table, 0, torch.full((4,), 1 << 20, device="cuda"))
+
+
+def never_ends() -> None:
+    torch.cuda._sleep(SPIN_CYCLES)
+
+
+FAULTS = {"out-of-range": out_of_range, "never-ends": never_ends}
+
+
+def main() -> None:
+    folder, fault = Path(sys.argv[1]), FAULTS[sys.argv[2]]
+    engine = EngineConfig(folder, device="cuda", random_weights=True, page_tokens=16, kv_cache_bytes=1 << 26)
+    process = WorkerProcess(WorkerConfig("w", Role.BOTH, engine, step_deadline_s=STEP_DEADLINE_S), 1)
+    process.start()
+    assert process._engine is not None
+    break_prompts(process._engine.stepper, fault)
+    heard = asyncio.run_coroutine_threadsafe(ask(process._worker), process._events)
+    reply = {"ended": end_of(process), **describe(heard)}
+    print(json.dumps(reply), flush=True)
+    # As its keeper would: nothing of a lost device can be ended in an orderly way.
+    os._exit(0)
+
+
+def break_prompts(stepper: Any, fault: Any) -> None:
+    """Decode steps are graphs; everything else goes this way."""
+    forward = stepper._forward
+
+    def broken(*arguments: Any) -> Any:
+        fault()
+        return forward(*arguments)
+
+    stepper._forward = broken
+
+
+async def ask(worker: Any) -> RequestEvent:
+    """The last event of one request."""
+    stream = worker.attach("r")
+    worker.prefill(PrefillTask("r", RequestRef("q", 1), (3, 4, 5), SamplingParams(max_tokens=1), None))
+    async for step in stream.messages():
+        for event in step.events:
+            if event.finish_reason is not None:
+                return event
+    raise AssertionError("the stream ended without an answer")
+
+
+def end_of(process: WorkerProcess) -> str:
+    try:
+        process.wait()
+    except Internal as error:
+        return error.message
+    return "well"
+
+
+def describe(heard: "Future[RequestEvent]") -> dict[str, str]:
+    event = heard.result(timeout=30)
+    assert event.error is not None
+    return {"code": event.error.code, "message": event.error.message}
+
+
+if __name__ == "__main__":
+    main()
