@@ -13,8 +13,10 @@ from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from engine.models.llama import LlamaModel
+from engine.penalty_counts import PenaltyCounts
 from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
+from engine.token_draws import TokenDraws
 from engine.weights.checkpoint import Progress
 from wire.messages import SamplingParams
 
@@ -88,4 +90,7 @@ def _make_stepper(
     with torch.inference_mode():
         graphs = DecodeGraphs(packer, forward, sampler, drawn)
         graphs.capture(sizes if config.cuda_graphs else [], progress)
-    return CudaStepper(packer, forward, sampler, drawn, graphs)
+        counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
+        draws = TokenDraws(sampler, counts, drawn, pdl=overlaps_launches())
+        draws.warm_up(cache.tensor.dtype)
+    return CudaStepper(packer, forward, draws, drawn, graphs)

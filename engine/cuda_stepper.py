@@ -1,17 +1,16 @@
 """Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from engine.batch import Draw, PendingStep, StepBatch, StepResult, rows_of
+from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cuda_graphs import DecodeGraphs
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
-from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, unpack
+from engine.token_draws import DrawMemory, TokenDraws
 
 _WORDS_AT_FIRST = 1 << 16
 
@@ -21,8 +20,7 @@ class _HostMemory:
     """Pinned memory of one step in flight."""
 
     words: Tensor
-    drawn: Tensor
-    params: Tensor | None = None
+    draws: DrawMemory
     done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
     def reserve(self, words: int) -> Tensor:
@@ -37,15 +35,15 @@ class CudaStepper:
     asynchronous = True
 
     def __init__(
-        self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, graphs: DecodeGraphs
+        self, packer: StepPacker, forward: Forward, draws: TokenDraws, drawn: Tensor, graphs: DecodeGraphs
     ) -> None:
-        """`drawn` [rows] int64 is where every step leaves its tokens and the next one finds them."""
+        """`drawn` [rows] int64 is where `draws` leaves every step's tokens and the next one finds them."""
         self._packer = packer
         self._forward = forward
-        self._sampler = sampler
+        self._draws = draws
         self._drawn = drawn
         self.graphs = graphs
-        self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), _pinned(len(drawn))) for _ in range(2)]
+        self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
 
     def launch(self, batch: StepBatch) -> PendingStep:
@@ -53,20 +51,23 @@ class CudaStepper:
         # Triton and graphs go by the thread's current device, and steps have a thread of their own.
         torch.cuda.set_device(self._drawn.device)
         draws = [row.draw for row in batch.rows if row.draw is not None]
+        sources = [row.source for row in batch.rows if row.draw is not None]
         memory = self._memory[0]
         self._memory.reverse()
         memory.done.synchronize()
+        late = self._draws.late_tokens(draws, [None if row is None else self._draw_of_row[row] for row in sources])
         logits, greedy_is_drawn = self._compute(batch, memory)
-        if logits is not None and not (greedy_is_drawn and _all_greedy(draws)):
-            self._draw(logits, draws, memory)
-        memory.drawn[: len(draws)].copy_(self._drawn[: len(draws)], non_blocking=True)
+        read = None
+        if logits is not None:
+            read = self._draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
         memory.done.record()
         numbers = iter(range(len(draws)))
         self._draw_of_row = [-1 if row.draw is None else next(numbers) for row in batch.rows]
 
         def result() -> StepResult:
             memory.done.synchronize()
-            return rows_of(memory.drawn[: len(draws)].tolist(), batch)
+            tokens, logprobs = ([], []) if read is None else read()
+            return rows_of(tokens, batch, logprobs)
 
         return result
 
@@ -78,14 +79,6 @@ class CudaStepper:
         logits, _ = self._compute(batch, self._memory[0])
         torch.cuda.synchronize()
         return logits
-
-    def _draw(self, logits: Tensor, draws: Sequence[Draw], memory: _HostMemory) -> None:
-        plan = self._sampler.plan(draws)
-        memory.params = torch.from_numpy(plan.params).pin_memory()
-        params = memory.params.to(self._drawn.device, non_blocking=True)
-        for first in range(0, len(draws), self._sampler.max_rows):
-            some = slice(first, min(first + self._sampler.max_rows, len(draws)))
-            self._sampler.sample(logits[some], params[some], self._drawn[some], greedy_only=plan.greedy_only)
 
     def _compute(self, batch: StepBatch, memory: _HostMemory) -> tuple[Tensor | None, bool]:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
@@ -99,10 +92,6 @@ class CudaStepper:
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
         step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
         return self._forward(step, Feed(step.sources, self._drawn)), False
-
-
-def _all_greedy(draws: Sequence[Draw]) -> bool:
-    return all(draw.sampling.temperature == 0 for draw in draws)
 
 
 def _pinned(words: int) -> Tensor:

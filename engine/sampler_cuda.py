@@ -38,19 +38,6 @@ SMALL_BLOCK, SMALL_WARPS = 2048, 4
 
 
 @dataclass(frozen=True, slots=True)
-class Penalties:
-    """What a token's earlier occurrences cost it, as in vLLM; the defaults cost nothing.
-
-    A token of the prompt or the answer has its logit divided (above 0) or multiplied (below) by `repetition` > 0; one
-    of the answer then loses `presence`, and `frequency` for each time.
-    """
-
-    repetition: float = 1.0
-    presence: float = 0.0
-    frequency: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingPlan:
     """A step's draws as the device wants them: params [rows, PARAMS] float64; whether every row is greedy."""
 
@@ -72,6 +59,8 @@ class DeviceSampler:
         part = triton.cdiv(vocab_size, SPLITS)
         self._split_tokens = triton.cdiv(part, TILE) * TILE
         self._splits = triton.cdiv(vocab_size, self._split_tokens)
+        # Of small blocks, for large ones too: the kernels after the first are then the same for any number of rows.
+        self._padded_blocks = triton.next_power_of_2(triton.cdiv(vocab_size, SMALL_BLOCK))
         self._room = CANDIDATES + triton.cdiv(vocab_size, ALIGNED) * ALIGNED
 
         def scratch(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -85,15 +74,20 @@ class DeviceSampler:
         self._histograms = scratch(SPLITS, BINS, dtype=torch.int32)
 
     @staticmethod
-    def plan(draws: Sequence[Draw], penalties: Sequence[Penalties] | None = None) -> SamplingPlan:
-        """Pack `draws`, and `penalties` if any row has some, row by row. Touches no device."""
-        params = np.empty((len(draws), PARAMS))
+    def plan(
+        draws: Sequence[Draw], counted: Sequence[int] | None = None, into: NDArray[np.float64] | None = None
+    ) -> SamplingPlan:
+        """Pack `draws` row by row, `into` [rows, PARAMS] if that is given. Touches no device.
+
+        `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
+        """
+        params = np.empty((len(draws), PARAMS)) if into is None else into
         for row, draw in enumerate(draws):
             chosen = draw.sampling
             number = uniform(chosen.seed, draw.index) if chosen.temperature > 0 else 0.0
             params[row, :5] = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, number
-            penalty = penalties[row] if penalties else Penalties()
-            params[row, 5:] = penalty.repetition, penalty.presence, penalty.frequency
+            params[row, 5:8] = chosen.repetition_penalty, chosen.presence_penalty, chosen.frequency_penalty
+            params[row, 8] = -1 if counted is None else counted[row]
         return SamplingPlan(params, not any(draw.sampling.temperature > 0 for draw in draws))
 
     def sample(
@@ -103,8 +97,9 @@ class DeviceSampler:
 
         logits [R, vocab_size], contiguous rows, any float dtype; params [R, PARAMS] float64 on the device, a plan's
         `params`; greedy_only: the plan's, which makes it two short launches.
-        counts [R, vocab_size] int32 contiguous or None, none of the rows has a penalty: how often the answer has
-        each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is added.
+        counts [any, vocab_size] int32 contiguous or None, none of the rows has a penalty: in the row that a plan names,
+        how often the answer has each token so far, plus IN_PROMPT where the prompt has it; the token drawn here is
+        added. No two rows may share one.
         An id is in the vocabulary even where logits are not numbers. Nothing here waits for the device.
         """
         rows, vocab = logits.shape
@@ -113,7 +108,6 @@ class DeviceSampler:
         large = rows >= MANY_ROWS
         block = LARGE_BLOCK if large else SMALL_BLOCK
         blocks = triton.cdiv(vocab, block)
-        padded_blocks = triton.next_power_of_2(blocks)
         penalties = counts is not None
         # Without penalties nothing reads the counts; a kernel still wants a pointer.
         seen = self._ids if counts is None else counts
@@ -136,9 +130,10 @@ class DeviceSampler:
                 self._best,
                 out,
                 seen,
+                params,
                 blocks,
                 vocab,
-                BLOCKS=padded_blocks,
+                BLOCKS=self._padded_blocks,
                 PENALTIES=penalties,
                 PDL=pdl,
                 num_warps=1,
@@ -158,7 +153,7 @@ class DeviceSampler:
             blocks,
             self._room,
             self._split_tokens,
-            BLOCKS=padded_blocks,
+            BLOCKS=self._padded_blocks,
             TILE=TILE,
             SHIFT=self._shift,
             PENALTIES=penalties,
@@ -193,7 +188,7 @@ class DeviceSampler:
             blocks,
             self._room,
             self._split_tokens,
-            BLOCKS=padded_blocks,
+            BLOCKS=self._padded_blocks,
             TILE=CHOICE_TILE,
             SHIFT=self._shift,
             PENALTIES=penalties,

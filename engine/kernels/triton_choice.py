@@ -70,7 +70,7 @@ def choose(
             token = (first + _find(part_ptr, length, 0, ONE + 1, rest, False, TILE, SHIFT)).to(tl.int64)
     tl.store(out_ptr + row, token)
     if PENALTIES:
-        count_drawn(counts_ptr + row * vocab + token)
+        count_drawn(counts_ptr, params_ptr, vocab, token)
 
 
 @triton.jit

@@ -16,8 +16,9 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 UNIFORM, REPETITION, PRESENCE, FREQUENCY = tl.constexpr(4), tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
-PARAMS = tl.constexpr(8)
-"""Columns of a row's float64 parameters."""
+COUNTED = tl.constexpr(8)
+PARAMS = tl.constexpr(9)
+"""Columns of a row's float64 parameters; COUNTED is its row of counts, -1 where it has no penalties."""
 IN_PROMPT = tl.constexpr(1 << 30)
 """Added to a token's count where the prompt has it: the repetition penalty sees it, the two others do not."""
 CANDIDATES = tl.constexpr(4096)
@@ -39,11 +40,12 @@ LOW_HALF = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def load_logits(logits_ptr, counts_ptr, params_ptr, column, inside, PENALTIES: tl.constexpr):
+def load_logits(logits_ptr, counts_ptr, params_ptr, vocab, column, inside, PENALTIES: tl.constexpr):
     """A row's logits at `column` as float32, penalties applied; -inf outside."""
     logits = tl.load(logits_ptr + column, mask=inside, other=float("-inf")).to(tl.float32)
     if PENALTIES:
-        count = tl.load(counts_ptr + column, mask=inside, other=0)
+        counted = tl.load(params_ptr + COUNTED).to(tl.int64)
+        count = tl.load(counts_ptr + counted * vocab + column, mask=inside & (counted >= 0), other=0)
         drawn = (count & (IN_PROMPT - 1)).to(tl.float32)
         repetition = tl.load(params_ptr + REPETITION).to(tl.float32)
         presence = tl.load(params_ptr + PRESENCE).to(tl.float32)
@@ -94,8 +96,9 @@ def best_of_block(
     column = block * BLOCK + tl.arange(0, BLOCK)
     logits = load_logits(
         logits_ptr + row * logits_stride,
-        counts_ptr + row * vocab,
+        counts_ptr,
         params_ptr + row * PARAMS,
+        vocab,
         column,
         column < vocab,
         PENALTIES,
@@ -118,7 +121,15 @@ def best_of_row(best_ptr, row, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def take_best(
-    best_ptr, out_ptr, counts_ptr, blocks, vocab, BLOCKS: tl.constexpr, PENALTIES: tl.constexpr, PDL: tl.constexpr
+    best_ptr,
+    out_ptr,
+    counts_ptr,
+    params_ptr,
+    blocks,
+    vocab,
+    BLOCKS: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Greedy rows alone: the token of the best logit → out [rows] int64."""
     launch_dependents(PDL)
@@ -127,13 +138,16 @@ def take_best(
     token = unpack_token(best_of_row(best_ptr, row, blocks, BLOCKS))
     tl.store(out_ptr + row, token)
     if PENALTIES:
-        count_drawn(counts_ptr + row * vocab + token)
+        count_drawn(counts_ptr, params_ptr + row * PARAMS, vocab, token)
 
 
 @triton.jit
-def count_drawn(count_ptr):
-    """One more of the drawn token; no other program touches its row."""
-    tl.store(count_ptr, tl.load(count_ptr) + 1)
+def count_drawn(counts_ptr, params_ptr, vocab, token):
+    """One more of the drawn token, for a row with penalties; no other program touches its row of counts."""
+    counted = tl.load(params_ptr + COUNTED).to(tl.int64)
+    if counted >= 0:
+        count_ptr = counts_ptr + counted * vocab + token
+        tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
 @triton.jit
@@ -197,7 +211,7 @@ def weigh(
             column = start + tl.arange(0, TILE)
             inside = column < vocab
             logits = load_logits(
-                logits_ptr + row * logits_stride, counts_ptr + row * vocab, params_ptr, column, inside, PENALTIES
+                logits_ptr + row * logits_stride, counts_ptr, params_ptr, vocab, column, inside, PENALTIES
             )
             weights = tl.exp2((logits - best) / temperature * LOG2_E)
             # What is not a number weighs nothing; and two kernels need not round a penalised best logit alike.

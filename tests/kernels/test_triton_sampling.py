@@ -1,5 +1,6 @@
 """Sampling on the device against the CPU sampler, token by token, and against the distribution it claims."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine import sampler
-from engine.batch import Draw
+from engine.batch import Draw, History
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_logprobs import logprobs
-from engine.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler, Penalties
+from engine.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from tests.factories import draw
 from wire.messages import SamplingParams
 
@@ -51,20 +52,20 @@ def make_draws(mix: list[dict[str, Any]], seed: int = 0) -> list[Draw]:
 
 
 def on_device(
-    logits: Tensor, draws: list[Draw], penalties: list[Penalties] | None = None, counts: Tensor | None = None
+    logits: Tensor, draws: list[Draw], counted: list[int] | None = None, counts: Tensor | None = None
 ) -> Tensor:
     chosen = DeviceSampler(logits.shape[1], len(draws), DEVICE, PDL)
-    return run(chosen, logits, draws, penalties, counts)
+    return run(chosen, logits, draws, counted, counts)
 
 
 def run(
     chosen: DeviceSampler,
     logits: Tensor,
     draws: list[Draw],
-    penalties: list[Penalties] | None = None,
+    counted: list[int] | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    plan = chosen.plan(draws, penalties)
+    plan = chosen.plan(draws, counted)
     out = torch.full((len(draws),), -7, dtype=torch.int64, device=DEVICE)
     params = torch.from_numpy(plan.params).to(DEVICE)
     chosen.sample(logits.to(DEVICE), params, out, greedy_only=plan.greedy_only, counts=counts)
@@ -157,45 +158,63 @@ def test_draws_follow_the_distribution() -> None:
 
 
 def test_penalties_change_the_logits_before_everything_else() -> None:
+    """Rows of counts stand in any order, and rows without penalties have none."""
     vocab, generator = 700, torch.Generator().manual_seed(4)
-    logits = random_logits(4, vocab)
-    answer = torch.randint(0, 3, (4, vocab), generator=generator)
-    prompt = torch.rand(4, vocab, generator=generator) < 0.3
+    logits = random_logits(5, vocab)
+    counted = [2, -1, 0, 5, -1]
+    answer = torch.randint(0, 3, (6, vocab), generator=generator)
+    prompt = torch.rand(6, vocab, generator=generator) < 0.3
     counts = (answer + prompt * IN_PROMPT).int().to(DEVICE)
-    penalties = [Penalties(), Penalties(1.3), Penalties(presence=0.7, frequency=0.4), Penalties(0.8, -0.5, 1.5)]
-    repetition = torch.tensor([each.repetition for each in penalties])[:, None]
-    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-    expected = torch.where((answer > 0) | prompt, repeated, logits)
-    expected -= torch.tensor([each.frequency for each in penalties])[:, None] * answer
-    expected -= torch.tensor([each.presence for each in penalties])[:, None] * (answer > 0)
-    mixes: list[list[dict[str, Any]]] = [[{"temperature": 0.0}] * 4, [{}, {"top_p": 0.9}, MIXED[0], {"top_k": 20}]]
+    penalties: list[dict[str, float]] = [
+        {"repetition_penalty": 1.3},
+        {},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"repetition_penalty": 0.8, "presence_penalty": -0.5, "frequency_penalty": 1.5},
+        {},
+    ]
+    histories = [
+        History(prompt[row].nonzero().flatten().tolist(), torch.arange(vocab).repeat_interleave(answer[row]).tolist())
+        if row >= 0
+        else None
+        for row in counted
+    ]
+    mixes: list[list[dict[str, Any]]] = [
+        [{"temperature": 0.0}] * 5,
+        [{}, {"top_p": 0.9}, MIXED[0], {"top_k": 20}, MIXED[0]],
+    ]
     for mix in mixes:
-        draws, before = make_draws(mix, seed=3), counts.clone()
-        found = on_device(logits, draws, penalties, counts)
-        assert found.tolist() == sampler.sample(expected, draws).tolist()
-        added = counts - before
-        assert added.sum() == 4
-        assert (added.cpu()[torch.arange(4), found] == 1).all()
+        plain = make_draws([each | penalty for each, penalty in zip(mix, penalties, strict=True)], seed=3)
+        draws = [replace(each, history=history) for each, history in zip(plain, histories, strict=True)]
+        before = counts.clone()
+        found = on_device(logits, draws, counted, counts)
+        assert found.tolist() == sampler.sample(logits, draws).tolist()
+        assert found.tolist() != sampler.sample(logits, plain).tolist()
+        added = (counts - before).cpu()
+        assert added.sum() == 3
+        assert all(added[row, token] == 1 for row, token in zip(counted, found.tolist(), strict=True) if row >= 0)
         counts.copy_(before)
 
 
 def test_the_plan_holds_the_numbers_of_the_cpu_sampler() -> None:
-    plan = DeviceSampler(100, 2, DEVICE, PDL).plan([draw(index=5, temperature=0.5, seed=42, top_k=3), draw()])
+    first = draw(index=5, temperature=0.5, seed=42, top_k=3, repetition_penalty=1.5, presence_penalty=-1.0)
+    room = np.full((3, 9), 77.0)
+    plan = DeviceSampler(100, 2, DEVICE, PDL).plan([first, draw()], [4, -1], room[:2])
     assert plan.params.dtype == np.float64
-    assert plan.params[0].tolist() == [0.5, 3, 1, 0, sampler.uniform(42, 5), 1, 0, 0]
+    assert room[0].tolist() == [0.5, 3, 1, 0, sampler.uniform(42, 5), 1.5, -1, 0, 4]
+    assert (room[1, 8], room[2, 0]) == (-1, 77)
     assert not plan.greedy_only
     assert DeviceSampler(100, 2, DEVICE, PDL).plan([draw()]).greedy_only
 
 
 @pytest.mark.parametrize(("vocab", "top"), [(100, 20), (9001, 5), (9001, 0)])
 def test_logprobs(vocab: int, top: int) -> None:
-    logits = random_logits(3, vocab, seed=8)
+    logits = random_logits(4, vocab, seed=8)
     logits[0, 3:] = logits[0, 3:].round()
     logits[1, :50] = float("-inf")
-    tokens = torch.tensor([4, 60, vocab - 1])
-    drawn, values, ids = logprobs(logits.to(DEVICE), tokens.to(DEVICE), top, pdl=PDL)
-    exact = logits.double().log_softmax(-1)
-    torch.testing.assert_close(drawn.cpu().double(), exact.gather(-1, tokens[:, None])[:, 0], atol=1e-5, rtol=1e-6)
-    ranked = logits.sort(dim=-1, descending=True, stable=True).indices[:, :top]
-    assert torch.equal(ids.cpu(), ranked)
-    torch.testing.assert_close(values.cpu().double(), exact.gather(-1, ranked), atol=1e-5, rtol=1e-6)
+    tokens = torch.tensor([4, 60, 0, vocab - 1])
+    rows = torch.tensor([3, 0, 1])
+    values, ids = logprobs(logits.to(DEVICE), tokens.to(DEVICE), rows.to(DEVICE), top, pdl=PDL)
+    wanted, wanted_ids = sampler.logprobs(logits[rows].double(), tokens[rows], top)
+    assert torch.equal(ids.cpu(), wanted_ids)
+    torch.testing.assert_close(values.cpu(), wanted, atol=1e-5, rtol=1e-6)
+    assert values.shape == (3, 1 + top)

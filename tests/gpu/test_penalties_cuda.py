@@ -1,0 +1,87 @@
+"""Penalties and log probabilities on a GPU, with CUDA graphs and steps one ahead: those of the plain kernels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import Draw, History, PendingStep, StepBatch, StepRow
+from engine.config import EngineConfig
+from engine.kernels.reference import ReferenceKernels
+from engine.model_runner import ModelRunner
+from wire.messages import SamplingParams, TokenLogprobs
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+CACHE = 1 << 30
+NEW_TOKENS = 24
+PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] * 2 for s, n in enumerate((5, 17, 30, 64, 9))]
+SAMPLING = [
+    SamplingParams(NEW_TOKENS, frequency_penalty=1.2, presence_penalty=0.4, logprobs=5),
+    SamplingParams(NEW_TOKENS),
+    SamplingParams(NEW_TOKENS, repetition_penalty=1.3, logprobs=0),
+    SamplingParams(NEW_TOKENS, logprobs=20),
+    SamplingParams(NEW_TOKENS, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.5),
+]
+
+Answers = tuple[list[list[int]], list[list[TokenLogprobs | None]]]
+
+
+def decode(runner: ModelRunner) -> Answers:
+    """All prompts in one step, then all together token by token, each step launched before the last one is read."""
+    share = -(-(max(map(len, PROMPTS)) + NEW_TOKENS) // runner.page_tokens)
+    pages = [list(range(i * share, (i + 1) * share)) for i in range(len(PROMPTS))]
+    answers: list[list[int]] = [[] for _ in PROMPTS]
+    scores: list[list[TokenLogprobs | None]] = [[] for _ in PROMPTS]
+    histories = [
+        History(prompt, answer) if sampling.penalized else None
+        for prompt, answer, sampling in zip(PROMPTS, answers, SAMPLING, strict=True)
+    ]
+    pending: list[PendingStep] = []
+
+    def read() -> None:
+        result = pending.pop(0)()
+        for number, (token, score) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
+            assert token is not None
+            answers[number].append(token)
+            scores[number].append(score)
+
+    for index in range(NEW_TOKENS):
+        rows = []
+        for number, prompt in enumerate(PROMPTS):
+            draw = Draw(SAMPLING[number], index, histories[number])
+            if index == 0:
+                rows.append(StepRow(prompt, 0, pages[number], draw))
+                continue
+            late = runner.asynchronous
+            token = 0 if late else answers[number][-1]
+            rows.append(StepRow([token], len(prompt) + index - 1, pages[number], draw, number if late else None))
+        pending.append(runner.launch(StepBatch(rows)))
+        while len(pending) > int(runner.asynchronous):
+            read()
+    while pending:
+        read()
+    return answers, scores
+
+
+@pytest.fixture(scope="module")
+def wanted(model_folder: Path) -> Answers:
+    config = EngineConfig(model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE)
+    return decode(ModelRunner.load(config, kernels=ReferenceKernels()))
+
+
+@pytest.mark.parametrize("rows", [16, 2], ids=["graphs", "more rows than graphs and counts have room for"])
+def test_as_the_plain_kernels_one_step_at_a_time(rows: int, model_folder: Path, wanted: Answers) -> None:
+    config = EngineConfig(
+        model_folder, device="cuda", dtype="float32", page_tokens=16, kv_cache_bytes=CACHE, max_batch_requests=rows
+    )
+    answers, scores = decode(ModelRunner.load(config))
+    assert answers == wanted[0]
+    for here, there in zip(scores, wanted[1], strict=True):
+        for mine, plain in zip(here, there, strict=True):
+            assert (mine is None) == (plain is None)
+            if mine is not None and plain is not None:
+                assert len(mine.top_ids) == len(plain.top_ids)
+                assert (mine.chosen, *mine.top) == pytest.approx((plain.chosen, *plain.top), abs=2e-3)

@@ -1,0 +1,216 @@
+"""Draws of many steps on the device, launched one ahead, against the CPU sampler one step at a time."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import sampler
+from engine.batch import Draw, History
+from engine.kernels.triton_launch import overlaps_launches
+from engine.penalty_counts import PenaltyCounts
+from engine.sampler_cuda import IN_PROMPT, DeviceSampler
+from engine.token_draws import Drawn, TokenDraws
+from tests.factories import draw
+from wire.messages import SamplingParams, TokenLogprobs
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PDL = overlaps_launches()
+VOCAB = 60
+STEPS = 9
+LIKELY = [3, 7, 30, 31]
+GARBAGE = 5
+"""What a graph may have put where the tokens of the step before stood."""
+
+KINDS: list[dict[str, Any]] = [
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {},
+    {"repetition_penalty": 1.5, "logprobs": 4},
+    {"temperature": 0.9, "frequency_penalty": 2.0, "seed": 5},
+    {"logprobs": 0},
+    {"temperature": 1.2, "top_k": 20, "repetition_penalty": 0.7, "presence_penalty": -1.0, "logprobs": 20, "seed": 6},
+    {"repetition_penalty": 3.0},
+]
+
+
+@dataclass
+class Request:
+    """One request as a half runs it: `answer` is what the host knows."""
+
+    sampling: SamplingParams
+    prompt: list[int]
+    answer: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.history = History(self.prompt, self.answer) if self.sampling.penalized else None
+
+    def draw(self, index: int) -> Draw:
+        return Draw(self.sampling, index, self.history)
+
+
+def some_requests(**changes: float) -> list[Request]:
+    """One of each kind, with `changes` to its sampling."""
+    return [Request(draw(**(kind | changes)).sampling, [n + 1, *LIKELY]) for n, kind in enumerate(KINDS)]
+
+
+def logits_of(step: int, requests: int, dtype: torch.dtype) -> Tensor:
+    """Of few likely tokens, so that penalties change many choices."""
+    logits = torch.randn(requests, VOCAB, generator=torch.Generator().manual_seed(step))
+    logits[:, LIKELY] += 2
+    return logits.to(dtype)
+
+
+def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request]:
+    requests = some_requests(**changes)
+    for step in range(steps):
+        logits = logits_of(step, len(requests), dtype)
+        draws = [each.draw(step) for each in requests]
+        tokens = sampler.sample(logits, draws)
+        scores = sampler.score(logits, draws, tokens)
+        for request, token, score in zip(requests, tokens.tolist(), scores, strict=True):
+            request.answer.append(token)
+            request.scores.append(score)
+    return requests
+
+
+def make_draws(rows: int, most: int = 16) -> tuple[TokenDraws, PenaltyCounts, Tensor]:
+    """For at most `rows` rows at once, and as many with penalties at a time."""
+    drawn = torch.zeros(most, dtype=torch.int64, device=DEVICE)
+    counts = PenaltyCounts(VOCAB, rows, DEVICE)
+    return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, pdl=PDL), counts, drawn
+
+
+def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
+    """Each step is launched before the host reads the tokens of the one before; rows change places in every step."""
+    requests = some_requests()
+    draws, _, drawn = make_draws(rows)
+    memory = [draws.make_memory() for _ in range(2)]
+    running: tuple[list[int], Drawn] | None = None
+
+    def take(order: list[int], found: Drawn) -> None:
+        tokens, scores = found
+        for number, token, score in zip(order, tokens, scores, strict=True):
+            requests[number].answer.append(token)
+            requests[number].scores.append(score)
+
+    for step in range(steps):
+        order = torch.randperm(len(requests), generator=torch.Generator().manual_seed(step)).tolist()
+        asked = [requests[number].draw(step) for number in order]
+        sources = [None if running is None else running[0].index(number) for number in order]
+        late = draws.late_tokens(asked, sources)
+        drawn.fill_(GARBAGE)
+        logits = logits_of(step, len(requests), dtype)[order].to(DEVICE)
+        read = draws.launch(logits, asked, late, memory[step % 2], greedy_is_drawn=False)
+        if running is not None:
+            take(*running)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        running = order, read()
+    assert running is not None
+    take(*running)
+    return requests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [len(KINDS), 2], ids=["a row of counts for each", "fewer rows than need some"])
+def test_one_ahead_as_one_by_one(rows: int, dtype: torch.dtype) -> None:
+    for found, wanted in zip(one_ahead(STEPS, rows, dtype), one_by_one(STEPS, dtype), strict=True):
+        assert found.answer == wanted.answer, found.sampling
+        for here, there in zip(found.scores, wanted.scores, strict=True):
+            assert (here is None) == (there is None)
+            if here is not None and there is not None:
+                assert here.top_ids == there.top_ids
+                assert (here.chosen, *here.top) == pytest.approx((there.chosen, *there.top), abs=1e-5)
+
+
+def test_every_penalty_matters_here() -> None:
+    """Or the comparison above would show nothing."""
+    plain = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    without = one_by_one(STEPS, torch.float32, **plain)
+    for free, bound in zip(without, one_by_one(STEPS, torch.float32), strict=True):
+        assert (free.answer != bound.answer) == bound.sampling.penalized, bound.sampling
+
+
+def place(counts: PenaltyCounts, history: History, late: int | None = None) -> Tensor:
+    """The counts of one request as its next draw finds them."""
+    token = None if late is None else torch.tensor([late], device=DEVICE)
+    (row,) = counts.place([Draw(SamplingParams(1, presence_penalty=1.0), 0, history)], [token])
+    return counts.counts[row]
+
+
+def counted(row: Tensor) -> dict[int, tuple[bool, int]]:
+    """Whether the prompt has a token, and how often the answer has it."""
+    seen = {int(token): int(row[token]) for token in row.nonzero().flatten()}
+    return {token: (count >= IN_PROMPT, count % IN_PROMPT) for token, count in seen.items()}
+
+
+def test_prompt_and_answer_are_counted_apart_and_only_once() -> None:
+    counts = PenaltyCounts(VOCAB, 2, DEVICE)
+    history = History((9, 9, 4), [4, 6, 6])
+    row = place(counts, history, late=6)
+    assert counted(row) == {9: (True, 0), 4: (True, 1), 6: (False, 3)}
+    row[11] += 1  # as the sampler does with the token it draws
+    row[50] += 1  # would be lost if all were counted again
+    history.answer = [4, 6, 6, 6]
+    assert place(counts, history, late=11).data_ptr() == row.data_ptr()
+    assert counted(row) == {9: (True, 0), 4: (True, 1), 6: (False, 3), 11: (False, 1), 50: (False, 1)}
+
+
+def test_what_was_not_counted_here_is_counted_anew() -> None:
+    """As after a hand-over, or when a step's token was never drawn here."""
+    counts = PenaltyCounts(VOCAB, 2, DEVICE)
+    history = History((9,), [])
+    place(counts, history)
+    history.answer = [3, 5]
+    assert counted(place(counts, history)) == {9: (True, 0), 3: (False, 1), 5: (False, 1)}
+
+
+def test_a_full_store_takes_the_row_that_was_used_longest_ago() -> None:
+    counts = PenaltyCounts(VOCAB, 2, DEVICE)
+    old, kept, new = (History((token,), []) for token in (1, 2, 3))
+    rows = [place(counts, each).data_ptr() for each in (old, kept)]
+    assert rows[0] != rows[1]
+    kept.answer = [8]
+    assert place(counts, kept).data_ptr() == rows[1]
+    assert place(counts, new).data_ptr() == rows[0]
+    assert counted(place(counts, old)) == {1: (True, 0)}
+    assert len(counts._lent) == 2
+
+
+def test_equal_requests_have_rows_of_their_own() -> None:
+    counts = PenaltyCounts(VOCAB, 2, DEVICE)
+    assert place(counts, History((1,), [])).data_ptr() != place(counts, History((1,), [])).data_ptr()
+
+
+def test_plain_greedy_tokens_that_are_drawn_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is launched for steps that want neither chance nor penalties nor log probabilities."""
+    draws, _, drawn = make_draws(4)
+    drawn[:2] = torch.tensor([17, 18])
+    for name in ("_sample", "_score"):
+        monkeypatch.setattr(TokenDraws, name, None)
+    read = draws.launch(torch.zeros(4, VOCAB), [draw(), draw()], [None] * 2, draws.make_memory(), greedy_is_drawn=True)
+    assert read() == ([17, 18], [])
+    assert draws.late_tokens([draw(), draw()], [0, 1]) == [None, None]
+
+
+def test_greedy_tokens_that_are_drawn_already_get_log_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
+    draws, _, drawn = make_draws(4)
+    monkeypatch.setattr(TokenDraws, "_sample", None)
+    drawn[:2] = torch.tensor([17, 18])
+    logits = logits_of(0, 4, torch.float32)  # as a graph's, which may have more rows
+    asked = [draw(), draw(logprobs=2)]
+    tokens, scores = draws.launch(logits.to(DEVICE), asked, [None] * 2, draws.make_memory(), greedy_is_drawn=True)()
+    assert tokens == [17, 18]
+    assert scores[0] is None
+    assert scores[1] is not None
+    assert scores[1].chosen == pytest.approx(logits[1].log_softmax(-1)[18].item(), abs=1e-5)
+    assert list(scores[1].top_ids) == logits[1].topk(2).indices.tolist()
+
+
+def test_the_warm_up_leaves_no_trace() -> None:
+    draws, counts, _ = make_draws(3)
+    draws.warm_up(torch.bfloat16)
+    assert counted(place(counts, History((2,), [4]))) == {2: (True, 0), 4: (False, 1)}
