@@ -1,0 +1,251 @@
+"""KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda --shape llama-3-8b`.
+
+First two page pools alone, in two processes: the bandwidth of writes against a plain copy measured in the same run.
+Then a real cluster, one prefill and one decode worker: how long after a prompt's last chunk its first decode step
+begins, how much of that a client could feel, and what transfers cost those who compute meanwhile. With two GPUs each
+worker has its own; with one they share it; `--device cpu` moves host memory. The last line is one JSON object.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results import run_facts, save_result
+from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
+from cli.default_model import NAME, find_default_model
+from cli.random_model import random_model
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+from engine.weights.gguf import prepare_model
+from wire import convert
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.rpc import open_channel
+from wire.timeline import Edge, Timeline
+
+_TIMEOUT_S = 600
+_STEADY_TOKENS = 2048
+_BACKGROUND_PROMPT = 256
+_ANSWER = 8
+_TO_MS = 1e3
+
+Figures = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What depends on the device. Prompt, chunk and answers are in tokens; `streams` decode in the background."""
+
+    page_tokens: int
+    prompt: int
+    chunk: int
+    streams: int
+    stream_tokens: int
+    rounds: int
+    dtype: str
+
+
+SETTINGS = {
+    "cuda": Settings(128, 8192, 2048, streams=16, stream_tokens=400, rounds=12, dtype="bfloat16"),
+    "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it: arrival of each chunk in seconds, and the cluster's own timeline."""
+
+    moments: tuple[float, ...]
+    timeline: Timeline
+
+    def ms(self, start: Edge, end: Edge) -> float:
+        """Milliseconds between two edges that both were seen."""
+        seconds = self.timeline.seconds(start, end)
+        if seconds is None:
+            raise RuntimeError(f"a request without {start.name} or {end.name}")
+        return seconds * _TO_MS
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
+
+
+class Client:
+    """Requests with arbitrary token ids, every prompt different."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        self._asked = 0
+
+    async def ask(self, prompt: int, new_tokens: int) -> Answer:
+        """One greedy answer of exactly `new_tokens` tokens."""
+        self._asked += 1
+        ids = [1000 + (17 * self._asked + 131 * i) % 20000 for i in range(prompt)]
+        options = inference_pb2.GenerationOptions(max_tokens=new_tokens, temperature=0, ignore_eos=True)
+        request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), options=options)
+        moments, timeline = [], None
+        async for message in self._stub.Generate(request, timeout=_TIMEOUT_S):
+            if message.chunk.token_ids:
+                moments.append(time.perf_counter())
+            if message.HasField("complete"):
+                timeline = convert.timeline_from_proto(message.complete.timeline)
+        if timeline is None:
+            raise RuntimeError("an answer without an end")
+        return Answer(tuple(moments), timeline)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+async def handovers(client: Client, settings: Settings) -> Figures:
+    """One prompt at a time: what lies between its last chunk and its first decode step."""
+    await client.ask(settings.prompt, _ANSWER)
+    answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
+    without = [await client.ask(settings.prompt, 1) for _ in range(settings.rounds)]
+    handover = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for a in answers]
+    exposed = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED) for a in answers]
+    ttft = [a.ms(Edge.RECEIVED, Edge.FIRST_TOKEN) for a in answers]
+    prefill = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in answers]
+    alone = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in without]
+    shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
+    prompt = settings.prompt
+    found: Figures = {
+        f"handover_ms_{prompt}": _median(handover),
+        f"exposed_ms_{prompt}": _median(exposed),
+        f"exposed_share_{prompt}": _median(shares),
+        f"exposed_of_prefill_{prompt}": _median([e / p for e, p in zip(exposed, prefill, strict=True)]),
+        f"ttft_ms_{prompt}": _median(ttft),
+        f"prefill_ms_{prompt}": _median(prefill),
+        f"prefill_without_transfer_ms_{prompt}": _median(alone),
+        "prefill_with_over_without_transfer": round(statistics.median(prefill) / statistics.median(alone), 4),
+        "decode_step_ms": _median([gap for a in answers for gap in a.gaps_ms[1:]]),
+        "handovers_ms": [round(each, 3) for each in handover],
+    }
+    print(json.dumps(found), flush=True)
+    return found
+
+
+async def interference(client: Client, settings: Settings) -> Figures:
+    """The gaps of streams that decode, in quiet and while prompts arrive next to them one after the other."""
+
+    async def streams() -> list[Answer]:
+        asked = (client.ask(_BACKGROUND_PROMPT, settings.stream_tokens) for _ in range(settings.streams))
+        return list(await asyncio.gather(*asked))
+
+    quiet = await streams()
+    background = asyncio.ensure_future(streams())
+    windows = []
+    while not background.done():
+        started = time.perf_counter()
+        # Two tokens: the transfer happens, and the request is gone after one step.
+        await client.ask(settings.prompt, 2)
+        windows.append((started, time.perf_counter()))
+    busy = await background
+    inside = [gap for a in busy for gap in _gaps_within(a, windows)]
+    alone = [gap for a in quiet for gap in a.gaps_ms[1:]]
+    return {
+        "decode_step_quiet_ms": _median(alone),
+        "decode_step_with_transfers_ms": _median(inside),
+        "decode_step_with_over_without_transfers": round(statistics.median(inside) / statistics.median(alone), 4),
+        "prompts_transferred_meanwhile": len(windows),
+    }
+
+
+def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[float]:
+    """Of the gaps that end while another prompt is on its way."""
+    ends = zip(answer.moments[1:], answer.gaps_ms, strict=True)
+    return [gap for moment, gap in ends if any(start <= moment <= end for start, end in windows)]
+
+
+async def through_the_cluster(address: str, settings: Settings) -> Figures:
+    """Both measurements over one connection."""
+    client = Client(address)
+    try:
+        return await handovers(client, settings) | await interference(client, settings)
+    finally:
+        await client.close()
+
+
+def pools(plan: PoolPlan, chunk_tokens: int) -> Figures:
+    """Bandwidth of one page and of `_STEADY_TOKENS` tokens as shares of a plain copy's."""
+    sizes = sorted({1, chunk_tokens // plan.page_tokens, _STEADY_TOKENS // plan.page_tokens})
+    ceiling = copy_ceiling(plan)
+    found, wire = asyncio.run(measure_pools(plan, sizes))
+    figures: Figures = {"copy_gb_per_s": round(ceiling / 1e9, 2), "transport": wire}
+    for each in found:
+        name = "one_page" if each.pages == 1 else str(each.pages * plan.page_tokens)
+        figures |= {
+            f"transfer_bw_ratio_{name}": round(each.steady / ceiling, 4),
+            f"transfer_alone_bw_ratio_{name}": round(each.alone / ceiling, 4),
+        }
+        print(
+            f"{name:>8} tokens: {each.steady / 1e9:7.1f} GB/s in a stream, {each.alone / 1e9:7.1f} alone,"
+            f" of {ceiling / 1e9:.1f} over {wire}",
+            flush=True,
+        )
+    return figures
+
+
+def _median(values: list[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
+    parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
+    parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Pools first, then the cluster."""
+    arguments = parse_arguments()
+    settings = SETTINGS[arguments.device]
+    if arguments.shape is not None:
+        folder, name = random_model(arguments.shape), arguments.shape
+    else:
+        folder = prepare_model(arguments.model or find_default_model())
+        name = NAME if arguments.model is None else folder.name
+    gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
+    ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
+    plan = PoolPlan(folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
+    result: Figures = {"gpus": gpus}
+    if arguments.only != "cluster":
+        result |= pools(plan, settings.chunk)
+    if arguments.only != "pools":
+        config = ClusterConfig(
+            folder,
+            random_weights=arguments.shape is not None,
+            model_name=name,
+            device=arguments.device,
+            dtype=settings.dtype,
+            page_tokens=settings.page_tokens,
+            max_step_tokens=settings.chunk,
+            grpc_port=0,
+            http_port=0,
+        )
+        cluster = Cluster.start(config)
+        try:
+            result |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
+        finally:
+            cluster.stop()
+    result |= {"model": name, "dtype": settings.dtype, "prompt_tokens": settings.prompt, "chunk_tokens": settings.chunk}
+    result |= run_facts(arguments.device)
+    if arguments.save:
+        print("saved", save_result(f"kv-transfer-{name}", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

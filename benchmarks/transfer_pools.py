@@ -1,0 +1,166 @@
+"""Two page pools in two processes and the wire between them, without engines: how fast pages move at best."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster.ray_node import RayNode
+from cluster.ray_process import actor_class
+from engine.cache.paged_cache import PagedCache
+from engine.models.config import load_model_config
+from kv_transfer.backends import open_transport
+from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.layout import KVLayout
+from wire.messages import PeerDescription, PeerRef
+
+IN_FLIGHT = 4
+"""Writes on their way at a time where a steady stream is timed: a prefill worker has several requests to hand over."""
+_DEADLINE_S = 60.0
+_POOL_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
+_ROUNDS, _WARM = 24, 4
+_CEILING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """Whose pages, of how many tokens each, in which dtype, and on which devices the two pools lie."""
+
+    model: Path
+    page_tokens: int
+    dtype: torch.dtype
+    sender: str
+    receiver: str
+
+    @property
+    def kind(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.sender.split(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """Of writes of one size, in bytes a second: one after the other, and as a stream of `IN_FLIGHT`."""
+
+    pages: int
+    alone: float
+    steady: float
+
+
+class PoolSide:
+    """To be made an actor: one pool, one transport."""
+
+    def __init__(self, plan: PoolPlan, name: str, device: str) -> None:
+        here = torch.device(device)
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
+        config = load_model_config(plan.model)
+        self._cache = PagedCache(config, plan.page_tokens, _POOL_BYTES[here.type], plan.dtype, here)
+        self._cache.tensor.normal_()
+        if here.type == "cuda":
+            torch.cuda.synchronize()
+        self._transport = open_transport("nixl", _layout_of(self._cache), PeerRef(name, 1), lambda _notice: None)
+
+    def describe(self) -> PeerDescription:
+        """How the other side reaches this pool."""
+        return self._transport.describe()
+
+    def introduce(self, peer: PeerDescription) -> None:
+        """Learn of the other side, which listens closely from now on."""
+        self._transport.add_peer(peer)
+        self._transport.expect(1)
+
+    def bandwidth(self, peer: PeerRef, sizes: Sequence[int]) -> list[Bandwidth]:
+        """Of writes of so many pages each, onto pages that lie in another order there, as in a pool long in use."""
+        found = []
+        for pages in sizes:
+            self._stream(peer, pages, _WARM, 1)
+            alone = self._stream(peer, pages, _ROUNDS, 1)
+            steady = self._stream(peer, pages, _ROUNDS, IN_FLIGHT)
+            found.append(Bandwidth(pages, alone, steady))
+        return found
+
+    def wire(self) -> str:
+        """The transport in use."""
+        return self._transport.transport_name()
+
+    def close(self) -> None:
+        """Leave the wire."""
+        self._transport.close()
+
+    def _stream(self, peer: PeerRef, pages: int, writes: int, in_flight: int) -> float:
+        """Bytes a second of `writes` writes, never more than `in_flight` at a time."""
+        chosen = random.Random(pages)
+        waiting: list[Future[WriteDone]] = []
+        started = time.perf_counter()
+        for _ in range(writes):
+            if len(waiting) == in_flight:
+                waiting.pop(0).result()
+            local, remote = (chosen.sample(range(self._cache.pages), pages) for _ in range(2))
+            waiting.append(self._transport.write(PageWrite(peer, local, remote), _DEADLINE_S))
+        for write in waiting:
+            write.result()
+        return writes * pages * self._cache.page_bytes / (time.perf_counter() - started)
+
+
+async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str]:
+    """Each size's bandwidth from one process to another, and the wire it took."""
+    node = RayNode()
+    node.start({}, processes=2)
+    try:
+        actor = actor_class(PoolSide)
+        sender, receiver = (actor.remote(plan, *end) for end in (("from", plan.sender), ("to", plan.receiver)))
+        descriptions = [await side.describe.remote() for side in (sender, receiver)]
+        await sender.introduce.remote(descriptions[1])
+        await receiver.introduce.remote(descriptions[0])
+        found = await sender.bandwidth.remote(descriptions[1].peer, sizes)
+        wire = await sender.wire.remote()
+        await asyncio.gather(*(_quietly(side.close.remote()) for side in (sender, receiver)))
+        return found, wire
+    finally:
+        node.stop()
+
+
+def copy_ceiling(plan: PoolPlan) -> float:
+    """Bytes a second of a plain copy from one device to the other, by this process alone."""
+    size = _CEILING_BYTES[plan.kind]
+    source = torch.randint(0, 127, (size,), dtype=torch.uint8, device=plan.sender)
+    target = torch.empty_like(source, device=plan.receiver)
+    times = []
+    for _ in range(12):
+        started = time.perf_counter()
+        target.copy_(source)
+        if plan.kind == "cuda":
+            torch.cuda.synchronize(plan.sender)
+            torch.cuda.synchronize(plan.receiver)
+        times.append(time.perf_counter() - started)
+    return size / statistics.median(times[2:])
+
+
+async def _quietly(reply: Any) -> None:
+    try:
+        await reply
+    except Exception as error:
+        print(f"a pool did not close: {error}")
+
+
+def _layout_of(cache: PagedCache) -> KVLayout:
+    return KVLayout(
+        base_address=cache.base_address,
+        pages=cache.pages,
+        layers=cache.layers,
+        kv_heads=cache.kv_heads,
+        page_tokens=cache.page_tokens,
+        head_dim=cache.head_dim,
+        item_bytes=cache.item_bytes,
+        dtype=cache.dtype,
+        memory=cache.memory,
+        device_id=cache.device_id,
+    )
