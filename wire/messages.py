@@ -224,6 +224,10 @@ class WorkerInfo:
     max_step_tokens: int
     device: str
     transport: str
+    not_ready: str = ""
+    """Why it takes nothing new for now; empty = it is ready."""
+    warnings: tuple[str, ...] = ()
+    """What works but should not stay as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +240,10 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class PeerDescription:
-    """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count."""
+    """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count.
+
+    `host` names the running host, empty = unknown.
+    """
 
     peer: PeerRef
     agent_metadata: bytes
@@ -245,6 +252,7 @@ class PeerDescription:
     pages: int
     device_id: int
     memory: str
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +266,14 @@ class Handshake:
 
 
 @dataclass(frozen=True, slots=True)
+class PageChecksum:
+    """What the prompt's page number `page` held when it was written; `value` is below 2^64."""
+
+    page: int
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class TransferNotice:
     """Goes with the last write: what arrived, stamped, and how to go on (first token, next random draw)."""
 
@@ -267,6 +283,7 @@ class TransferNotice:
     pages: int
     first_token_id: int
     next_draw: int
+    checksums: tuple[PageChecksum, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +302,8 @@ class WorkerInspection:
     leases: int
     integrity_error: str
     fenced: int
+    checksums_equal: int = 0
+    checksum_failures: int = 0
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:

@@ -23,6 +23,8 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
         max_step_tokens=value.max_step_tokens,
         device=value.device,
         transport=value.transport,
+        not_ready=value.not_ready,
+        warnings=value.warnings,
     )
 
 
@@ -39,6 +41,8 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
         max_step_tokens=message.max_step_tokens,
         device=message.device,
         transport=message.transport,
+        not_ready=message.not_ready,
+        warnings=tuple(message.warnings),
     )
 
 

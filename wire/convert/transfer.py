@@ -2,7 +2,7 @@
 
 from wire.convert.work import lease_from_proto, lease_to_proto
 from wire.generated.tandem.v1 import worker_pb2
-from wire.messages import Handshake, PeerDescription, PeerRef, TransferNotice
+from wire.messages import Handshake, PageChecksum, PeerDescription, PeerRef, TransferNotice
 
 
 def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
@@ -15,6 +15,7 @@ def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
         pages=value.pages,
         device_id=value.device_id,
         memory=value.memory,
+        host=value.host,
     )
 
 
@@ -27,6 +28,7 @@ def description_from_proto(message: worker_pb2.PeerDescription) -> PeerDescripti
         pages=message.pages,
         device_id=message.device_id,
         memory=message.memory,
+        host=message.host,
     )
 
 
@@ -57,6 +59,7 @@ def notice_to_proto(value: TransferNotice) -> worker_pb2.TransferNotice:
         pages=value.pages,
         first_token_id=value.first_token_id,
         next_draw=value.next_draw,
+        checksums=[worker_pb2.PageChecksum(page=each.page, value=each.value) for each in value.checksums],
     )
 
 
@@ -68,6 +71,7 @@ def notice_from_proto(message: worker_pb2.TransferNotice) -> TransferNotice:
         pages=message.pages,
         first_token_id=message.first_token_id,
         next_draw=message.next_draw,
+        checksums=tuple(PageChecksum(each.page, each.value) for each in message.checksums),
     )
 
 

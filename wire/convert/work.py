@@ -191,6 +191,8 @@ def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
         leases=value.leases,
         integrity_error=value.integrity_error,
         fenced=value.fenced,
+        checksums_equal=value.checksums_equal,
+        checksum_failures=value.checksum_failures,
     )
 
 
@@ -208,4 +210,6 @@ def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspecti
         leases=message.leases,
         integrity_error=message.integrity_error,
         fenced=message.fenced,
+        checksums_equal=message.checksums_equal,
+        checksum_failures=message.checksum_failures,
     )

@@ -59,7 +59,15 @@ events = st.builds(
 )
 loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32)
 descriptions = st.builds(
-    messages.PeerDescription, peers, st.binary(max_size=9), uint64, uint64, uint32, uint32, st.sampled_from(["DRAM"])
+    messages.PeerDescription,
+    peers,
+    st.binary(max_size=9),
+    uint64,
+    uint64,
+    uint32,
+    uint32,
+    st.sampled_from(["DRAM"]),
+    text,
 )
 destinations = st.builds(messages.Destination, peers, text, leases)
 workers = st.builds(
@@ -74,7 +82,10 @@ workers = st.builds(
     uint32,
     text,
     text,
+    text,
+    st.lists(text, max_size=2).map(tuple),
 )
+checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
 facts = st.dictionaries(text, text, max_size=3).map(lambda d: tuple(sorted(d.items())))
 
 CASES: dict[str, tuple[Any, type]] = {
@@ -99,13 +110,13 @@ CASES: dict[str, tuple[Any, type]] = {
         worker_pb2.StepEvents,
     ),
     "inspection": (
-        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, uint64),
+        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, uint64, uint64, uint64),
         worker_pb2.InspectResponse,
     ),
     "description": (descriptions, worker_pb2.PeerDescription),
     "handshake": (st.builds(messages.Handshake, uint32, text, facts, descriptions), worker_pb2.ConnectPeerRequest),
     "notice": (
-        st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32),
+        st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32, checksums),
         worker_pb2.TransferNotice,
     ),
     "worker_info": (workers, cluster_pb2.WorkerInfo),

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\"\xfb\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\"i\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"F\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo2\xd4\x01\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\"\xa0\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x11\n\tnot_ready\x18\x0c \x01(\t\x12\x10\n\x08warnings\x18\r \x03(\t\"i\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"F\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo2\xd4\x01\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,21 +32,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.cluster_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERINFO']._serialized_start=39
-  _globals['_WORKERINFO']._serialized_end=290
-  _globals['_MODELFACTS']._serialized_start=292
-  _globals['_MODELFACTS']._serialized_end=397
-  _globals['_REGISTERREQUEST']._serialized_start=399
-  _globals['_REGISTERREQUEST']._serialized_end=455
-  _globals['_REGISTERRESPONSE']._serialized_start=457
-  _globals['_REGISTERRESPONSE']._serialized_end=475
-  _globals['_UNREGISTERREQUEST']._serialized_start=477
-  _globals['_UNREGISTERREQUEST']._serialized_end=536
-  _globals['_UNREGISTERRESPONSE']._serialized_start=538
-  _globals['_UNREGISTERRESPONSE']._serialized_end=558
-  _globals['_WATCHREQUEST']._serialized_start=560
-  _globals['_WATCHREQUEST']._serialized_end=574
-  _globals['_MEMBERSHIP']._serialized_start=576
-  _globals['_MEMBERSHIP']._serialized_end=646
-  _globals['_CLUSTER']._serialized_start=649
-  _globals['_CLUSTER']._serialized_end=861
+  _globals['_WORKERINFO']._serialized_end=327
+  _globals['_MODELFACTS']._serialized_start=329
+  _globals['_MODELFACTS']._serialized_end=434
+  _globals['_REGISTERREQUEST']._serialized_start=436
+  _globals['_REGISTERREQUEST']._serialized_end=492
+  _globals['_REGISTERRESPONSE']._serialized_start=494
+  _globals['_REGISTERRESPONSE']._serialized_end=512
+  _globals['_UNREGISTERREQUEST']._serialized_start=514
+  _globals['_UNREGISTERREQUEST']._serialized_end=573
+  _globals['_UNREGISTERRESPONSE']._serialized_start=575
+  _globals['_UNREGISTERRESPONSE']._serialized_end=595
+  _globals['_WATCHREQUEST']._serialized_start=597
+  _globals['_WATCHREQUEST']._serialized_end=611
+  _globals['_MEMBERSHIP']._serialized_start=613
+  _globals['_MEMBERSHIP']._serialized_end=683
+  _globals['_CLUSTER']._serialized_start=686
+  _globals['_CLUSTER']._serialized_end=898
 # @@protoc_insertion_point(module_scope)

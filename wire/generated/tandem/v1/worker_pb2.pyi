@@ -186,7 +186,7 @@ class InspectRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced")
+    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -200,6 +200,8 @@ class InspectResponse(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_ERROR_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_EQUAL_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pages_total: int
@@ -213,7 +215,9 @@ class InspectResponse(_message.Message):
     leases: int
     integrity_error: str
     fenced: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ...) -> None: ...
+    checksums_equal: int
+    checksum_failures: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
     __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "peer")
@@ -241,7 +245,7 @@ class ConnectPeerResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory")
+    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +254,7 @@ class PeerDescription(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     agent_metadata: bytes
@@ -258,7 +263,8 @@ class PeerDescription(_message.Message):
     pages: int
     device_id: int
     memory: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ...) -> None: ...
+    host: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
 
 class AllotPagesRequest(_message.Message):
     __slots__ = ("lease", "pages", "prefill_worker_id", "prefill_incarnation")
@@ -293,7 +299,7 @@ class ReleaseLeaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class TransferNotice(_message.Message):
-    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "token_hash", "pages", "first_token_id", "next_draw")
+    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "token_hash", "pages", "first_token_id", "next_draw", "checksums")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +307,7 @@ class TransferNotice(_message.Message):
     PAGES_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_DRAW_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     prefill_worker_id: str
     prefill_incarnation: int
@@ -308,4 +315,13 @@ class TransferNotice(_message.Message):
     pages: int
     first_token_id: int
     next_draw: int
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ...) -> None: ...
+    checksums: _containers.RepeatedCompositeFieldContainer[PageChecksum]
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., token_hash: _Optional[bytes] = ..., pages: _Optional[int] = ..., first_token_id: _Optional[int] = ..., next_draw: _Optional[int] = ..., checksums: _Optional[_Iterable[_Union[PageChecksum, _Mapping]]] = ...) -> None: ...
+
+class PageChecksum(_message.Message):
+    __slots__ = ("page", "value")
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    page: int
+    value: int
+    def __init__(self, page: _Optional[int] = ..., value: _Optional[int] = ...) -> None: ...
