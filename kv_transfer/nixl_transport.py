@@ -2,7 +2,7 @@
 
 One thread owns the agent; everybody else talks to it through a queue of commands. It waits on that queue, and how
 long depends on what is going on:
-- writes in flight: looks again after 20 µs to 500 µs;
+- writes in flight: looks when the oldest should be over (`kv_transfer/pace.py`), every 20 µs to 500 µs;
 - notices or a peer's connection expected: looks every `LISTEN_S`, as UCX moves only while somebody looks;
 - nothing: looks every `REST_S`, so that a peer in the middle of something is answered, late but certainly.
 """

@@ -20,11 +20,11 @@ from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import PoolAgent, TransferState
 from kv_transfer.nixl_peers import Link, Links
+from kv_transfer.pace import LAST_LOOK_S, Pace
 from wire.convert import encode_notice
 from wire.errors import TransferFailed
 
 ERROR_REST_S = 0.5
-FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 500e-6
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Writes:
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout) -> None:
         self._agent, self._links, self._layout = agent, links, layout
         self._flights: list[Flight] = []
-        self._look_s = FIRST_LOOK_S
+        self._pace = Pace()
         self.landed = 0
         """Writes that ended well so far."""
 
@@ -75,8 +75,8 @@ class Writes:
 
     @property
     def next_look_s(self) -> float:
-        """How long to wait before the next `poll`: longer the longer nothing ended."""
-        return self._look_s
+        """How long to wait before the next `poll`."""
+        return self._pace.wait_s(self._bytes_of(self._flights[0])) if self._flights else LAST_LOOK_S
 
     def post(self, flight: Flight) -> None:
         """Begin a write, or fail it when it is late, impossible or its peer is out of reach: nothing moved then."""
@@ -103,8 +103,8 @@ class Writes:
             return
         flight.link = link
         link.in_flight += 1
+        self._pace.began(len(self._flights))
         self._flights.append(flight)
-        self._look_s = FIRST_LOOK_S
         self._note(flight, self._agent.start(flight.handle))
 
     def poll(self) -> None:
@@ -115,7 +115,8 @@ class Writes:
                 self._note(flight, self._agent.state(flight.handle))
             elif time.monotonic() >= flight.rests_at:
                 self._take(flight).fail("the connection failed")
-        self._look_s = FIRST_LOOK_S if len(self._flights) < before else min(self._look_s * 2, LAST_LOOK_S)
+        if len(self._flights) == before:
+            self._pace.in_vain()
 
     def abandon(self, link: Link, why: str) -> None:
         """Fail every write to a peer whose memory is gone."""
@@ -159,6 +160,7 @@ class Writes:
         self._take(flight)
         if flight.told:
             return
+        self._pace.ended(self._bytes_of(flight))
         self.landed += 1
         # A notice that has left cannot be called back: the peer goes on with the request, so the write was a success.
         if time.monotonic() >= flight.deadline and flight.write.notice is None:
@@ -173,5 +175,7 @@ class Writes:
         return flight
 
     def _done(self, flight: Flight) -> WriteDone:
-        moved = len(flight.write.local_pages) * self._layout.page_bytes
-        return WriteDone(moved, int((time.monotonic() - flight.asked_at) * 1e9))
+        return WriteDone(self._bytes_of(flight), int((time.monotonic() - flight.asked_at) * 1e9))
+
+    def _bytes_of(self, flight: Flight) -> int:
+        return len(flight.write.local_pages) * self._layout.page_bytes

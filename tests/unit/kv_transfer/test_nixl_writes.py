@@ -13,6 +13,7 @@ from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState
 from kv_transfer.nixl_peers import Links
 from kv_transfer.nixl_writes import Flight, Writes
+from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
 from wire.errors import TransferFailed
 from wire.messages import PeerDescription, PeerRef
 
@@ -147,6 +148,6 @@ def test_looks_grow_rarer_and_come_close_again(bench: Bench) -> None:
     bench.post()
     for _ in range(20):
         bench.writes.poll()
-    assert bench.writes.next_look_s == nixl_writes.LAST_LOOK_S
+    assert bench.writes.next_look_s == LAST_LOOK_S
     bench.post()
-    assert bench.writes.next_look_s == nixl_writes.FIRST_LOOK_S
+    assert bench.writes.next_look_s == FIRST_LOOK_S
