@@ -49,6 +49,9 @@ GRPC_CASES: dict[str, tuple[inference_pb2.GenerateRequest, str]] = {
     "top_p over 1": (with_options(top_p=1.5), "top_p"),
     "top_k negative": (with_options(top_k=-1), "top_k"),
     "min_p over 1": (with_options(min_p=2.0), "min_p"),
+    "frequency_penalty over 2": (with_options(frequency_penalty=2.5), "frequency_penalty"),
+    "repetition_penalty 0": (with_options(repetition_penalty=0.0), "repetition_penalty"),
+    "logprobs over 20": (with_options(logprobs=21), "logprobs"),
     "10 MB body": (generate(text="a " * (5 << 20)), "bytes"),
 }
 
