@@ -1,0 +1,53 @@
+"""Checksums of pages in GPU memory, beside the engine's steps."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.kernels.triton_checksum import SPLITS, partial_sums
+
+_MOST_PAGES = 64
+"""Pages of one launch."""
+_MASK = (1 << 64) - 1
+
+
+class DeviceChecksums:
+    """`PageChecksums` on a stream of its own: no step waits for it, and it waits for none.
+
+    Only the thread that asks waits, asleep. Compiled when it is made; from then on it takes no memory.
+    """
+
+    def __init__(self, words: Tensor) -> None:
+        """`words` as of `engine.cache.page_checksums.as_words`, on a GPU."""
+        self._words = words
+        self._stream = torch.cuda.Stream(words.device)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._chosen = torch.zeros(_MOST_PAGES, 2, dtype=torch.int64, device=words.device)
+        self._parts = torch.zeros(_MOST_PAGES, SPLITS, dtype=torch.int64, device=words.device)
+        self._chosen_here = torch.zeros(_MOST_PAGES, 2, dtype=torch.int64, pin_memory=True)
+        self._parts_here = torch.zeros(_MOST_PAGES, SPLITS, dtype=torch.int64, pin_memory=True)
+        torch.cuda.synchronize(words.device)
+        self([0], [0])
+
+    def __call__(self, pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        chosen = list(zip(pages, filled, strict=True))
+        outside = [page for page in pages if not 0 <= page < len(self._words)]
+        if outside:
+            raise IndexError(f"page {outside[0]} of a pool of {len(self._words)}")
+        sums: list[int] = []
+        for first in range(0, len(chosen), _MOST_PAGES):
+            sums += self._sum(chosen[first : first + _MOST_PAGES])
+        return sums
+
+    def _sum(self, chosen: Sequence[tuple[int, int]]) -> list[int]:
+        count = len(chosen)
+        self._chosen_here[:count] = torch.tensor(chosen, dtype=torch.int64)
+        # Which device is current is each thread's own setting; the stream's context sets it as well.
+        with torch.cuda.stream(self._stream):
+            self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
+            partial_sums(self._words, self._chosen[:count], self._parts[:count])
+            self._parts_here[:count].copy_(self._parts[:count], non_blocking=True)
+            self._done.record()
+        self._done.synchronize()
+        return [total & _MASK for total in self._parts_here[:count].sum(dim=1).tolist()]

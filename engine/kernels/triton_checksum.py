@@ -1,0 +1,52 @@
+"""Checksums of KV pages in GPU memory (`engine/cache/page_checksums.py` says what is summed), and their reference."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SPLITS = 64
+"""Programs for each page: a few pages occupy the device for microseconds, many leave room for the running step."""
+BLOCK = 2048
+"""Words a program loads at a time."""
+WARPS = 4
+
+
+def partial_sums(words: Tensor, chosen: Tensor, parts: Tensor) -> None:
+    """Rows of `parts` [n, SPLITS] int64 that add up to the checksums mod 2^64; does not wait.
+
+    words [pages, rows, page_tokens, words] int32, contiguous; chosen [n, 2] int64: page, and its filled tokens. All
+    on one device.
+    """
+    _, rows, page_tokens, token_words = words.shape
+    row_words = page_tokens * token_words
+    _sum_page[(len(chosen), SPLITS)](
+        words, chosen, parts, rows * row_words, ROW=row_words, TOKEN=token_words, BLOCK=BLOCK, num_warps=WARPS
+    )
+
+
+def reference_sums(words: Tensor, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+    """The definition in plain PyTorch, on any device; words as of `as_words`."""
+    weights = 2 * torch.arange(words[0].numel(), device=words.device).view(words.shape[1:]) + 1
+    totals = [
+        (words[page, :, :tokens].long() * weights[:, :tokens]).sum() for page, tokens in zip(pages, filled, strict=True)
+    ]
+    return [int(total) % 2**64 for total in totals]
+
+
+@triton.jit
+def _sum_page(words_ptr, chosen_ptr, parts_ptr, total, ROW: tl.constexpr, TOKEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (n, split) sums blocks split, split + SPLITS, … of page n. ROW and TOKEN are words; `total`, a page's."""
+    number, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    page = tl.load(chosen_ptr + 2 * number)
+    filled = tl.load(chosen_ptr + 2 * number + 1) * TOKEN
+    first = words_ptr + page * total
+    sums = tl.zeros((BLOCK,), tl.int64)
+    for start in range(split * BLOCK, total, splits * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        counts = (place < total) & (place % ROW < filled)
+        word = tl.load(first + place, mask=counts, other=0).to(tl.int64)
+        sums += word * (2 * place.to(tl.int64) + 1)
+    tl.store(parts_ptr + number * splits + split, tl.sum(sums, 0))
