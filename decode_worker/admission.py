@@ -94,7 +94,8 @@ class DecodeAdmission:
         StaleEpoch when this attempt is another reservation's or over, Unavailable while draining or when the prefill
         worker is gone.
         """
-        tokens = kv_tokens(len(reservation.prompt_token_ids), reservation.sampling, self._model)
+        prompt_tokens = len(reservation.prompt_token_ids) - reservation.answered
+        tokens = kv_tokens(prompt_tokens, reservation.sampling, self._model)
         pages = pages_for(tokens, self._page_tokens)
         with self._lock:
             try:
@@ -294,8 +295,9 @@ class DecodeAdmission:
             self._fail(request, TransferFailed(f"what arrived for the request has {problem}; prefill again"))
             return
         request.pages = self._pool.adopt(notice.lease, request.reservation.ref)
-        request.token_ids = [notice.first_token_id]
-        request.first_draw = notice.next_draw
+        answer = request.reservation.answer
+        request.token_ids = [*answer, notice.first_token_id]
+        request.first_draw = notice.next_draw - len(answer)
         request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
         request.stage = Stage.READY
         self._ready.append(request)
@@ -353,6 +355,7 @@ class DecodeAdmission:
             return f"{notice.pages} pages instead of {request.prompt_pages}"
         if notice.token_hash != hash_token_ids(reservation.prompt_token_ids):
             return "the hash of another prompt"
-        if reason_to_end(notice.first_token_id, 0, request.prompt_tokens, reservation.sampling, self._model):
+        index = reservation.answered
+        if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
             return "a first token that ends the answer"
         return ""

@@ -45,8 +45,7 @@ class DecodeHalf:
         for request in self._admission.join(room):
             request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
             if request.reservation.sampling.penalized:
-                # Each attempt begins at the client's own prompt: whatever an earlier one sent is computed again.
-                request.history = History(request.reservation.prompt_token_ids, request.token_ids)
+                request.history = History(request.reservation.question, request.token_ids)
             self._running.append(request)
         step = [request for request in self._running if not request.cancelled and self._goes_on(request)]
         rows = [self._row(request) for request in step]

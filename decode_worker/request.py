@@ -41,7 +41,7 @@ class DecodeRequest:
     stage: Stage = Stage.LEASED
     pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """The answer so far; number 0 came with the notice."""
+    """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
     first_draw: int = 1
     """Number of the random draw of answer token 1."""
     cancelled: bool = False
@@ -63,7 +63,8 @@ class DecodeRequest:
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.reservation.prompt_token_ids)
+        """Of the client's own prompt."""
+        return len(self.reservation.prompt_token_ids) - self.reservation.answered
 
     @property
     def key(self) -> tuple[str, str]:

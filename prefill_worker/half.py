@@ -28,7 +28,6 @@ from prefill_worker.request import PrefillRequest
 from wire.ending import pages_for, reason_to_end
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
 from wire.messages import (
-    FinishReason,
     ModelFacts,
     PeerRef,
     PrefillTask,
@@ -292,10 +291,11 @@ class PrefillHalf:
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task
-        reason: FinishReason | None = reason_to_end(token_id, 0, request.prompt_tokens, task.sampling, self._model)
+        index = task.answered
+        reason = reason_to_end(token_id, index, request.prompt_tokens - index, task.sampling, self._model)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
         self._news.append(partial(request.progress.finish, token_id, reason))
-        event = RequestEvent(task.ref, 0, (token_id,), reason, edges=tuple(request.edges), logprobs=logprobs)
+        event = RequestEvent(task.ref, index, (token_id,), reason, edges=tuple(request.edges), logprobs=logprobs)
         return RoutedEvent(task.router_id, event)
 
 
@@ -310,8 +310,8 @@ def _next_chunk(request: PrefillRequest, budget: int) -> StepRow:
 
 
 def _first_draw(task: PrefillTask) -> Draw:
-    history = History(task.prompt_token_ids, ()) if task.sampling.penalized else None
-    return Draw(task.sampling, 0, history)
+    history = History(task.question, task.answer) if task.sampling.penalized else None
+    return Draw(task.sampling, task.answered, history)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

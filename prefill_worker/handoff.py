@@ -207,7 +207,7 @@ class Handoff:
             token_hash=hash_token_ids(self._request.task.prompt_token_ids),
             pages=self._request.pages_needed,
             first_token_id=first_token_id,
-            next_draw=1,
+            next_draw=self._request.task.answered + 1,
         )
 
     def _stats(self) -> TransferStats:

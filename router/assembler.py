@@ -6,7 +6,7 @@ from wire.messages import FinishReason, TokenLogprobs
 
 class TokenAssembler:
     """Orders by index: the first token comes from the prefill worker, the others from the decode worker, and their
-    streams race; a second attempt repeats tokens that are out already.
+    streams race. A second attempt goes on behind the tokens that are out, or repeats some of them.
 
     A repeat must be the same token. Sampling is seeded, but another attempt runs in another batch, whose rounding can
     tip a close choice; what follows would then continue an answer that the client never saw.
@@ -24,6 +24,10 @@ class TokenAssembler:
     def count(self) -> int:
         """Tokens in order so far: the index of the next one."""
         return len(self._token_ids)
+
+    def first(self, count: int) -> tuple[int, ...]:
+        """The first `count` tokens, all in order already."""
+        return tuple(self._token_ids[:count])
 
     def add(
         self, first_index: int, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...] = ()

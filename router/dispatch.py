@@ -41,8 +41,8 @@ from wire.timeline import Edge, EdgeStamp, Timeline
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.25
-_RETRYABLE = (TransferFailed, StaleEpoch)
-"""Failures of an attempt, not of the request: prefilling again can succeed."""
+_RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
+"""Failures of an attempt, not of the request: with other workers, or once more with these, it can succeed."""
 
 
 class Dispatcher:
@@ -172,10 +172,11 @@ class Dispatcher:
         self._leave_workers(request)
 
     def requeue(self, request: RoutedRequest) -> None:
-        """Back to its place in the queue, for another attempt."""
+        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
         self._leave_workers(request)
         request.attempt += 1
         request.assembler.restart()
+        request.answered = min(request.assembler.count, self._room_behind(request.admitted))
         self._queue.push(request)
         self._schedule_pump()
 
@@ -220,7 +221,7 @@ class Dispatcher:
         request.edges.append(EdgeStamp.now(Edge.PLACED))
         request.last_heard = time.monotonic()
         request.prefill = self.pool.link(pair.prefill)
-        request.prefill.book_prefill(request.wire_id, len(request.admitted.prompt_token_ids))
+        request.prefill.book_prefill(request.wire_id, request.prefill_tokens)
         request.prefill_worker, request.decode_worker = pair.prefill.worker_id, ""
         if pair.decode is not None:
             request.decode = self.pool.link(pair.decode)
@@ -236,11 +237,15 @@ class Dispatcher:
         self._schedule_pump()
 
     def on_lost(self, link: WorkerLink) -> None:
-        message = f"{link.name} went away while it served the request; send it again"
+        lost = Unavailable(
+            f"{link.name} went away while it served the request; send it again",
+            retry_after_s=self._config.retry_after_s,
+        )
+        elsewhere = self.pool.ready
         for request_id in link.request_ids:
             request = self._live.get(request_id)
             if request is not None:
-                self.fail(request, Unavailable(message, retry_after_s=self._config.retry_after_s))
+                self.fail_attempt(request, lost, retry=elsewhere)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
         request = self._live.get(lease.request_id)
@@ -295,6 +300,11 @@ class Dispatcher:
         )
         return request
 
+    def _room_behind(self, admitted: Admitted) -> int:
+        """Tokens that prefill workers can take behind the prompt, as far as is known."""
+        model = self.pool.model
+        return 0 if model is None else max(0, model.prefill_tokens_max - len(admitted.prompt_token_ids))
+
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
@@ -308,7 +318,8 @@ class Dispatcher:
 
 def _need(request: RoutedRequest) -> Need:
     admitted = request.admitted
-    return Need(len(admitted.prompt_token_ids), admitted.kv_tokens, admitted.sampling.max_tokens > 1)
+    decodes = admitted.sampling.max_tokens > request.answered + 1
+    return Need(request.prefill_tokens, admitted.kv_tokens, decodes)
 
 
 def _ending(request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:

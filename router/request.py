@@ -109,6 +109,8 @@ class RoutedRequest:
     last_heard: float = 0.0
     """Monotonic seconds of the last sign of life from its workers, once placed."""
     attempt: int = 1
+    answered: int = 0
+    """Tokens of the answer that this attempt starts behind: they go to its workers with the prompt."""
     failures: int = 0
     prefill: WorkerLink | None = None
     decode: WorkerLink | None = None
@@ -125,3 +127,13 @@ class RoutedRequest:
     @property
     def ref(self) -> RequestRef:
         return RequestRef(self.wire_id, self.attempt)
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens this attempt prefills: the prompt, and the answer as far as it goes on behind it."""
+        return len(self.admitted.prompt_token_ids) + self.answered
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """These tokens."""
+        return self.admitted.prompt_token_ids + self.assembler.first(self.answered)

@@ -81,7 +81,7 @@ class EventStream:
         fresh, logprobs = assembler.add(event.first_index, event.token_ids, event.logprobs)
         if event.finish_reason is not None:
             assembler.finish_at(event.first_index + len(event.token_ids), event.finish_reason)
-        if event.first_index == 0:
+        if event.first_index == request.answered:
             assert request.prefill is not None
             request.prefill.prompt_computed(request.wire_id)
         elif request.lease is not None:
@@ -138,7 +138,7 @@ class EventStream:
 
     def _handed_over(self, request: RoutedRequest) -> None:
         """The prefill worker is needed no longer, once its token is here: its death would not matter."""
-        if request.prefill is not None and request.assembler.count > 0:
+        if request.prefill is not None and request.assembler.count > request.answered:
             request.prefill.unbook_prefill(request.wire_id)
 
     def _deliver(self, jobs: list[TextJob]) -> None:

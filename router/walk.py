@@ -9,14 +9,14 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.request import RoutedRequest
 from router.worker_link import WorkerLink
-from wire.errors import FailedPrecondition, Internal, ResourceExhausted, TandemError, Unavailable
+from wire.errors import DeadlineExceeded, FailedPrecondition, Internal, ResourceExhausted, TandemError, Unavailable
 from wire.messages import Destination, PrefillTask, RequestRef, Reservation
 from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
-_TURNED_AWAY = (Unavailable, FailedPrecondition)
-"""What a worker says that drains or has changed its role: others may take the request."""
+_TURNED_AWAY = (Unavailable, FailedPrecondition, DeadlineExceeded)
+"""Of a worker that drains, has changed its role, or does not answer: others may take the request."""
 
 
 class WalkOwner(Protocol):
@@ -54,13 +54,17 @@ class Walks:
     ) -> None:
         """Runs to its end even if the request ends meanwhile, so that whatever was granted in between is given back."""
         asked = prefill if decode is None else decode
+        sampling, token_ids, answered = request.admitted.sampling, request.token_ids, request.answered
         try:
-            destination = None if decode is None else await self._reserve(request, ref, prefill, decode)
+            destination = None
+            if decode is not None:
+                peer = prefill.info.peer
+                reservation = Reservation(self._config.router_id, ref, token_ids, sampling, peer, answered=answered)
+                destination = await self._reserve(request, reservation, decode)
             asked = prefill
             if _current(request, ref):
-                admitted = request.admitted
                 await prefill.prefill(
-                    PrefillTask(self._config.router_id, ref, admitted.prompt_token_ids, admitted.sampling, destination)
+                    PrefillTask(self._config.router_id, ref, token_ids, sampling, destination, answered=answered)
                 )
         except TandemError as error:
             self._refused(request, ref, asked, error)
@@ -71,14 +75,9 @@ class Walks:
             for link in {prefill, decode or prefill}:
                 link.abort(ref)
 
-    async def _reserve(
-        self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink
-    ) -> Destination:
-        admitted = request.admitted
-        granted = await decode.reserve(
-            Reservation(self._config.router_id, ref, admitted.prompt_token_ids, admitted.sampling, prefill.info.peer)
-        )
-        if _current(request, ref):
+    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: WorkerLink) -> Destination:
+        granted = await decode.reserve(reservation)
+        if _current(request, reservation.ref):
             request.edges.append(EdgeStamp.now(Edge.RESERVED))
             request.lease = granted.lease
             decode.leases.keep(granted)

@@ -4,7 +4,7 @@ Routers call the workers' methods; the workers call each other through gRPC, as 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,23 +159,45 @@ class WorkerPair:
                 else:
                     heard.take(event)
 
-    def reservation(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Reservation:
-        return Reservation(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, self.prefill.me)
+    def reservation(
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, answered: int = 0
+    ) -> Reservation:
+        ref = RequestRef(name, attempt)
+        return Reservation(ROUTER, ref, tuple(prompt), sampling, self.prefill.me, answered=answered)
 
-    def reserve(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Lease:
-        return self.decode.worker.reserve(self.reservation(name, prompt, sampling, attempt)).lease
+    def reserve(
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, answered: int = 0
+    ) -> Lease:
+        return self.decode.worker.reserve(self.reservation(name, prompt, sampling, attempt, answered)).lease
 
     def task(
-        self, name: str, prompt: list[int], sampling: SamplingParams, lease: Lease | None, attempt: int = 1
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        lease: Lease | None,
+        attempt: int = 1,
+        *,
+        answered: int = 0,
     ) -> PrefillTask:
         there = None if lease is None else Destination(self.decode.me, self.decode.address, lease)
-        return PrefillTask(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, there)
+        return PrefillTask(ROUTER, RequestRef(name, attempt), tuple(prompt), sampling, there, answered=answered)
 
-    def send(self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1) -> Heard:
-        """Reserve and prefill, as the router does; returns what it hears."""
-        heard = self.heard[name] = Heard()
-        lease = self.reserve(name, prompt, sampling, attempt)
-        self.prefill.worker.prefill(self.task(name, prompt, sampling, lease, attempt))
+    def send(
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        attempt: int = 1,
+        answer: Sequence[int] = (),
+    ) -> Heard:
+        """Reserve and prefill, as the router does; returns what it hears, behind `answer`, which it has already."""
+        heard = self.heard[name] = Heard(list(answer))
+        asked, answered = [*prompt, *answer], len(answer)
+        lease = None
+        if sampling.max_tokens > answered + 1:
+            lease = self.reserve(name, asked, sampling, attempt, answered)
+        self.prefill.worker.prefill(self.task(name, asked, sampling, lease, attempt, answered=answered))
         return heard
 
     def abort(self, *names: str, attempt: int = 1) -> None:

@@ -5,7 +5,7 @@ The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand t
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 import numpy as np
@@ -124,13 +124,32 @@ class PeerRef:
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them."""
+class _Continued:
+    """An attempt may go on behind the answer's first tokens, which an earlier one has generated: then the last
+    `answered` of `prompt_token_ids` are these.
+    """
 
     router_id: str
     ref: RequestRef
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    answered: int = field(default=0, kw_only=True)
+
+    @property
+    def question(self) -> tuple[int, ...]:
+        """The client's own prompt."""
+        return self.prompt_token_ids[: len(self.prompt_token_ids) - self.answered]
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        """What earlier attempts have generated."""
+        return self.prompt_token_ids[len(self.prompt_token_ids) - self.answered :]
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation(_Continued):
+    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them."""
+
     prefill: PeerRef
 
 
@@ -144,13 +163,9 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillTask:
-    """Router to prefill: build this prompt's KV and sample its first token. No destination: the first is the last."""
+class PrefillTask(_Continued):
+    """Router to prefill: build this prompt's KV and sample the next token. No destination: the next is the last."""
 
-    router_id: str
-    ref: RequestRef
-    prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
     destination: Destination | None
 
 

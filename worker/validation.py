@@ -10,7 +10,6 @@ from wire.messages import (
     REPETITION_MAX,
     ModelFacts,
     PrefillTask,
-    RequestRef,
     Reservation,
     Role,
     SamplingParams,
@@ -23,28 +22,30 @@ def check_prefill(task: PrefillTask, model: ModelFacts, role: Role) -> None:
     """InvalidArgument names the field and the limit; FailedPrecondition when the prefill half is closed."""
     if not role.prefills:
         raise FailedPrecondition("this worker's prefill half is closed; send prompts to a prefill worker")
-    _check(task.router_id, task.ref, task.prompt_token_ids, task.sampling, model)
-    if task.destination is None and task.sampling.max_tokens > 1:
-        raise InvalidArgument("destination", "is missing, and max_tokens is more than 1")
+    _check(task, model)
+    if task.destination is None and task.sampling.max_tokens > task.answered + 1:
+        raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
 
 
 def check_reservation(reservation: Reservation, model: ModelFacts, role: Role) -> None:
     """InvalidArgument names the field and the limit; FailedPrecondition when the decode half is closed."""
     if not role.decodes:
         raise FailedPrecondition("this worker's decode half is closed; reserve at a decode worker")
-    _check(reservation.router_id, reservation.ref, reservation.prompt_token_ids, reservation.sampling, model)
+    _check(reservation, model)
 
 
-def _check(
-    router_id: str, ref: RequestRef, token_ids: tuple[int, ...], sampling: SamplingParams, model: ModelFacts
-) -> None:
-    for field, name in (("router_id", router_id), ("request_id", ref.request_id)):
+def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
+    ref, sampling = asked.ref, asked.sampling
+    for field, name in (("router_id", asked.router_id), ("request_id", ref.request_id)):
         if not 1 <= len(name) <= ID_LENGTH_MAX:
             raise InvalidArgument(field, f"has {len(name)} characters, must have 1 to {ID_LENGTH_MAX}")
     if ref.attempt < 1:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
-    _check_prompt(token_ids, model)
+    _check_prompt(asked.prompt_token_ids, model)
     _check_sampling(sampling, model)
+    limit = min(len(asked.prompt_token_ids), sampling.max_tokens)
+    if not 0 <= asked.answered < limit:
+        raise InvalidArgument("answered", f"{asked.answered} is not below prompt tokens and max_tokens, {limit}")
 
 
 def _check_prompt(token_ids: tuple[int, ...], model: ModelFacts) -> None:

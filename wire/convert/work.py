@@ -54,6 +54,7 @@ def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
         sampling=sampling_to_proto(value.sampling),
         prefill_worker_id=value.prefill.worker_id,
         prefill_incarnation=value.prefill.incarnation,
+        answered=value.answered,
     )
 
 
@@ -64,6 +65,7 @@ def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from_proto(message.sampling),
         prefill=PeerRef(message.prefill_worker_id, message.prefill_incarnation),
+        answered=message.answered,
     )
 
 
@@ -98,6 +100,7 @@ def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
         prompt_token_ids=value.prompt_token_ids,
         sampling=sampling_to_proto(value.sampling),
         destination=None if value.destination is None else destination_to_proto(value.destination),
+        answered=value.answered,
     )
 
 
@@ -108,6 +111,7 @@ def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
         prompt_token_ids=tuple(message.prompt_token_ids),
         sampling=sampling_from_proto(message.sampling),
         destination=destination_from_proto(message.destination) if message.HasField("destination") else None,
+        answered=message.answered,
     )
 
 

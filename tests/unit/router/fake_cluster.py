@@ -60,6 +60,8 @@ class Switches:
 
     refuse_reserve: int = 0
     """Answer so many Reserve calls with RESOURCE_EXHAUSTED."""
+    silent_reserve: bool = False
+    """Never answer Reserve."""
     prefill_error: TandemError | None = None
     """Refuse Prefill with this."""
     fail_transfers: int = 0
@@ -154,6 +156,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Reserve(self, request: Any, _context: Any) -> Any:
         reservation = convert.reservation_from_proto(request)
         self.reservations.append(reservation)
+        if self.switches.silent_reserve:
+            await asyncio.sleep(60)
         if self.switches.refuse_reserve > 0:
             self.switches.refuse_reserve -= 1
             raise ResourceExhausted("no pages", retry_after_s=0.01)
@@ -191,13 +195,13 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     # ---- the work ----
 
     async def _prefill(self, task: PrefillTask) -> None:
-        prompt, destination = task.prompt_token_ids, task.destination
-        only = task.sampling.max_tokens == 1 or self.switches.stop_at == 0
-        reason = (FinishReason.STOP if self.switches.stop_at == 0 else FinishReason.LENGTH) if only else None
+        prompt, destination, index = task.question, task.destination, task.answered
+        only = task.sampling.max_tokens == index + 1 or self.switches.stop_at == index
+        reason = (FinishReason.STOP if self.switches.stop_at == index else FinishReason.LENGTH) if only else None
         first = RequestEvent(
-            task.ref, 0, (self._token(prompt, 0),), reason,
+            task.ref, index, (self._token(prompt, index),), reason,
             edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
-            logprobs=answer_logprobs(self._token(prompt, 0), task.sampling.logprobs),
+            logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
         )  # fmt: skip
         if not self.switches.decode_first:
             self.send(task.router_id, first)
@@ -230,9 +234,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def _decode(self, task: PrefillTask) -> None:
         edges = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
-        for index in range(1, task.sampling.max_tokens):
+        for index in range(task.answered + 1, task.sampling.max_tokens):
             await asyncio.sleep(self.switches.step_s)
-            ids = (self._token(task.prompt_token_ids, index),)
+            ids = (self._token(task.question, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
             if self.switches.stop_at == index:
                 reason = FinishReason.STOP

@@ -299,13 +299,100 @@ async def test_no_worker_means_unavailable_at_once(cluster: Cluster, client: Cli
 
 
 async def test_an_attempt_that_samples_another_first_token_is_not_spliced_in(cluster: Cluster, client: Client) -> None:
-    cluster.prefill.switches.fail_transfers = 1
-    prefills = cluster.prefill.prefills
-    cluster.prefill.answer = lambda prompt, index: answer_token(prompt, index) + len(prefills) - 1
-    error = await client.error(ask(8))
+    """The prompt fills the prefill worker's pool, so that nothing can go behind it: token 0 is computed again."""
+    tight = await FakeWorker("prefill-1", Role.PREFILL, pages_total=1, token="secret").start()
+    await cluster.members(tight, cluster.decode)
+    prompt = [5] * tight.page_tokens
+    tight.switches.fail_transfers = 1
+    _, ids, _ = await client.run(ask(8, prompt))
+    assert ids == expected(8, prompt)
+    assert [task.answered for task in tight.prefills] == [0, 0]
+    tight.switches.fail_transfers = 1
+    tight.prefills.clear()
+    tight.answer = lambda prompt, index: answer_token(prompt, index) + len(tight.prefills) - 1
+    error = await client.error(ask(8, prompt))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "token 0 came out differently" in (error.details() or "")
-    assert len(prefills) == 2
+    assert len(tight.prefills) == 2
+
+
+@pytest.mark.parametrize("tokens", [40, 12])
+async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
+    cluster: Cluster, client: Client, tokens: int
+) -> None:
+    """With 12 tokens, what is left may be a single token, which needs no decode worker at all."""
+    doomed = cluster.decode
+    doomed.switches.step_s = 0.01
+    running = [asyncio.create_task(client.run(ask(tokens, prompt=[5, n], logprobs=1))) for n in range(6)]
+    live = cluster.router._dispatcher._live
+    await until(lambda: len(doomed.tasks) == 6, "all are decoding")
+    await until(lambda: min(each.assembler.count for each in live.values()) > min(5, tokens - 7), "some tokens are out")
+    heir = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+    await cluster.members(cluster.prefill, doomed, heir)
+    await doomed.kill()
+    for n, (_, ids, complete) in enumerate(await asyncio.gather(*running)):
+        assert ids == expected(tokens, [5, n])
+        assert (complete.prompt_tokens, complete.completion_tokens) == (2, tokens)
+    second = [task for task in cluster.prefill.prefills if task.ref.attempt == 2]
+    assert len(second) == 6
+    assert all(task.answered > 1 for task in second)
+    assert {task.question for task in second} == {(5, n) for n in range(6)}
+    assert all(
+        each.answered > 1 and each.answer == tuple(expected(each.answered, list(each.question)))
+        for each in heir.reservations
+    )
+    await cluster.members(cluster.prefill, heir)
+
+
+async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cluster, client: Client) -> None:
+    doomed = cluster.prefill
+    doomed.switches.silent_prefill = True
+    running = [asyncio.create_task(client.run(ask(8, prompt=[5, n]))) for n in range(4)]
+    await until(lambda: len(doomed.prefills) == 4, "all are placed")
+    heir = await FakeWorker("prefill-1", Role.PREFILL, token="secret").start()
+    await cluster.members(doomed, heir, cluster.decode)
+    await doomed.kill()
+    for n, (_, ids, _) in enumerate(await asyncio.gather(*running)):
+        assert ids == expected(8, [5, n])
+    await cluster.members(heir, cluster.decode)
+
+
+async def test_a_request_moves_at_most_twice(cluster: Cluster, client: Client) -> None:
+    others = [await FakeWorker(f"decode-{n}", Role.DECODE, token="secret").start() for n in (1, 2, 3)]
+    decodes = [cluster.decode, *others]
+    await cluster.members(cluster.prefill, *decodes)
+    for worker in decodes:
+        worker.switches.step_s = 0.01
+    run = asyncio.create_task(client.error(ask(1000)))
+    for _ in range(3):
+        await until(lambda: any(worker.tasks for worker in decodes), "it decodes")
+        victim = next(worker for worker in decodes if worker.tasks)
+        decodes.remove(victim)
+        await victim.kill()
+    error = await asyncio.wait_for(run, 5)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert victim.worker_id in (error.details() or "")
+    assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2, 3]
+    await cluster.members(cluster.prefill, *decodes)
+
+
+class TestSilentWorkers:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"rpc_timeout_s": 0.1}
+
+    async def test_a_worker_that_does_not_answer_a_call_is_left_for_another(
+        self, cluster: Cluster, client: Client
+    ) -> None:
+        cluster.decode.switches.silent_reserve = True
+        error = await asyncio.wait_for(client.error(ask(8)), 5)
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(cluster.decode.reservations) == 3
+        other = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+        await cluster.members(cluster.prefill, cluster.decode, other)
+        answers = await asyncio.gather(*(client.run(ask(8)) for _ in range(4)))
+        assert all(ids == expected(8) for _, ids, _ in answers)
+        cluster.decode.switches.silent_reserve = False
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -95,11 +95,14 @@ CASES: dict[str, tuple[Any, type]] = {
     "timeline": (st.builds(timeline.Timeline, edges, st.none() | transfers, text, text), inference_pb2.Timeline),
     "ref": (refs, worker_pb2.RequestRef),
     "lease": (leases, worker_pb2.Lease),
-    "reservation": (st.builds(messages.Reservation, text, refs, token_ids, sampling, peers), worker_pb2.ReserveRequest),
+    "reservation": (
+        st.builds(messages.Reservation, text, refs, token_ids, sampling, peers, answered=uint32),
+        worker_pb2.ReserveRequest,
+    ),
     "granted": (st.builds(messages.GrantedLease, leases, st.floats(0, 60)), worker_pb2.ReserveResponse),
     "destination": (destinations, worker_pb2.Destination),
     "prefill_task": (
-        st.builds(messages.PrefillTask, text, refs, token_ids, sampling, st.none() | destinations),
+        st.builds(messages.PrefillTask, text, refs, token_ids, sampling, st.none() | destinations, answered=uint32),
         worker_pb2.PrefillRequest,
     ),
     "token_logprobs": (scores, worker_pb2.TokenLogprobs),

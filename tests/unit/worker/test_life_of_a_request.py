@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
+from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
 from wire.errors import (
     FailedPrecondition,
@@ -492,11 +492,45 @@ async def test_another_decode_worker_gives_the_same_answer_after_a_death() -> No
         pair.ends.append(pair.decode)
         await pair.decode.start()
         pair.attach(pair.decode)
-        second = pair.send("q", PROMPT, sampling, attempt=2)
+        second = pair.send("q", PROMPT, sampling, attempt=2, answer=first.tokens)
         await until(lambda: second.finish)
         assert second.tokens == answer_to(PROMPT, sampling)
-        assert second.tokens[: len(first.tokens)] == first.tokens
-        assert second.logprobs[: len(first.logprobs)] == first.logprobs
+        assert [*first.logprobs, *second.logprobs] == [logprobs_of(token, 1) for token in second.tokens]
+        await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> None:
+    """Draws, penalties, limits and stop tokens count from the client's own prompt, wherever an attempt begins."""
+    whole = answer_to(PROMPT, TEN)
+    kinds = {
+        "plain": TEN,
+        "penalized": SamplingParams(10, presence_penalty=1.0),
+        "stopped": SamplingParams(10, stop_token_ids=(whole[-1],)),
+    }
+    async with WorkerPair(both=both, pages=200) as pair:
+        asked = {
+            f"{kind} {count}": (sampling, answer_to(PROMPT, sampling)[:count])
+            for kind, sampling in kinds.items()
+            for count in range(10)
+        }
+        heard = {name: pair.send(name, PROMPT, kind, answer=out) for name, (kind, out) in asked.items()}
+        await until(lambda: all(each.finish for each in heard.values()))
+        for name, (sampling, _) in asked.items():
+            assert heard[name].tokens == answer_to(PROMPT, sampling), name
+            stopped = sampling.stop_token_ids
+            assert heard[name].finish is (FinishReason.STOP if stopped else FinishReason.LENGTH), name
+        await pair.empty()
+
+
+async def test_the_end_of_the_context_counts_what_was_answered_before() -> None:
+    async with WorkerPair(pages=400) as pair:
+        prompt = list(range(3, 3 + FACTS.max_context - 6))
+        whole = answer_to(prompt, TEN)
+        assert len(whole) == 6
+        heard = {n: pair.send(f"q{n}", prompt, TEN, answer=whole[:n]) for n in range(6)}
+        await until(lambda: all(each.finish for each in heard.values()))
+        assert [each.tokens for each in heard.values()] == [whole] * 6
         await pair.empty()
 
 
