@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.layout import KVLayout
@@ -25,14 +26,41 @@ from wire.messages import PeerDescription, PeerRef
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
-    """A posted write."""
+class Flight:
+    """A posted write. Times are the fabric's."""
 
     sender: PeerRef
     write: PageWrite
     posted_at: float
     deadline: float
     future: "Future[WriteDone]"
+
+    def land(self, page_bytes: int, now: float, *, heard: bool) -> None:
+        """All is there; too late all the same, unless its notice has left."""
+        if now > self.deadline and not heard:
+            self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
+        else:
+            moved = len(self.write.local_pages) * page_bytes
+            self.future.set_result(WriteDone(moved, int((now - self.posted_at) * 1e9)))
+
+
+class Fabric(Protocol):
+    """What a transport of one process asks of the network between all of them."""
+
+    def now(self) -> float:
+        """Seconds, for deadlines."""
+
+    def attach(self, end: "InMemoryTransport") -> None:
+        """Make a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
+
+    def detach(self, end: "InMemoryTransport") -> None:
+        """Make a transport unreachable again."""
+
+    def post(self, flight: Flight) -> None:
+        """Put a write on the way."""
+
+    def drop_flights(self, lost: Callable[[Flight], bool], why: str) -> None:
+        """Take writes off the way and fail them."""
 
 
 class InMemoryFabric:
@@ -41,7 +69,7 @@ class InMemoryFabric:
     def __init__(self) -> None:
         self._wake = threading.Condition()
         self._ends: dict[PeerRef, InMemoryTransport] = {}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._carrying = False
         self._held = False
         self._delay_s = 0.0
@@ -100,25 +128,24 @@ class InMemoryFabric:
         self._thread.join()
         self.drop_flights(lambda flight: True, "the fabric is closed")
 
+    def now(self) -> float:
+        return time.monotonic()
+
     def attach(self, end: "InMemoryTransport") -> None:
-        """Make a transport reachable under its `me`; it replaces an earlier one of the same incarnation."""
         with self._wake:
             self._ends[end.me] = end
 
     def detach(self, end: "InMemoryTransport") -> None:
-        """Make a transport unreachable again."""
         with self._wake:
             if self._ends.get(end.me) is end:
                 del self._ends[end.me]
 
-    def post(self, flight: _Flight) -> None:
-        """Put a write on the way."""
+    def post(self, flight: Flight) -> None:
         with self._wake:
             self._flights.append(flight)
             self._wake.notify_all()
 
-    def drop_flights(self, lost: Callable[[_Flight], bool], why: str) -> None:
-        """Take writes off the way and fail them."""
+    def drop_flights(self, lost: Callable[[Flight], bool], why: str) -> None:
         with self._wake:
             dropped = [flight for flight in self._flights if lost(flight)]
             self._flights = deque(flight for flight in self._flights if not lost(flight))
@@ -144,7 +171,7 @@ class InMemoryFabric:
                     self._carrying = False
                     self._wake.notify_all()
 
-    def _carry(self, flight: _Flight) -> None:
+    def _carry(self, flight: Flight) -> None:
         with self._wake:
             sender, receiver = self._ends.get(flight.sender), self._ends.get(flight.write.peer)
             fails_after = self._failures.popleft() if self._failures else None
@@ -162,12 +189,7 @@ class InMemoryFabric:
             return
         if heard and flight.write.notice is not None:
             receiver.on_notice(flight.write.notice)
-        now = time.monotonic()
-        if now > flight.deadline and not heard:
-            flight.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
-        else:
-            bytes_moved = len(pairs) * sender.layout.page_bytes
-            flight.future.set_result(WriteDone(bytes_moved, int((now - flight.posted_at) * 1e9)))
+        flight.land(sender.layout.page_bytes, self.now(), heard=heard)
 
 
 class InMemoryTransport(Transport):
@@ -175,7 +197,7 @@ class InMemoryTransport(Transport):
 
     backend = "in-memory"
 
-    def __init__(self, fabric: InMemoryFabric, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> None:
+    def __init__(self, fabric: Fabric, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> None:
         self.layout = layout
         self.me = me
         self.on_notice = on_notice
@@ -207,14 +229,14 @@ class InMemoryTransport(Transport):
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
-        now = time.monotonic()
+        now = self._fabric.now()
         known = self._peers.get(write.peer.worker_id)
         if self._closed or known is None or known.peer != write.peer:
             future.set_exception(TransferFailed(f"{write.peer} is not a known peer; introduce it first"))
         elif deadline_s <= 0:
             future.set_exception(TransferFailed("the write was past its deadline before it began; prefill again"))
         else:
-            self._fabric.post(_Flight(self.me, write, now, now + deadline_s, future))
+            self._fabric.post(Flight(self.me, write, now, now + deadline_s, future))
         return future
 
     def describe(self) -> PeerDescription:

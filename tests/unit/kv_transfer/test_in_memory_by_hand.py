@@ -1,0 +1,110 @@
+"""The fake that lands pages by hand keeps the contract, and bends only what it says it bends."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kv_transfer.base import PageWrite
+from kv_transfer.in_memory import Flight, InMemoryTransport
+from kv_transfer.in_memory_by_hand import FabricByHand
+from kv_transfer.layout import KVLayout
+from wire.errors import TransferFailed
+from wire.messages import Lease, PeerRef, TransferNotice
+
+PAGES = 6
+PREFILL, DECODE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)
+NOTICE = TransferNotice(Lease("r", 1, 1), PREFILL, b"h", 2, 7, 1)
+
+
+@dataclass
+class Pair:
+    now: float = 0.0
+    landed: list[tuple[int, int]] = field(default_factory=list)
+    heard: list[TransferNotice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.fabric = FabricByHand(lambda: self.now, self.landing)
+        self.memory = np.zeros((2, PAGES, 8), dtype="<i4")
+        self.memory[0] = np.arange(PAGES * 8).reshape(PAGES, 8) + 1
+        self.prefill, self.decode = (
+            InMemoryTransport(self.fabric, self.layout(at), peer, self.heard.append)
+            for at, peer in enumerate((PREFILL, DECODE))
+        )
+        self.prefill.add_peer(self.decode.describe())
+
+    def layout(self, at: int) -> KVLayout:
+        return KVLayout(self.memory[at].ctypes.data, PAGES, 1, 1, 4, 1, 4, "int32")
+
+    def landing(self, flight: Flight, local: int, remote: int) -> None:
+        assert flight.sender == PREFILL
+        self.landed.append((local, remote))
+
+    def write(self, local: list[int], remote: list[int], notice: TransferNotice | None = None) -> Any:
+        return self.prefill.write(PageWrite(DECODE, local, remote, notice), deadline_s=1.0)
+
+
+def test_pages_land_one_by_one_and_the_notice_last() -> None:
+    pair = Pair()
+    future = pair.write([0, 1], [4, 5], NOTICE)
+    (one,) = pair.fabric.flights
+    pair.fabric.land(one, 1)
+    assert pair.landed == [(0, 4)]
+    assert not future.done()
+    assert not pair.fabric.notices
+    pair.fabric.land(one)
+    np.testing.assert_array_equal(pair.memory[1, 4:], pair.memory[0, :2])
+    assert future.result().bytes == 64
+    (late,) = pair.fabric.notices
+    pair.fabric.hear(late, again=True)
+    pair.fabric.hear(late)
+    assert pair.heard == [NOTICE, NOTICE]
+    assert not pair.fabric.notices
+
+
+@pytest.mark.parametrize("notice", [None, NOTICE])
+def test_after_its_deadline_a_write_has_failed_unless_its_notice_left(notice: TransferNotice | None) -> None:
+    pair = Pair()
+    future = pair.write([0], [1], notice)
+    pair.now = 2.0
+    pair.fabric.land(pair.fabric.flights[0])
+    assert (future.exception() is None) == (notice is not None)
+
+
+@pytest.mark.parametrize("after_notice", [False, True])
+def test_a_failed_write_moves_no_more(after_notice: bool) -> None:
+    pair = Pair()
+    future = pair.write([0, 1], [4, 5], NOTICE)
+    pair.fabric.land(pair.fabric.flights[0], 1)
+    pair.fabric.fail(pair.fabric.flights[0], after_notice=after_notice)
+    assert isinstance(future.exception(), TransferFailed)
+    assert not pair.fabric.flights
+    assert len(pair.fabric.notices) == after_notice
+    assert pair.memory[1, 5].any() == after_notice
+
+
+def test_a_dead_writers_bytes_land_as_they_were_until_it_is_buried() -> None:
+    pair = Pair()
+    before = pair.memory[0].copy()
+    future = pair.write([0, 1], [4, 5], NOTICE)
+    pair.fabric.kill(PREFILL)
+    pair.memory[0] = 99
+    pair.fabric.land(pair.fabric.flights[0], 1)
+    np.testing.assert_array_equal(pair.memory[1, 4], before[0])
+    pair.fabric.bury(PREFILL)
+    assert not pair.fabric.flights
+    assert not future.done()
+    assert not pair.memory[1, 5].any()
+
+
+def test_writes_to_the_dead_fail_and_their_notices_reach_nobody() -> None:
+    pair = Pair()
+    pair.write([0], [1], NOTICE)
+    pair.fabric.land(pair.fabric.flights[0])
+    future = pair.write([0], [2])
+    pair.fabric.kill(DECODE)
+    pair.fabric.hear(pair.fabric.notices[0])
+    assert isinstance(future.exception(), TransferFailed)
+    assert not pair.heard
+    assert pair.landed == [(0, 1)]
