@@ -70,7 +70,7 @@ class FabricByHand:
                 one.flight.land(receiver.layout.page_bytes, self.now(), heard=write.notice is not None)
 
     def fail(self, one: OnTheWay, *, after_notice: bool = False) -> None:
-        """The write comes to rest where it is, and fails; `after_notice`: as all of it has landed and its notice left."""
+        """The write comes to rest where it is, and fails; `after_notice`: all of it has landed, its notice has left."""
         receiver = self._ends.get(one.flight.write.peer)
         if after_notice and receiver is not None:
             self._move(one, receiver, None)
