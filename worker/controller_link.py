@@ -28,8 +28,9 @@ REFRESH_S = 1.0
 class ControllerLink:
     """One worker's registration. Lives on the event loop.
 
-    `describe` gives the worker's facts as they are now. `on_peer_gone` hears of incarnations of other workers that are
-    known dead, and with each of all before it; `on_superseded`, that the controller has given this one up.
+    `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, `on_peer_gone`
+    of incarnations of other workers that are known dead, and with each of all before it; `on_superseded` hears that
+    the controller has given this one up.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ControllerLink:
         describe: Callable[[], WorkerInfo],
         timeout_s: float,
         *,
+        on_peer_joined: Callable[[WorkerInfo], None],
         on_peer_gone: Callable[[PeerRef], None],
         on_superseded: Callable[[TandemError], None],
     ) -> None:
@@ -47,6 +49,7 @@ class ControllerLink:
         self._me = self._announced.peer
         self._token = token
         self._timeout_s = timeout_s
+        self._on_peer_joined = on_peer_joined
         self._on_peer_gone = on_peer_gone
         self._on_superseded = on_superseded
         self._channel = rpc.open_channel(address, token)
@@ -128,9 +131,12 @@ class ControllerLink:
         serving = {info.peer: info.address for info in membership.workers if info.peer.worker_id != self._me.worker_id}
         for peer in [peer for peer in self._probes if peer in serving]:
             self._probes.pop(peer).cancel()
-        for peer in [peer for peer in serving if peer not in self._known]:
-            self._bury(PeerRef(peer.worker_id, peer.incarnation - 1))
+        joined = [info for info in membership.workers if info.peer in serving and info.peer not in self._known]
+        for info in joined:
+            self._bury(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
         self._known.update(serving)
+        for info in joined:
+            self._on_peer_joined(info)
         for peer, address in self._known.items():
             if peer not in serving and peer not in self._probes:
                 self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))

@@ -7,11 +7,11 @@ from typing import TypeVar
 
 import grpc.aio
 
-from kv_transfer.base import Sender
+from kv_transfer.base import PageWrite, Sender
 from kv_transfer.handshake import check_compatible
 from prefill_worker.destination import DecodePeers
 from wire import convert, rpc
-from wire.errors import StaleEpoch, Unavailable
+from wire.errors import StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Handshake, PeerDescription, PeerRef
 
@@ -26,7 +26,7 @@ class _Connection:
     def __init__(self, address: str, token: str) -> None:
         self.channel = rpc.open_channel(address, token)
         self.stub = worker_pb2_grpc.WorkerStub(self.channel)
-        self.introduced: asyncio.Task[None] | None = None
+        self.introduced: asyncio.Task[PeerDescription] | None = None
 
 
 class Peers(DecodePeers):
@@ -45,15 +45,21 @@ class Peers(DecodePeers):
     # ---- prefill side ----
 
     async def connect(self, destination: Destination) -> None:
-        connection = self._connection(destination)
-        if connection.introduced is None:
-            connection.introduced = asyncio.ensure_future(self._introduce(connection, destination.peer))
-        # Shielded: many requests wait for one introduction, and one of them may be cancelled.
+        await self._introduced(destination.peer, destination.address)
+
+    async def warm_up(self, peer: PeerRef, address: str) -> None:
+        """Connect to a decode worker and move a page to it, from and to those that are nobody's, behind the pools'.
+
+        The first use of a wire is the slowest by far. What fails is logged: the first request tries again.
+        """
         try:
-            await asyncio.shield(connection.introduced)
-        except Exception:
-            self._drop(destination.peer, connection)
-            raise
+            theirs = await self._introduced(peer, address)
+            write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
+            done = await asyncio.wrap_future(self._sender.write(write, self._timeout_s))
+        except TandemError as error:
+            log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
+        else:
+            log.info("the way to %s is warm: first page in %.1f ms", peer.worker_id, done.duration_nanos / 1e6)
 
     async def allot(self, destination: Destination, pages: int) -> tuple[int, ...]:
         request = worker_pb2.AllotPagesRequest(
@@ -62,7 +68,7 @@ class Peers(DecodePeers):
             prefill_worker_id=self._me.worker_id,
             prefill_incarnation=self._me.incarnation,
         )
-        stub = self._connection(destination).stub
+        stub = self._connection(destination.peer, destination.address).stub
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
         return tuple(reply.page_ids)
 
@@ -74,7 +80,7 @@ class Peers(DecodePeers):
         )
         if self._is_gone(destination.peer):
             return
-        stub = self._connection(destination).stub
+        stub = self._connection(destination.peer, destination.address).stub
         await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
 
     # ---- decode side ----
@@ -110,15 +116,26 @@ class Peers(DecodePeers):
     def _is_gone(self, peer: PeerRef) -> bool:
         return peer.incarnation <= self._gone.get(peer.worker_id, -1)
 
-    def _connection(self, destination: Destination) -> _Connection:
-        if self._is_gone(destination.peer):
-            raise Unavailable(f"worker {destination.peer.worker_id} is gone; choose another")
-        connection = self._connections.get(destination.peer)
+    def _connection(self, peer: PeerRef, address: str) -> _Connection:
+        if self._is_gone(peer):
+            raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
+        connection = self._connections.get(peer)
         if connection is None:
-            connection = self._connections[destination.peer] = _Connection(destination.address, self._token)
+            connection = self._connections[peer] = _Connection(address, self._token)
         return connection
 
-    async def _introduce(self, connection: _Connection, peer: PeerRef) -> None:
+    async def _introduced(self, peer: PeerRef, address: str) -> PeerDescription:
+        connection = self._connection(peer, address)
+        if connection.introduced is None:
+            connection.introduced = asyncio.ensure_future(self._introduce(connection, peer))
+        # Shielded: many requests wait for one introduction, and one of them may be cancelled.
+        try:
+            return await asyncio.shield(connection.introduced)
+        except Exception:
+            self._drop(peer, connection)
+            raise
+
+    async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
         request = convert.handshake_to_proto(self._mine)
         reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
         theirs = convert.description_from_proto(reply.peer)
@@ -129,6 +146,7 @@ class Peers(DecodePeers):
             )
         self._sender.add_peer(theirs)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
+        return theirs
 
     def _drop(self, peer: PeerRef, connection: _Connection) -> None:
         if self._connections.get(peer) is connection:

@@ -112,6 +112,7 @@ class WorkerProcess:
                 self._config.token,
                 describe,
                 self._config.rpc_timeout_s,
+                on_peer_joined=self._worker.peer_joined,
                 on_peer_gone=self._worker.peer_gone,
                 on_superseded=self._end,
             )
@@ -175,10 +176,11 @@ class WorkerProcess:
 
 
 def _layout_of(engine: ModelRunner) -> KVLayout:
+    """Of the whole cache, with the page behind the pool's that is nobody's: see `Peers.warm_up`."""
     cache = engine.cache
     return KVLayout(
         base_address=cache.base_address,
-        pages=cache.pages,
+        pages=cache.pages + 1,
         layers=cache.layers,
         kv_heads=cache.kv_heads,
         page_tokens=cache.page_tokens,

@@ -36,6 +36,7 @@ from wire.messages import (
     Reservation,
     Role,
     RoutedEvent,
+    WorkerInfo,
     WorkerInspection,
     WorkerLoad,
 )
@@ -87,6 +88,7 @@ class Worker:
         self._page_tokens = engine.page_tokens
         self._events = asyncio.get_running_loop()
         self._handoffs: set[asyncio.Future[None]] = set()
+        self._warming: set[asyncio.Future[None]] = set()
         self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s)
         self.admission = self._make_admission(engine)
         self.transport = open_transport(self.admission.notice)
@@ -147,6 +149,13 @@ class Worker:
         self.admission.abort(router_id, refs)
 
     # ---- other workers ----
+
+    def peer_joined(self, info: WorkerInfo) -> None:
+        """Another worker serves: who will hand prompts over to it gets ready for that now, not with a user's prompt."""
+        if self._config.role.prefills and info.role.decodes:
+            warming = asyncio.ensure_future(self.peers.warm_up(info.peer, info.address))
+            self._warming.add(warming)
+            warming.add_done_callback(self._warming.discard)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """That run of another worker, and so its earlier ones, is known dead."""

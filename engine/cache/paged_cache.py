@@ -13,15 +13,19 @@ GIB = 1 << 30
 
 
 class PagedCache:
-    """[pages, layers, 2, kv_heads, page_tokens, head_dim], zeroed; keys at index 0 of the third dimension, values at 1.
+    """[pages + 1, layers, 2, kv_heads, page_tokens, head_dim], zeroed; of the third dimension keys are 0, values 1.
 
+    Page number `pages`, the last one, is nobody's: other workers write to it to try out a connection.
     Owns the memory: addresses handed to a transfer are good as long as this object lives.
     """
 
     def __init__(
         self, config: ModelConfig, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """As many whole pages as fit into `capacity_bytes`; InvalidArgument if not one does, or `device` has less."""
+        """As many whole pages as fit into `capacity_bytes`, and the one that is nobody's.
+
+        InvalidArgument if not one fits, or `device` has less.
+        """
         self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
         self.page_tokens = page_tokens
         self.item_bytes = dtype.itemsize
@@ -29,7 +33,7 @@ class PagedCache:
         self.pages = capacity_bytes // one
         if self.pages < 1:
             raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {one} bytes.")
-        shape = (self.pages, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
+        shape = (self.pages + 1, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
         self.tensor = _zeros(shape, dtype, device)
 
     @property

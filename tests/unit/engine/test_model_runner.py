@@ -43,7 +43,7 @@ def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
 
 def test_cache_is_zero_aligned_and_described(runner: ModelRunner) -> None:
     cache = runner.cache
-    assert cache.tensor.shape == (cache.pages, 3, 2, 2, 16, 16)
+    assert cache.tensor.shape == (cache.pages + 1, 3, 2, 2, 16, 16)
     assert cache.base_address == cache.tensor.data_ptr()
     assert cache.base_address % 4096 == 0
     assert not cache.tensor.any()

@@ -84,6 +84,7 @@ class Scene:
     def __init__(self) -> None:
         self.controller = Controller()
         self.gone: list[PeerRef] = []
+        self.joined: list[WorkerInfo] = []
         self.defects = 0
         self.transport = "fake"
         self.superseded: list[TandemError] = []
@@ -98,6 +99,7 @@ class Scene:
             "",
             lambda: replace(info(ME), transport=self.transport),
             2.0,
+            on_peer_joined=self.joined.append,
             on_peer_gone=self._bury,
             on_superseded=self.superseded.append,
         )
@@ -210,9 +212,26 @@ async def test_a_controller_that_comes_back_hears_of_us_again(scene: Scene) -> N
 
 
 async def test_no_controller_is_unavailable() -> None:
+    nobody: list[Any] = []
     link = ControllerLink(
-        "127.0.0.1:1", "", lambda: info(ME), 1.0, on_peer_gone=lambda _: None, on_superseded=lambda _: None
+        "127.0.0.1:1",
+        "",
+        lambda: info(ME),
+        1.0,
+        on_peer_joined=nobody.append,
+        on_peer_gone=nobody.append,
+        on_superseded=nobody.append,
     )
     with pytest.raises(Unavailable):
         await link.register()
     await link.close()
+
+
+async def test_each_incarnation_joins_once_and_this_worker_never(scene: Scene) -> None:
+    first, second = info(PeerRef("prefill-0", 7)), info(PeerRef("prefill-0", 8))
+    scene.controller.change(first, info(ME))
+    await until(lambda: scene.joined == [first])
+    scene.controller.change(first, info(ME), info(PeerRef("prefill-1", 1)))
+    await until(lambda: len(scene.joined) == 2)
+    scene.controller.change(second)
+    await until(lambda: scene.joined[2:] == [second])

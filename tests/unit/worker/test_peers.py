@@ -10,7 +10,7 @@ from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from tests.fake_engine import FakeEngine
 from tests.worker_pair import until
-from wire import rpc
+from wire import convert, rpc
 from wire.errors import StaleEpoch, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Lease, PeerRef
@@ -26,6 +26,11 @@ class Decode(worker_pb2_grpc.WorkerServicer):
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.calls: list[str] = []
+        self.reply = worker_pb2.ConnectPeerResponse()
+
+    async def ConnectPeer(self, _request: Any, _context: Any) -> worker_pb2.ConnectPeerResponse:
+        self.calls.append("connect")
+        return self.reply
 
     async def AllotPages(self, _request: Any, _context: Any) -> worker_pb2.AllotPagesResponse:
         self.calls.append("allot")
@@ -106,3 +111,26 @@ async def test_the_death_of_a_later_run_is_that_of_the_earlier_ones(scene: Scene
 async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
     with pytest.raises(StaleEpoch):
         await scene.peers.release(scene.there)
+
+
+async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
+    theirs = FakeEngine()
+    transport = InMemoryTransport(scene.fabric, theirs.layout, THERE, lambda _: None)
+    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    scene.engine.memory[:], theirs.memory[:] = 7, 0
+
+    await scene.peers.warm_up(THERE, scene.there.address)
+
+    assert (theirs.memory[-1] == 7).all()
+    assert not theirs.memory[:-1].any()
+    await scene.peers.warm_up(THERE, scene.there.address)
+    assert scene.decode.calls == ["connect"]
+
+
+async def test_a_warm_up_that_fails_leaves_it_to_the_first_request(scene: Scene, caplog: Any) -> None:
+    scene.peers.forget(THERE)
+    with caplog.at_level("INFO"):
+        await scene.peers.warm_up(THERE, scene.there.address)
+    assert "not warm yet" in caplog.text
+    with pytest.raises(Unavailable):
+        await scene.peers.connect(scene.there)
