@@ -1,10 +1,12 @@
 """Who may come into the decode half: reservations, leases, and what arrives under them.
 
 The path of a request, by its queues (`decode_worker/request.py`):
-  1. `reserve`  promises pages for prompt and answer, so that nothing that runs is ever preempted; `allot` turns the
-                prompt's share into pages that one prefill worker may write
-  2. `notice`   the KV has arrived: checked against the reservation, the pages change owner, the request is ready
-  3. `join`     the running batch takes it; `leave` ends it
+  1. `reserve`  promises pages for prompt and answer (`room.py`), so that nothing that runs is ever preempted; `allot`
+                turns the prompt's share into pages that one prefill worker may write
+  2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
+                (`arrival.py`)
+  3.            all is right: the request is ready (`holdings.py`)
+  4. `join`     the running batch takes it; `leave` ends it
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
 table, which says what to do with the pages.
 
@@ -13,39 +15,35 @@ Every method answers at once, from any thread, under one lock.
 
 import logging
 import threading
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
+from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
+from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
+from decode_worker.room import Room
 from engine.cache.page_pool import PagePool
+from kv_transfer.checksums import PageChecks
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
-from wire.ending import kv_tokens, pages_for, reason_to_end
-from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, TransferFailed, Unavailable
+from wire.ending import kv_tokens, pages_for
+from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
-    ErrorDetail,
-    FinishReason,
     GrantedLease,
     Lease,
     ModelFacts,
     PeerRef,
-    RequestEvent,
     RequestRef,
     Reservation,
     RoutedEvent,
     TransferNotice,
-    hash_token_ids,
 )
-from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
-ADMITTED_REMEMBERED = 4096
-"""Epochs of admitted leases remembered, so that a heartbeat that crosses a notice does not read as a loss."""
-
 
 class DecodeAdmission:
-    """Owns every reservation of this worker until it leaves, its pages and what is left of its promise."""
+    """The one door to this half's requests, and owner of their leases."""
 
     def __init__(
         self,
@@ -59,31 +57,27 @@ class DecodeAdmission:
         expect: Callable[[int], None],
         emit: Callable[[RoutedEvent], None],
         wake: Callable[[], None],
+        checks: PageChecks | None = None,
     ) -> None:
         """`expect` hears how many leases may see a notice, `emit` what a router must know, `wake` that work is ready.
 
         All three are called from any thread and return at once; `expect` under the lock, so that the last count it
-        hears is the true one.
+        hears is the true one. `checks` compare bytes that arrived with those sent; None = here and there not at all.
         """
         self._config = config
-        self._me = me
         self._pool = pool
         self._page_tokens = page_tokens
         self._model = model
         self._expect = expect
-        self._emit = emit
         self._wake = wake
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, config.quarantine_s)
         self._lock = threading.Lock()
         # By epoch: exactly the requests whose lease the table holds and has not revoked; both change under one lock.
         self._leased: dict[int, DecodeRequest] = {}
-        self._requests: dict[tuple[str, str], DecodeRequest] = {}
-        self._ready: deque[DecodeRequest] = deque()
-        self._admitted: OrderedDict[int, None] = OrderedDict()
-        self._pages_limit = pool.counts().total if config.max_pages is None else config.max_pages
-        self._pages_committed = 0
-        self._draining = False
-        self._mismatches = 0
+        self._room = Room(config, me.worker_id, pool, self._leases)
+        self._held = Holdings(pool, self._room, emit)
+        self.arrival = ArrivalCheck(me, model, checks)
+        self._stale_attempts = 0
 
     # ---- routers ----
 
@@ -108,13 +102,13 @@ class DecodeAdmission:
         """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""
         unknown = self._leases.renew(leases)
         with self._lock:
-            return tuple(lease for lease in unknown if lease.epoch not in self._admitted)
+            return tuple(lease for lease in unknown if not self._held.has_arrived(lease))
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         with self._lock:
             for ref in refs:
-                request = self._requests.get((router_id, ref.request_id))
+                request = self._held.find(router_id, ref.request_id)
                 if request is not None and request.reservation.ref.attempt <= ref.attempt:
                     self._abort(request)
         self._changed()
@@ -128,11 +122,12 @@ class DecodeAdmission:
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not over, with its router."""
         with self._lock:
-            return [(router_id, r.reservation.ref) for (router_id, _), r in self._requests.items()]
+            return self._held.refs()
 
     def drain(self) -> None:
         """Promise nothing new from now on."""
-        self._draining = True
+        with self._lock:
+            self._room.drain()
 
     # ---- prefill workers ----
 
@@ -171,7 +166,7 @@ class DecodeAdmission:
                 log.info("a notice was dropped: %s", error.message)
                 return
             if change.action is PageAction.ADMIT:
-                self._admit(self._leased.pop(notice.lease.epoch), notice)
+                self._take_in(self._leased.pop(notice.lease.epoch), notice)
             else:
                 self._follow(change, None)
         self._changed()
@@ -199,28 +194,24 @@ class DecodeAdmission:
     def join(self, room: int) -> list[DecodeRequest]:
         """At most `room` ready requests, oldest first, for the batch to run until they `leave`."""
         with self._lock:
-            joining = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
-            for request in joining:
-                request.stage = Stage.RUNNING
-            return joining
+            return self._held.join(room)
 
     def grow(self, request: DecodeRequest) -> None:
         """One more page of a running request's promise."""
         with self._lock:
-            request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
-            request.promised -= 1
+            self._held.grow(request)
 
     def leave(self, request: DecodeRequest) -> None:
         """A running request is over: its pages are free at once."""
         with self._lock:
-            self._free_owned(request)
+            self._held.free(request)
 
     # ---- facts ----
 
     @property
     def open_requests(self) -> int:
         """Requests that are not over."""
-        return len(self._requests)
+        return len(self._held)
 
     @property
     def open_leases(self) -> int:
@@ -230,91 +221,72 @@ class DecodeAdmission:
     @property
     def fenced(self) -> int:
         """Messages and notices dropped because their epoch or attempt was old, or they did not fit."""
-        return self._leases.fenced + self._mismatches
+        return self._leases.fenced + self._stale_attempts + self.arrival.refused
+
+    @property
+    def not_ready(self) -> str:
+        """Why nothing is promised for now, in words; empty = promises are made."""
+        return self._room.not_ready
 
     def _changed(self) -> None:
         """Outside the lock: leases may have ended and pages become free."""
         with self._lock:
             self._expect(self._leases.open_leases)
+            self._room.look()
         self._wake()
 
     # ---- inside, under the lock ----
 
     def _known(self, reservation: Reservation) -> DecodeRequest | None:
         """This very reservation, if it was made before; an earlier attempt of it ends here."""
-        known = self._requests.get((reservation.router_id, reservation.ref.request_id))
+        known = self._held.find(reservation.router_id, reservation.ref.request_id)
         if known is None or known.reservation == reservation:
             return known
         if known.reservation.ref.attempt >= reservation.ref.attempt:
-            self._mismatches += 1
+            self._stale_attempts += 1
             raise StaleEpoch(f"attempt {reservation.ref.attempt} of {reservation.ref.request_id} is taken or over")
         self._abort(known)
         return None
 
-    def _check_room(self, pages: int) -> None:
-        if self._draining:
-            raise Unavailable(f"worker {self._me.worker_id} is draining; ask another one")
-        if pages > self._pages_limit:
-            raise InvalidArgument(
-                "max_tokens",
-                f"prompt and answer need {pages} KV pages and worker {self._me.worker_id} has {self._pages_limit};"
-                " ask for fewer tokens",
-            )
-        if self._pages_committed + pages > self._pages_limit:
-            raise self._full()
-
-    def _full(self) -> ResourceExhausted:
-        return ResourceExhausted(
-            f"worker {self._me.worker_id} has no KV pages left to promise; come back later",
-            retry_after_s=self._config.retry_after_s,
-        )
-
     def _grant(self, reservation: Reservation, pages: int) -> DecodeRequest:
-        self._check_room(pages)
-        try:
-            self._pool.promise(pages)
-        except ResourceExhausted:
-            raise self._full() from None
+        self._room.take(pages)
         prompt_pages = pages_for(len(reservation.prompt_token_ids), self._page_tokens)
         try:
             lease = self._leases.grant(reservation.ref, reservation.prefill)
         except TandemError:
-            self._pool.unpromise(pages)
+            self._room.give_back(pages, promised=pages)
             raise
         request = DecodeRequest(reservation, lease, prompt_pages, committed=pages, promised=pages)
-        self._pages_committed += pages
-        self._leased[lease.epoch] = self._requests[request.key] = request
+        self._leased[lease.epoch] = request
+        self._held.add(request)
         return request
 
-    def _admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        problem = self._mismatch(request, notice)
-        if problem:
-            self._mismatches += 1
-            self._pool.free_lease(notice.lease)
-            self._end(request)
-            self._fail(request, TransferFailed(f"what arrived for the request has {problem}; prefill again"))
-            return
-        request.pages = self._pool.adopt(notice.lease, request.reservation.ref)
-        answer = request.reservation.answer
-        request.token_ids = [*answer, notice.first_token_id]
-        request.first_draw = notice.next_draw - len(answer)
-        request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
-        request.stage = Stage.READY
-        self._ready.append(request)
-        self._admitted[notice.lease.epoch] = None
-        if len(self._admitted) > ADMITTED_REMEMBERED:
-            self._admitted.popitem(last=False)
+    def _take_in(self, request: DecodeRequest, notice: TransferNotice) -> None:
+        self._held.adopt(request)
+        problem = self.arrival.stamp_problem(request, notice)
+        if problem or not self.arrival.check_bytes(request, notice, partial(self._checked, request, notice)):
+            self._judge(request, notice, problem)
+
+    def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
+        """The checks' thread: whether the bytes of a request's pages are right."""
+        with self._lock:
+            self._judge(request, notice, problem)
+        self._changed()
+
+    def _judge(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
+        """What arrived is known to be right, or to have a `problem`."""
+        if request.cancelled:
+            self._held.free(request)
+        elif problem:
+            self._held.free(request, TransferFailed(f"what arrived for the request has {problem}; prefill again"))
+        else:
+            self._held.admit(request, notice)
 
     def _abort(self, request: DecodeRequest) -> None:
         if request.stage is Stage.LEASED:
             self._follow(self._leases.revoke(request.lease), None)
-        elif request.stage is Stage.READY:
-            self._ready.remove(request)
-            self._free_owned(request)
         else:
-            # The engine may be reading its pages now: the batch drops it at the step's end.
-            request.cancelled = True
-            self._requests.pop(request.key, None)
+            self._held.cancel(request)
 
     def _follow(self, change: LeaseChange, failure: TandemError | None) -> None:
         """Do with the pages what the lease table says; a request that was alive is over, its router hears `failure`."""
@@ -326,36 +298,4 @@ class DecodeAdmission:
         elif change.action is PageAction.FREE:
             self._pool.free_quarantined(change.lease)
         if request is not None:
-            self._end(request)
-            if failure is not None:
-                self._fail(request, failure)
-
-    def _free_owned(self, request: DecodeRequest) -> None:
-        self._pool.free(request.reservation.ref, request.pages)
-        self._end(request)
-
-    def _end(self, request: DecodeRequest) -> None:
-        """Give back what is left of the promise; the pages are no longer this request's."""
-        self._pool.unpromise(request.promised)
-        self._pages_committed -= request.committed
-        request.promised, request.pages, request.stage = 0, [], Stage.OVER
-        if self._requests.get(request.key) is request:
-            del self._requests[request.key]
-
-    def _fail(self, request: DecodeRequest, error: TandemError) -> None:
-        event = RequestEvent(
-            request.reservation.ref, finish_reason=FinishReason.ERROR, error=ErrorDetail(error.code, error.message)
-        )
-        self._emit(RoutedEvent(request.reservation.router_id, event))
-
-    def _mismatch(self, request: DecodeRequest, notice: TransferNotice) -> str:
-        """What of a notice does not fit the reservation; empty when all does."""
-        reservation = request.reservation
-        if notice.pages != request.prompt_pages:
-            return f"{notice.pages} pages instead of {request.prompt_pages}"
-        if notice.token_hash != hash_token_ids(reservation.prompt_token_ids):
-            return "the hash of another prompt"
-        index = reservation.answered
-        if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
-            return "a first token that ends the answer"
-        return ""
+            self._held.end(request, failure)

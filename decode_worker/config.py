@@ -15,5 +15,8 @@ class DecodeConfig:
     """Life of a lease without a heartbeat, in seconds."""
     quarantine_s: float = 5.0
     """From the known death of a prefill worker until the pages it might have written are free, in seconds."""
+    quarantine_share_max: float = 0.5
+    """Part of its pages above which quarantine counts as exhausted: nothing is promised until less of them wait for
+    silent prefill workers, 0 to 1."""
     retry_after_s: float = 0.2
     """The hint that goes with a refused reservation, in seconds."""

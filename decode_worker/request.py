@@ -12,6 +12,7 @@ class Stage(Enum):
     """The queue a request is in."""
 
     LEASED = "leased"
+    CHECKING = "checking"
     READY = "ready"
     RUNNING = "running"
     OVER = "over"
@@ -23,8 +24,9 @@ class DecodeRequest:
 
     Its queues:
       1. leased    a promise of pages; from `AllotPages` on, the prompt's pages are advertised to one prefill worker
-      2. ready     the notice arrived and the pages are its own (DECODE_ADMITTED)
-      3. running   one row of every step (DECODE_STARTED); its pages grow from the promise
+      2. checking  the notice arrived and fits, the pages are its own; what they hold is compared with what was sent
+      3. ready     the KV is right (DECODE_ADMITTED)
+      4. running   one row of every step (DECODE_STARTED); its pages grow from the promise
     then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write.
 
     All fields are guarded by the admission's lock, but for `token_ids`, `edges` and what follows the launched
@@ -45,7 +47,7 @@ class DecodeRequest:
     first_draw: int = 1
     """Number of the random draw of answer token 1."""
     cancelled: bool = False
-    """Running, but to be dropped at the next step boundary."""
+    """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
     in_flight: int = 0

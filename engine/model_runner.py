@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
+from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
@@ -50,6 +51,7 @@ class ModelRunner:
         self.cache = cache
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
+        self.page_sums = page_checksums(cache.tensor)
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
         self.stepper = stepper

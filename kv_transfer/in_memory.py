@@ -14,7 +14,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,6 +75,7 @@ class InMemoryFabric:
         self._delay_s = 0.0
         self._failures: deque[int] = deque()
         self._lost_notices = 0
+        self._damages: deque[Callable[[Sequence[int]], None]] = deque()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
         self._thread.start()
@@ -107,6 +108,13 @@ class InMemoryFabric:
         """The bytes of the next writes with a notice land, their notices never arrive."""
         with self._wake:
             self._lost_notices += notices
+
+    def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
+        """`damage` hears onto which pages the next write with a notice has landed, and changes them, before the notice
+        arrives.
+        """
+        with self._wake:
+            self._damages.append(damage)
 
     def kill(self, peer: PeerRef) -> None:
         """The process of `peer` is gone: writes from and to it fail and nothing reaches its memory any more."""
@@ -177,6 +185,7 @@ class InMemoryFabric:
             fails_after = self._failures.popleft() if self._failures else None
             heard = flight.write.notice is not None and self._lost_notices == 0
             self._lost_notices -= flight.write.notice is not None and not heard
+            damage = self._damages.popleft() if heard and self._damages else None
         if sender is None or receiver is None:
             flight.future.set_exception(TransferFailed("the write failed: the peer is gone; prefill again"))
             return
@@ -187,6 +196,8 @@ class InMemoryFabric:
         if fails_after is not None:
             flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
             return
+        if damage is not None:
+            damage(flight.write.remote_pages)
         if heard and flight.write.notice is not None:
             receiver.on_notice(flight.write.notice)
         flight.land(sender.layout.page_bytes, self.now(), heard=heard)

@@ -196,6 +196,11 @@ class LeaseTable:
                     changes.append(self._revoke(entry))
             return tuple(changes)
 
+    def silent_writers(self) -> tuple[str, ...]:
+        """Ids of the workers that may still write to quarantined pages."""
+        with self._lock:
+            return tuple(sorted({entry.prefill.worker_id for entry in self._entries.values() if entry.quarantined}))
+
     @property
     def fenced(self) -> int:
         """Messages and notices that named a lease that was over."""

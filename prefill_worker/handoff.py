@@ -3,7 +3,8 @@
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed
 3. write        full pages of finished chunks, while the next chunk computes
-4. notice       with the last page, once every earlier write has landed: token, draw, what arrived
+4. notice       with the last page, once every earlier write has landed: token, draw, what was sent, and checksums of
+                some pages, which were begun as soon as those were final (`page_sums.py`)
 5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
 6. give back    an undelivered lease, until the decode worker has heard it: its pages wait for nothing else
 """
@@ -17,13 +18,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
+from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.request import PrefillRequest
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
     Destination,
     ErrorDetail,
     FinishReason,
+    PageChecksum,
     PeerRef,
     RequestEvent,
     RoutedEvent,
@@ -62,6 +66,7 @@ class Handoff:
         local: LocalDecode,
         emit: Callable[[RoutedEvent], None],
         deadline_s: float,
+        checks: PageChecks | None = None,
     ) -> None:
         self._request = request
         self._engine = engine
@@ -73,6 +78,7 @@ class Handoff:
         self._local = local
         self._emit = emit
         self._deadline_s = deadline_s
+        self._checks = checks
         self._writes: list[asyncio.Future[WriteDone]] = []
         self._first_post = 0
         self._aborted = False
@@ -155,17 +161,20 @@ class Handoff:
         if progress.released and not self._goes_on():
             return
         remote = await self._peers.allot(destination, self._request.pages_needed)
-        sent = await self._write_while_computing(destination, remote)
+        sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens)
+        sent = await self._write_while_computing(destination, remote, sums)
         if not self._goes_on():
             return
+        sums.begin(self._request.pages, sent, self._request.pages_needed)
         await self._quiet()
-        self._post(destination, remote, sent, self._request.pages_needed, self._notice(destination))
+        notice = self._notice(destination, await sums.all())
+        self._post(destination, remote, sent, self._request.pages_needed, notice)
         await self._quiet()
         self._delivered = True
         finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
         self._emit_event(edges=(EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished), transfer=self._stats())
 
-    async def _write_while_computing(self, destination: Destination, remote: Sequence[int]) -> int:
+    async def _write_while_computing(self, destination: Destination, remote: Sequence[int], sums: OutgoingSums) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many were posted."""
         progress, sent = self._request.progress, 0
         while not progress.released:
@@ -173,6 +182,7 @@ class Handoff:
             full = computed // self._page_tokens
             if full > sent:
                 self._post(destination, remote, sent, full, None)
+                sums.begin(self._request.pages, sent, full)
                 sent = full
             await progress.beyond(computed)
         return sent
@@ -197,7 +207,7 @@ class Handoff:
             for write in self._writes:
                 write.result()
 
-    def _notice(self, destination: Destination) -> TransferNotice:
+    def _notice(self, destination: Destination, checksums: tuple[PageChecksum, ...] = ()) -> TransferNotice:
         first_token_id = self._request.progress.first_token_id
         if first_token_id is None:
             raise Internal(f"{self._request.task.ref.request_id} has no first token to hand over")
@@ -208,6 +218,7 @@ class Handoff:
             pages=self._request.pages_needed,
             first_token_id=first_token_id,
             next_draw=self._request.task.answered + 1,
+            checksums=checksums,
         )
 
     def _stats(self) -> TransferStats:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from engine.batch import PendingStep, StepBatch, StepResult, StepRow
+from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from kv_transfer.layout import KVLayout
 from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
@@ -35,6 +37,7 @@ class FakeEngine:
         self.pool = PagePool(pages)
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
+        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
         self.batches: list[StepBatch] = []
         self.waiting = threading.Event()
         """Set while a step is held."""

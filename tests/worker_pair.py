@@ -80,7 +80,9 @@ class End:
         step_tokens = changes.pop("max_step_tokens", 16)
         batch = changes.pop("max_batch_requests", 8)
         engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
-        self.config = replace(WorkerConfig(worker_id, role, engine, lease_s=30.0, quarantine_s=0.05), **changes)
+        self.config = replace(
+            WorkerConfig(worker_id, role, engine, lease_s=30.0, quarantine_s=0.05, kv_checksum_rate=1.0), **changes
+        )
         self.me = PeerRef(worker_id, 1)
         layout = self.engine.layout
         self.worker = Worker(

@@ -16,6 +16,7 @@ from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
 from engine.cache.page_pool import PagePool
 from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.checksums import PageChecks, PageSums
 from kv_transfer.handshake import Facts, layout_facts, make_handshake
 from kv_transfer.layout import KVLayout
 from prefill_worker.config import PrefillConfig
@@ -65,6 +66,9 @@ class LoadedEngine(Runner, Protocol):
     @property
     def page_tokens(self) -> int: ...
 
+    @property
+    def page_sums(self) -> PageSums: ...
+
     def compatibility_facts(self) -> Facts: ...
 
 
@@ -90,9 +94,11 @@ class Worker:
         self._handoffs: set[asyncio.Future[None]] = set()
         self._warming: set[asyncio.Future[None]] = set()
         self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s)
+        self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
         self.admission = self._make_admission(engine)
         self.transport = open_transport(self.admission.notice)
-        mine = make_handshake(self.transport.describe(), _engine_facts(engine, layout), layout)
+        facts = (*_engine_facts(engine, layout), *self._checks.facts())
+        mine = make_handshake(self.transport.describe(), facts, layout)
         self.peers = Peers(mine, self.transport, config.token, config.rpc_timeout_s)
         self._decode = DecodeHalf(
             admission=self.admission,
@@ -196,6 +202,8 @@ class Worker:
             leases=self.admission.open_leases,
             integrity_error=self._integrity_error,
             fenced=self.admission.fenced + self._prefill.fenced,
+            checksums_equal=self.admission.arrival.checksums_equal,
+            checksum_failures=self.admission.arrival.checksum_failures,
         )
 
     # ---- the end ----
@@ -217,6 +225,7 @@ class Worker:
         await asyncio.to_thread(self._loop.stop)
         self._abandon()
         await asyncio.to_thread(self.transport.close)
+        self._checks.close()
         if self._handoffs:
             _, left = await asyncio.wait(self._handoffs, timeout=SETTLE_S)
             for handoff in left:
@@ -231,6 +240,7 @@ class Worker:
             max_pages=self._decode_pages(engine),
             lease_s=self._config.lease_s,
             quarantine_s=self._config.quarantine_s,
+            quarantine_share_max=self._config.quarantine_share_max,
         )
         return DecodeAdmission(
             config=config,
@@ -242,6 +252,7 @@ class Worker:
             expect=self._expect,
             emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
             wake=self._wake,
+            checks=self._checks,
         )
 
     def _decode_pages(self, engine: LoadedEngine) -> int | None:
@@ -279,6 +290,7 @@ class Worker:
             local=self.admission,
             emit=self._outbox.post,
             deadline_s=self._config.transfer_deadline_s,
+            checks=self._checks,
         )
         self._handoffs.add(handoff.ended)
         handoff.ended.add_done_callback(self._handoffs.discard)

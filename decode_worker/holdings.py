@@ -1,0 +1,112 @@
+"""The requests of a decode half, each with its promise and, once its KV has arrived, with pages of its own."""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from decode_worker.request import DecodeRequest, Stage
+from decode_worker.room import Room
+from engine.cache.page_pool import PagePool
+from wire.errors import TandemError
+from wire.messages import (
+    ErrorDetail,
+    FinishReason,
+    Lease,
+    RequestEvent,
+    RequestRef,
+    RoutedEvent,
+    TransferNotice,
+)
+from wire.timeline import Edge, EdgeStamp
+
+ADMITTED_REMEMBERED = 4096
+"""Epochs of leases whose KV has arrived that are remembered, so that a heartbeat that crosses a notice does not read as
+a loss."""
+
+
+class Holdings:
+    """Every request from its reservation to its end. Guarded by the admission's lock."""
+
+    def __init__(self, pool: PagePool, room: Room, emit: Callable[[RoutedEvent], None]) -> None:
+        self._pool = pool
+        self._room = room
+        self._emit = emit
+        self._by_key: dict[tuple[str, str], DecodeRequest] = {}
+        self._ready: deque[DecodeRequest] = deque()
+        self._arrived: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Requests that are not over."""
+        return len(self._by_key)
+
+    def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
+        """The latest attempt at a request, unless it is over."""
+        return self._by_key.get((router_id, request_id))
+
+    def refs(self) -> list[tuple[str, RequestRef]]:
+        """Every request that is not over, with its router."""
+        return [(router_id, request.reservation.ref) for (router_id, _), request in self._by_key.items()]
+
+    def add(self, request: DecodeRequest) -> None:
+        """A request in Stage.LEASED."""
+        self._by_key[request.key] = request
+
+    def adopt(self, request: DecodeRequest) -> None:
+        """The writer is quiet: the lease's pages are the request's, whatever they hold, which is to be checked."""
+        request.pages = self._pool.adopt(request.lease, request.reservation.ref)
+        request.stage = Stage.CHECKING
+        self._arrived[request.lease.epoch] = None
+        if len(self._arrived) > ADMITTED_REMEMBERED:
+            self._arrived.popitem(last=False)
+
+    def has_arrived(self, lease: Lease) -> bool:
+        """Whether the KV of this lease came, not too long ago."""
+        return lease.epoch in self._arrived
+
+    def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
+        """Its KV is right: it waits for the next step."""
+        answer = request.reservation.answer
+        request.token_ids = [*answer, notice.first_token_id]
+        request.first_draw = notice.next_draw - len(answer)
+        request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
+        request.stage = Stage.READY
+        self._ready.append(request)
+
+    def join(self, room: int) -> list[DecodeRequest]:
+        """At most `room` ready requests, oldest first, run from now on."""
+        joining = [self._ready.popleft() for _ in range(min(room, len(self._ready)))]
+        for request in joining:
+            request.stage = Stage.RUNNING
+        return joining
+
+    def grow(self, request: DecodeRequest) -> None:
+        """One more page of a running request's promise."""
+        request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
+        request.promised -= 1
+
+    def cancel(self, request: DecodeRequest) -> None:
+        """Nobody waits for this request any more, whose KV has arrived."""
+        if request.stage is Stage.READY:
+            self._ready.remove(request)
+            self.free(request)
+        else:
+            # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
+            request.cancelled = True
+            self._by_key.pop(request.key, None)
+
+    def free(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
+        """Its pages are read no more: they are free, and it is over."""
+        self._pool.free(request.reservation.ref, request.pages)
+        self.end(request, failure)
+
+    def end(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
+        """Give back what is left of the promise; its pages, if any, are somebody else's now. Its router hears of a
+        failure.
+        """
+        self._room.give_back(request.committed, request.promised)
+        request.promised, request.pages, request.stage = 0, [], Stage.OVER
+        if self._by_key.get(request.key) is request:
+            del self._by_key[request.key]
+        if failure is not None:
+            error = ErrorDetail(failure.code, failure.message)
+            event = RequestEvent(request.reservation.ref, finish_reason=FinishReason.ERROR, error=error)
+            self._emit(RoutedEvent(request.reservation.router_id, event))

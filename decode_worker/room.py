@@ -1,0 +1,85 @@
+"""How much this worker may still promise, and when it had better promise nothing."""
+
+import logging
+
+from decode_worker.config import DecodeConfig
+from engine.cache.page_pool import PagePool
+from kv_transfer.lease import LeaseTable
+from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+
+log = logging.getLogger(__name__)
+
+
+class Room:
+    """Pages promised to requests, prompt and answer, until each is over. Guarded by the admission's lock.
+
+    Quarantined pages are room lost for as long as their writers are silent. A worker that has lost a large part of its
+    pool this way says so and promises nothing, until enough of it is back: small and full, it would look healthy.
+    """
+
+    def __init__(self, config: DecodeConfig, worker_id: str, pool: PagePool, leases: LeaseTable) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._pool = pool
+        self._leases = leases
+        self._limit = pool.counts().total if config.max_pages is None else config.max_pages
+        self.committed = 0
+        """Pages of all requests that are not over, promised and held."""
+        self._draining = False
+        self.not_ready = ""
+        """Why nothing is promised for now, in words; empty = promises are made. `look` keeps it up to date."""
+
+    def take(self, pages: int) -> None:
+        """Promise so many pages of the pool. ResourceExhausted with a retry hint when there are none now,
+        InvalidArgument when there never will be, Unavailable while draining.
+        """
+        self.look()
+        if self._draining:
+            raise Unavailable(f"worker {self._worker_id} is draining; ask another one")
+        if pages > self._limit:
+            raise InvalidArgument(
+                "max_tokens",
+                f"prompt and answer need {pages} KV pages and worker {self._worker_id} has {self._limit};"
+                " ask for fewer tokens",
+            )
+        if self.not_ready:
+            raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
+        full = f"worker {self._worker_id} has no KV pages left to promise; come back later"
+        if self.committed + pages > self._limit:
+            raise self._come_back(full)
+        try:
+            self._pool.promise(pages)
+        except ResourceExhausted:
+            raise self._come_back(full) from None
+        self.committed += pages
+
+    def give_back(self, pages: int, promised: int) -> None:
+        """A request with so many pages is over; `promised` of them were never taken from the pool."""
+        self._pool.unpromise(promised)
+        self.committed -= pages
+
+    def drain(self) -> None:
+        """Promise nothing from now on."""
+        self._draining = True
+
+    def look(self) -> None:
+        """See how much lies in quarantine; what changes is logged once."""
+        quarantined = self._pool.counts().quarantined
+        if quarantined <= self._config.quarantine_share_max * self._limit:
+            if self.not_ready:
+                log.warning("%s is ready again: %d KV pages are left in quarantine", self._worker_id, quarantined)
+            self.not_ready = ""
+            return
+        writers = ", ".join(self._leases.silent_writers()) or "prefill workers"
+        before, self.not_ready = (
+            self.not_ready,
+            (
+                f"{quarantined} of {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
+                " they are free once those workers answer or have ended: look at them, or restart them"
+            ),
+        )
+        if not before:
+            log.error("%s is not ready: %s", self._worker_id, self.not_ready)
+
+    def _come_back(self, message: str) -> ResourceExhausted:
+        return ResourceExhausted(message, retry_after_s=self._config.retry_after_s)

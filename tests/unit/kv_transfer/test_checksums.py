@@ -1,0 +1,107 @@
+"""Which pages are summed, and what the two ends say of them."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kv_transfer.checksums import PageChecks, chosen_pages
+from wire.errors import InvalidArgument
+from wire.messages import Lease, PageChecksum
+
+PAGE_TOKENS = 4
+TIMEOUT_S = 10
+
+
+class Pages:
+    """A pool whose pages hold a number each; the sum of a page tells how much of it counted as well."""
+
+    def __init__(self) -> None:
+        self.held = {20: 5, 21: 6, 22: 7}
+        self.threads: set[str] = set()
+
+    def sums(self, pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        return [1000 * self.held[page] + tokens for page, tokens in zip(pages, filled, strict=True)]
+
+
+@pytest.fixture
+def pages() -> Pages:
+    return Pages()
+
+
+@pytest.fixture
+def checks(pages: Pages) -> Iterator[PageChecks]:
+    made = PageChecks(pages.sums, 1.0, PAGE_TOKENS)
+    yield made
+    made.close()
+
+
+def compared(checks: PageChecks, told: Sequence[PageChecksum]) -> str:
+    heard: list[str] = []
+    done = threading.Event()
+
+    def hear(problem: str) -> None:
+        heard.append(problem)
+        done.set()
+
+    checks.compare([20, 21, 22], told, 2 * PAGE_TOKENS + 1, hear)
+    assert done.wait(TIMEOUT_S)
+    return heard[0]
+
+
+def lease(epoch: int) -> Lease:
+    return Lease("q", 1, epoch)
+
+
+@pytest.mark.parametrize(("rate", "count"), [(0.0, 0), (0.001, 1), (0.05, 2), (0.5, 20), (0.99, 40), (1.0, 40)])
+def test_the_rate_is_kept_and_no_page_is_chosen_twice(rate: float, count: int) -> None:
+    for epoch in range(50):
+        chosen = chosen_pages(lease(epoch), 40, rate)
+        assert len(chosen) == len(set(chosen)) == count
+        assert list(chosen) == sorted(chosen)
+        assert set(chosen) <= set(range(40))
+        assert chosen == chosen_pages(lease(epoch), 40, rate)
+
+
+def test_every_page_has_its_turn() -> None:
+    turns = Counter(page for epoch in range(2000) for page in chosen_pages(lease(epoch), 7, 0.2))
+    assert set(turns) == set(range(7))
+    assert max(turns.values()) < 1.3 * min(turns.values())
+
+
+def test_sums_name_the_page_of_the_prompt_and_count_what_is_filled(pages: Pages, checks: PageChecks) -> None:
+    sums = checks.begin([20, 21, 22], [0, 2], 2 * PAGE_TOKENS + 1).result(TIMEOUT_S)
+    assert sums == (PageChecksum(0, 5004), PageChecksum(2, 7001))
+    assert pages.threads == {"page-checks"}
+
+
+def test_what_arrived_is_compared_page_by_page(pages: Pages, checks: PageChecks) -> None:
+    sent = checks.begin([20, 21, 22], [0, 1, 2], 2 * PAGE_TOKENS + 1).result(TIMEOUT_S)
+    assert compared(checks, sent) == ""
+    pages.held[20], pages.held[21] = pages.held[21], pages.held[20]
+    assert compared(checks, sent) == "other bytes in page 0 and 1 more than were sent, of 3 that were checked"
+    pages.held[20], pages.held[21] = 5, 66
+    assert compared(checks, sent) == "other bytes in page 1 than were sent, of 3 that were checked"
+
+
+def test_pages_that_cannot_be_summed_are_not_right(pages: Pages, checks: PageChecks) -> None:
+    sent = checks.begin([20, 21, 22], [0], 1).result(TIMEOUT_S)
+    del pages.held[20]
+    assert "could not be checked (KeyError)" in compared(checks, sent)
+    with pytest.raises(KeyError):
+        checks.begin([20], [0], 1).result(TIMEOUT_S)
+    pages.held[20] = 5
+    assert compared(checks, [PageChecksum(0, 5004)]) == ""
+
+
+def test_a_result_that_raises_does_not_end_the_checks(checks: PageChecks) -> None:
+    checks.compare([20], (), 1, lambda _: 1 / 0)  # type: ignore[arg-type]
+    assert checks.begin([20], [0], 1).result(TIMEOUT_S) == (PageChecksum(0, 5001),)
+
+
+def test_a_rate_outside_is_refused(pages: Pages) -> None:
+    for rate in (-0.1, 1.01, float("nan")):
+        with pytest.raises(InvalidArgument, match="kv_checksum_rate"):
+            PageChecks(pages.sums, rate, PAGE_TOKENS)
