@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
 from typing import TypeVar
 
 import grpc.aio
@@ -128,12 +129,9 @@ class Peers(DecodePeers):
         connection = self._connection(peer, address)
         if connection.introduced is None:
             connection.introduced = asyncio.ensure_future(self._introduce(connection, peer))
+            connection.introduced.add_done_callback(partial(self._drop_unless_introduced, peer, connection))
         # Shielded: many requests wait for one introduction, and one of them may be cancelled.
-        try:
-            return await asyncio.shield(connection.introduced)
-        except Exception:
-            self._drop(peer, connection)
-            raise
+        return await asyncio.shield(connection.introduced)
 
     async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
         request = convert.handshake_to_proto(self._mine)
@@ -147,6 +145,13 @@ class Peers(DecodePeers):
         self._sender.add_peer(theirs)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
         return theirs
+
+    def _drop_unless_introduced(
+        self, peer: PeerRef, connection: _Connection, introduced: "asyncio.Task[PeerDescription]"
+    ) -> None:
+        """Not left to those who wait: all may have been cancelled, and the next one must not hear of an old failure."""
+        if introduced.cancelled() or introduced.exception() is not None:
+            self._drop(peer, connection)
 
     def _drop(self, peer: PeerRef, connection: _Connection) -> None:
         if self._connections.get(peer) is connection:

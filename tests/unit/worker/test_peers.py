@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,11 +26,17 @@ class Decode(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
+        self.meeting = asyncio.Event()
+        self.meeting.set()
+        self.refusal: Exception | None = None
         self.calls: list[str] = []
         self.reply = worker_pb2.ConnectPeerResponse()
 
     async def ConnectPeer(self, _request: Any, _context: Any) -> worker_pb2.ConnectPeerResponse:
         self.calls.append("connect")
+        await self.meeting.wait()
+        if self.refusal is not None:
+            raise self.refusal
         return self.reply
 
     async def AllotPages(self, _request: Any, _context: Any) -> worker_pb2.AllotPagesResponse:
@@ -48,9 +55,9 @@ class Scene:
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.fabric = InMemoryFabric()
-        transport = InMemoryTransport(self.fabric, self.engine.layout, PeerRef("prefill-0", 1), lambda _: None)
-        mine = make_handshake(transport.describe(), (), self.engine.layout)
-        self.peers = Peers(mine, transport, "", 5.0)
+        self.transport = InMemoryTransport(self.fabric, self.engine.layout, PeerRef("prefill-0", 1), lambda _: None)
+        mine = make_handshake(self.transport.describe(), (), self.engine.layout)
+        self.peers = Peers(mine, self.transport, "", 5.0)
         self.decode = Decode()
 
     async def start(self) -> None:
@@ -106,6 +113,20 @@ async def test_the_death_of_a_later_run_is_that_of_the_earlier_ones(scene: Scene
     assert THERE in scene.peers._connections
     scene.peers.forget(PeerRef("decode-0", 6))
     assert not scene.peers._connections
+
+
+async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scene: Scene) -> None:
+    scene.decode.meeting.clear()
+    first = asyncio.ensure_future(scene.peers.connect(scene.there))
+    await until(lambda: scene.decode.calls)
+    first.cancel()
+    scene.decode.refusal = Unavailable("not yet")
+    scene.decode.meeting.set()
+    await until(lambda: not scene.peers._connections)
+    scene.decode.refusal = None
+    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(replace(scene.transport.describe(), peer=THERE)))
+    await scene.peers.connect(scene.there)
+    assert scene.decode.calls == ["connect", "connect"]
 
 
 async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
