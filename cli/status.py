@@ -32,6 +32,8 @@ def status(address: Address = "", api_key: ApiKey = "") -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(summary(where, view), markup=False)
     console.print(worker_table(view))
+    for line in remarks(view):
+        console.print(line, markup=False)
 
 
 def summary(address: str, view: "ServerView") -> str:
@@ -54,13 +56,30 @@ def worker_table(view: "ServerView") -> "Table":
             worker.worker_id,
             worker.role,
             _time_of(worker.incarnation),
-            "connected" if worker.connected else "away",
+            _state(worker),
             str(worker.requests),
             f"{worker.pages_used} / {worker.pages_total}",
             worker.transport,
             worker.device,
         )
     return table
+
+
+def remarks(view: "ServerView") -> list[str]:
+    """A line for each thing somebody should look at: workers that take nothing new, and what is slower than it could
+    be.
+    """
+    lines = []
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
+        lines += [f"{worker.worker_id}: {warning}" for warning in worker.warnings]
+    return lines
+
+
+def _state(worker: "WorkerStatus") -> str:
+    if not worker.connected:
+        return "away"
+    return "not ready" if worker.not_ready else "connected"
 
 
 def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:

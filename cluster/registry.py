@@ -4,10 +4,13 @@ One event loop owns a registry; nothing here blocks.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 from wire.errors import StaleEpoch
 from wire.messages import Membership, PeerRef, WorkerInfo
+
+log = logging.getLogger(__name__)
 
 
 class Registry:
@@ -31,6 +34,7 @@ class Registry:
         if known == info:
             return
         self._workers[worker_id] = info
+        _tell(known, info)
         self._publish()
 
     def unregister(self, peer: PeerRef) -> bool:
@@ -58,3 +62,14 @@ class Registry:
         self._revision += 1
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _tell(known: WorkerInfo | None, info: WorkerInfo) -> None:
+    """What people should hear of a worker beside its coming and going."""
+    if info.not_ready and not (known and known.not_ready):
+        log.error("%s is not ready: %s", info.peer.worker_id, info.not_ready)
+    elif known and known.not_ready and not info.not_ready:
+        log.info("%s is ready again", info.peer.worker_id)
+    for warning in info.warnings:
+        if known is None or warning not in known.warnings:
+            log.warning("%s: %s", info.peer.worker_id, warning)

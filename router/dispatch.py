@@ -207,7 +207,7 @@ class Dispatcher:
     def _pump(self) -> None:
         """Bind requests to workers as long as the next one finds room."""
         self._pump_scheduled = False
-        if not self.pool.ready:
+        if not self.pool.staffed:
             for waiting in self._queue:
                 self.fail(waiting, self._nobody())
         while (request := self._queue.head()) is not None:
@@ -241,7 +241,7 @@ class Dispatcher:
             f"{link.name} went away while it served the request; send it again",
             retry_after_s=self._config.retry_after_s,
         )
-        elsewhere = self.pool.ready
+        elsewhere = self.pool.staffed
         for request_id in link.request_ids:
             request = self._live.get(request_id)
             if request is not None:
@@ -313,6 +313,8 @@ class Dispatcher:
         live = [view.role for view in self.pool.views()]
         missing = "prefill" if not any(role.prefills for role in live) else "decode"
         message = f"no {missing} worker is serving now; try again in a moment"
+        if self.pool.staffed:
+            message = "; ".join(self.pool.not_ready)
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
 

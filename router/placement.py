@@ -29,7 +29,7 @@ class WorkerView:
     pages_used: int
     """Pages promised or in use."""
     refusing: bool
-    """Whether it turned a request away a moment ago."""
+    """Whether it turned a request away a moment ago, or says that it is not ready."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     pages_total=link.info.pages_total,
                     transport=link.info.transport,
                     device=link.info.device,
+                    not_ready=link.info.not_ready,
+                    warnings=link.info.warnings,
                 )
                 for link in self._dispatcher.pool.links
             ],

@@ -138,7 +138,7 @@ class WorkerLink:
             prefill_tokens=max(self._prefill_tokens, load.prefill_tokens if load else 0),
             decode_requests=max(len(self._decodes), load.decode_requests if load else 0),
             pages_used=max(self._pages, load.pages_used if load else 0),
-            refusing=now - self._refused_at < _REFUSAL_PAUSE_S,
+            refusing=bool(self.info.not_ready) or now - self._refused_at < _REFUSAL_PAUSE_S,
         )
 
     # ---- calls ----

@@ -55,10 +55,18 @@ class WorkerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be served: the model is known and both roles are live."""
-        live = self._live()
-        roles = [link.info.role for link in live]
-        return self._model is not None and any(r.prefills for r in roles) and any(r.decodes for r in roles)
+        """Whether a request could be served now: the model is known, both roles are live and take work."""
+        return self._model is not None and _has_both([link for link in self._live() if not link.info.not_ready])
+
+    @property
+    def staffed(self) -> bool:
+        """Whether both roles are live; a worker that is not ready for the moment may be again."""
+        return self._model is not None and _has_both(self._live())
+
+    @property
+    def not_ready(self) -> tuple[str, ...]:
+        """Why live workers take nothing new, in their words."""
+        return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
     def views(self) -> list[WorkerView]:
         """The live workers, for placement."""
@@ -142,3 +150,8 @@ class WorkerPool:
                 prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
                 decode_tokens_max=max(w.pages_total * w.page_tokens for w in decodes),
             )
+
+
+def _has_both(links: list[WorkerLink]) -> bool:
+    roles = [link.info.role for link in links]
+    return any(role.prefills for role in roles) and any(role.decodes for role in roles)

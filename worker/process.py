@@ -140,6 +140,7 @@ class WorkerProcess:
             max_step_tokens=self._config.engine.max_step_tokens,
             device=engine.device_name,
             transport=worker.transport.transport_name(),
+            not_ready=worker.admission.not_ready,
         )
 
     async def _drain(self, grace_s: float) -> int:

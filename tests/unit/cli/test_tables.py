@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cli.client import Answer, ServerView
-from cli.status import summary, worker_table
+from cli.status import remarks, summary, worker_table
 from cli.timeline_table import timeline_rows, timeline_table
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason
@@ -84,6 +84,30 @@ def test_status() -> None:
     line = summary("127.0.0.1:5", view)
     assert "2 running, 4 waiting" in line
     assert "float32, context 2048" in line
+
+
+def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
+    workers = [
+        inference_pb2.WorkerStatus(worker_id="prefill-0", role="prefill", connected=True, warnings=["slow; do this"]),
+        inference_pb2.WorkerStatus(worker_id="decode-1", role="decode", not_ready="gone"),
+        inference_pb2.WorkerStatus(worker_id="decode-0", role="decode", connected=True, not_ready="8 of 9 are lost"),
+    ]
+    view = ServerView(
+        inference_pb2.GetServerInfoResponse(workers=workers),
+        inference_pb2.GetLoadsResponse(),
+        inference_pb2.GetModelInfoResponse(),
+    )
+    assert remarks(view) == [
+        "decode-0 is not ready: 8 of 9 are lost",
+        "decode-1 is not ready: gone",
+        "prefill-0: slow; do this",
+    ]
+    rows = text(worker_table(view)).splitlines()[1:]
+    assert [[state for state in ("connected", "not ready", "away") if state in row] for row in rows] == [
+        ["not ready"],
+        ["away"],
+        ["connected"],
+    ]
 
 
 def test_workers_stand_by_role_and_number() -> None:

@@ -1,6 +1,8 @@
 """The registry: one incarnation an id, the dead stay dead, watchers see the latest."""
 
 import asyncio
+import logging
+from dataclasses import replace
 
 import pytest
 
@@ -80,3 +82,18 @@ async def test_a_watcher_sees_now_and_each_latest_change() -> None:
 
     registry.register(info("c", 1))  # while nobody waits
     assert [w.peer.worker_id for w in (await anext(watch)).workers] == ["b", "c"]
+
+
+def test_what_changes_for_the_worse_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    registry = Registry()
+    slow = replace(info("a", 1), warnings=("slow; do this",))
+    lost = replace(slow, not_ready="5 of 8 pages are lost")
+    with caplog.at_level(logging.INFO):
+        for state in (slow, lost, replace(lost, not_ready="6 of 8 pages are lost"), slow):
+            registry.register(state)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "a: slow; do this"),
+        ("ERROR", "a is not ready: 5 of 8 pages are lost"),
+        ("INFO", "a is ready again"),
+    ]
+    assert registry.membership().revision == 4

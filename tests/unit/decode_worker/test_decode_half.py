@@ -299,3 +299,20 @@ def test_the_transport_hears_each_count_before_the_next_change() -> None:
         house.reserve("s", tokens=10_000)
     assert [leases for leases, _ in told] == [1, 0, 1, 0, 0]
     assert all(held for _, held in told)
+
+
+def test_quarantine_beyond_its_share_stops_promises_until_the_dead_writer_is_surely_quiet() -> None:
+    house = House(pages=8)
+    for name in ("a", "b"):
+        house.allot(house.reserve(name, tokens=4 * PAGE_TOKENS - 1, max_tokens=1))
+    house.abort("a")
+    assert not house.admission.not_ready
+    house.abort("b")
+    with pytest.raises(ResourceExhausted, match="8 of 8 KV pages are in quarantine, as prefill-0"):
+        house.reserve("d", tokens=1, max_tokens=1)
+    house.admission.peer_gone(P)
+    assert house.admission.not_ready
+    house.now = 1.5
+    house.admission.expire()
+    assert not house.admission.not_ready
+    house.assert_empty()

@@ -94,6 +94,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     max_context: int = 2048
     max_step_tokens: int = 512
     token: str = ""
+    not_ready: str = ""
     answer: Callable[[Sequence[int], int], int] = answer_token
     switches: Switches = field(default_factory=Switches)
     peers: dict[str, "FakeWorker"] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32")
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
-            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory",
+            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready,
         )  # fmt: skip
 
     @property

@@ -1,0 +1,79 @@
+"""A worker that loses its pool to silent prefill workers says so, takes nothing new, and recovers."""
+
+import logging
+
+import pytest
+
+from tests.fake_engine import PAGE_TOKENS, answer_to
+from tests.worker_pair import WorkerPair, until
+from wire.errors import ResourceExhausted
+from wire.messages import SamplingParams
+
+PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS))
+ONE = SamplingParams(max_tokens=2)
+POOL = 16
+LOST = 5
+"""Requests of two pages each, more than half of the pool."""
+
+
+async def fill_quarantine(pair: WorkerPair, requests: int) -> None:
+    """The prefill worker's writes do not arrive, and nobody wants them any more."""
+    pair.fabric.hold()
+    names = [f"lost-{number}" for number in range(requests)]
+    for name in names:
+        pair.send(name, PROMPT, ONE)
+    await until(lambda: pair.decode.engine.pool.counts().advertised == 2 * requests)
+    for name in names:
+        pair.decode.worker.admission.abort("router-1", [pair.reservation(name, PROMPT, ONE).ref])
+
+
+async def test_exhausted_quarantine_is_loud_and_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
+        admission = pair.decode.worker.admission
+        with caplog.at_level(logging.WARNING):
+            await fill_quarantine(pair, LOST)
+            with pytest.raises(ResourceExhausted) as caught:
+                pair.reserve("q", PROMPT, ONE)
+        assert caught.value.retry_after_s > 0
+        assert "decode-0 promises nothing for now: 10 of 16 KV pages are in quarantine" in caught.value.message
+        assert "as prefill-0 may still write to them" in caught.value.message
+        assert admission.not_ready in caught.value.message
+        loud = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert [record.message for record in loud] == [f"decode-0 is not ready: {first_words(loud[0].message)}"]
+
+        with caplog.at_level(logging.WARNING):
+            pair.fabric.let_go()
+            await until(lambda: not admission.not_ready)
+        assert "decode-0 is ready again" in caplog.text
+        heard = pair.send("q", PROMPT, ONE)
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, ONE)
+        await pair.empty()
+
+
+def first_words(message: str) -> str:
+    return message.partition(": ")[2]
+
+
+async def test_the_death_of_the_silent_worker_ends_it_too() -> None:
+    async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
+        await fill_quarantine(pair, LOST)
+        assert pair.decode.worker.admission.not_ready
+        pair.fabric.kill(pair.prefill.me)
+        pair.decode.worker.peer_gone(pair.prefill.me)
+        await until(lambda: pair.decode.engine.pool.counts().free == POOL)
+        assert not pair.decode.worker.admission.not_ready
+
+
+async def test_some_quarantine_is_daily_life() -> None:
+    async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
+        await fill_quarantine(pair, 4)
+        assert pair.decode.engine.pool.counts().quarantined == POOL // 2
+        assert not pair.decode.worker.admission.not_ready
+        pair.reserve("q", PROMPT, ONE)
+
+
+async def test_the_share_is_a_setting() -> None:
+    async with WorkerPair(pages=POOL, prefill_pages=64, quarantine_share_max=0.1) as pair:
+        await fill_quarantine(pair, 1)
+        assert pair.decode.worker.admission.not_ready
