@@ -200,12 +200,18 @@ class Handoff:
         self._writes.append(asyncio.wrap_future(self._sender.write(write, self._deadline_s)))
 
     async def _quiet(self) -> None:
-        """Wait until every posted write has settled; the first failure among them is raised."""
+        """Wait until every posted write has settled; the first failure among them is raised.
+
+        One that moves no more cannot be taken back, but nobody waits longer for it than for its deadline: the router
+        hears TransferFailed and goes on elsewhere, while `_settle` keeps the pages until the write is quiet.
+        """
         if self._writes:
             # Not gather: a cancelled wait must leave the writes to `_settle`, which waits for them again.
-            await asyncio.wait(self._writes)
-            for write in self._writes:
+            settled, moving = await asyncio.wait(self._writes, timeout=self._deadline_s)
+            for write in settled:
                 write.result()
+            if moving:
+                raise TransferFailed(f"pages were not written within {self._deadline_s:g} s; prefill again elsewhere")
 
     def _notice(self, destination: Destination, checksums: tuple[PageChecksum, ...] = ()) -> TransferNotice:
         first_token_id = self._request.progress.first_token_id

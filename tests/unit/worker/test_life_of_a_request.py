@@ -548,6 +548,22 @@ async def test_a_failed_write_is_reported_and_everything_freed() -> None:
         await pair.empty()
 
 
+async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pages_until_it_is_quiet() -> None:
+    async with WorkerPair(transfer_deadline_s=0.1) as pair:
+        pair.fabric.hold()
+        heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.finish)
+        assert heard.error == "TRANSFER_FAILED"
+        pair.abort("q")  # as the router does before it tries again
+        assert pair.prefill.engine.pool.counts().owned
+        await until(lambda: pair.decode.engine.pool.counts().quarantined)
+        pair.fabric.let_go()
+        again = pair.send("q", PROMPT, TEN, attempt=2, answer=heard.tokens)
+        await until(lambda: again.finish)
+        assert again.tokens == answer_to(PROMPT, TEN)
+        await pair.empty()
+
+
 async def test_a_failed_chunk_stops_the_rest() -> None:
     async with WorkerPair(max_step_tokens=4, max_batch_requests=4) as pair:
         pair.fabric.fail_next()
