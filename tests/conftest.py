@@ -54,6 +54,10 @@ class RunningCluster:
             assert time.monotonic() < give_up, one
             time.sleep(0.1)
 
+    def named(self, name: str) -> Health:
+        """One worker as the controller sees it."""
+        return next(one for one in self.workers() if one.name == name)
+
     def members(self) -> list[cluster_pb2.WorkerInfo]:
         """Who is registered now."""
         with grpc.insecure_channel(self._cluster.endpoints.controller) as channel:
@@ -66,12 +70,16 @@ class RunningCluster:
 
     def inspect(self) -> list[worker_pb2.InspectResponse]:
         """Every registered worker's pages and open work."""
-        found = []
-        for member in self.members():
-            with grpc.insecure_channel(member.address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
-                found.append(stub.Inspect(worker_pb2.InspectRequest(), metadata=self._credentials(), timeout=10))
-        return found
+        return [self._inspect(member.address) for member in self.members()]
+
+    def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
+        """One registered worker's; the others are not asked, and may be frozen."""
+        return self._inspect(next(member.address for member in self.members() if member.worker_id == name))
+
+    def _inspect(self, address: str) -> worker_pb2.InspectResponse:
+        with grpc.insecure_channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Inspect(worker_pb2.InspectRequest(), metadata=self._credentials(), timeout=10)
 
     def assert_idle_and_sound(self) -> None:
         """All pages free, nothing open, every page pool consistent, on every worker, in the end."""

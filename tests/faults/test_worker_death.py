@@ -1,39 +1,61 @@
-"""SIGKILL of a worker: clear errors at once, and a cluster that heals without a hand, on the same router."""
+"""SIGKILL of the only worker of a role: clear errors at once, and a cluster that heals without a hand, on the same
+router.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from .traffic import in_flight_when, serves_again
+from .moments import freeze_amid_transfer, kill, restarted, thawed
+from .streams import Client, Question, Stream, undisturbed
+from .traffic import serves_again
 
-DEADLINE_S = 5.0
+NOTICED_WITHIN_S = 5.0
+IN_DECODE = 3
+SHORT = [Question((5, 6, 7, 8 + n), 400) for n in range(5)]
+LONG = Question(tuple(3 + n % 4000 for n in range(3000)), 16)
+
+
+async def killed_amid(cluster: Any, role: str) -> tuple[list[Stream], float]:
+    """Five requests in decode, one in prefill whose pages are being written, and when the worker was killed."""
+    async with Client(cluster.grpc_address) as client:
+        streams = [client.ask(question) for question in SHORT]
+        await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
+        streams.append(client.ask(LONG))
+        moment = await asyncio.to_thread(freeze_amid_transfer, cluster)
+        with thawed(moment.prefill):
+            kill(getattr(moment, role))
+            killed_at = time.monotonic()
+        await asyncio.gather(*(stream.task for stream in streams))
+        return streams, killed_at
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_sigkill(role: str, fresh_cluster: Callable[..., Any]) -> None:
-    cluster = fresh_cluster(dtype="float32", page_tokens=16, max_step_tokens=64)
+def test_sigkill(role: str, running_cluster: Callable[..., Any], small_model: Path) -> None:
+    cluster = running_cluster(
+        model=small_model, dtype="float32", page_tokens=16, max_step_tokens=16, threads=1, kv_cache_bytes=1 << 27
+    )
     before = cluster.worker(role)
+    expected = asyncio.run(undisturbed(cluster.grpc_address, SHORT))
 
-    results = asyncio.run(in_flight_when(cluster.grpc_address, lambda: os.kill(before.pid, signal.SIGKILL)))
-    if role == "decode":
-        assert {code for code, _, _ in results} == {grpc.StatusCode.UNAVAILABLE}
-    for code, words, seconds in results:
-        if code is not grpc.StatusCode.OK:
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert role in words, words
-            assert seconds < DEADLINE_S
-    assert any(code is grpc.StatusCode.UNAVAILABLE for code, _, _ in results)
+    streams, killed_at = asyncio.run(killed_amid(cluster, role))
+    if role == "prefill":
+        for stream, tokens in zip(streams, expected, strict=False):
+            stream.check(tokens)
+    lost = streams[-1:] if role == "prefill" else streams
+    for stream in lost:
+        assert stream.code is grpc.StatusCode.UNAVAILABLE, stream.words
+        assert role in stream.words, stream.words
+        assert stream.ended_at - killed_at < NOTICED_WITHIN_S
 
-    assert asyncio.run(serves_again(cluster.grpc_address, 90)) == 16
-    after = cluster.worker(role)
-    assert after.incarnation != before.incarnation
-    assert after.pid != before.pid
+    assert asyncio.run(serves_again(cluster.grpc_address, 90, LONG.request())) == LONG.tokens
+    restarted(cluster, before)
     cluster.assert_idle_and_sound()

@@ -48,14 +48,15 @@ async def in_flight_when(address: str, breaks: Callable[[], None]) -> list[tuple
     return results
 
 
-async def serves_again(address: str, within_s: float) -> int:
+async def serves_again(address: str, within_s: float, request: inference_pb2.GenerateRequest | None = None) -> int:
     """Tokens of the first request that works again."""
+    request = request or long_request(16)
     channel = open_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     give_up = time.monotonic() + within_s
     while True:
         try:
-            got = [t async for m in stub.Generate(long_request(16), timeout=60) for t in m.chunk.token_ids]
+            got = [t async for m in stub.Generate(request, timeout=60) for t in m.chunk.token_ids]
             await channel.close()
             return len(got)
         except grpc.aio.AioRpcError as error:

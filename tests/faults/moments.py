@@ -1,0 +1,78 @@
+"""Moments at which a fault strikes, made certain by freezing a process before it is looked at, never by timing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.health import Health
+from wire.generated.tandem.v1 import worker_pb2
+
+TRIES_S = 60.0
+FREE_IN_S = 30.0
+LOOK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class AmidTransfer:
+    """A frozen prefill worker, and a decode worker with pages that the other was writing."""
+
+    prefill: Health
+    decode: Health
+
+
+def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
+    """Stop, with SIGSTOP, the one prefill worker that computes, while pages at a decode worker are advertised to it.
+
+    Its hand-over cannot end before it goes on. Exactly one prompt may be in prefill in the whole cluster.
+    """
+    give_up = time.monotonic() + TRIES_S
+    while time.monotonic() < give_up:
+        for name in busy(cluster, "prefill", lambda one: one.pages_owned):
+            prefill = cluster.named(name)
+            os.kill(prefill.pid, signal.SIGSTOP)
+            open_leases = busy(cluster, "decode", lambda one: one.pages_advertised)
+            if open_leases:
+                return AmidTransfer(prefill, cluster.named(open_leases[0]))
+            os.kill(prefill.pid, signal.SIGCONT)
+        time.sleep(LOOK_S)
+    raise AssertionError("no transfer was seen on its way")
+
+
+def busy(cluster: Any, role: str, measure: Callable[[worker_pb2.InspectResponse], int]) -> list[str]:
+    """Names of the workers of a role for which `measure` is not 0."""
+    names = [worker.name for worker in cluster.workers() if worker.name.startswith(role)]
+    return [name for name in names if measure(cluster.inspect_worker(name))]
+
+
+@contextlib.contextmanager
+def thawed(*processes: Health) -> Any:
+    """Whatever happens inside, none of these is frozen at the end."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+
+
+def kill(process: Health) -> None:
+    """SIGKILL: it also ends a frozen process."""
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def restarted(cluster: Any, dead: Health, within_s: float = 90.0) -> Health:
+    """The next incarnation, once it serves."""
+    give_up = time.monotonic() + within_s
+    while True:
+        now = cluster.named(dead.name)
+        if now.incarnation != dead.incarnation and now.phase == "serving":
+            assert now.pid != dead.pid
+            return now
+        assert time.monotonic() < give_up, now
+        time.sleep(0.1)

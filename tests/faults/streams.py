@@ -1,0 +1,104 @@
+"""Greedy answers on their way, token by token, and the same answers of an undisturbed cluster to hold them against."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.rpc import open_channel
+
+DEADLINE_S = 120.0
+"""Of each request: what is not over by then hangs."""
+LONG_PROMPT_TOKENS = 3000
+SHORT_PROMPT_TOKENS = (20, 33, 48, 64, 90, 17)
+ANSWER_TOKENS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt and how many tokens to answer it with."""
+
+    prompt: tuple[int, ...]
+    tokens: int = ANSWER_TOKENS
+
+    def request(self, name: str = "") -> inference_pb2.GenerateRequest:
+        """As it goes to a router."""
+        return inference_pb2.GenerateRequest(
+            request_id=name,
+            token_ids=inference_pb2.TokenIds(ids=self.prompt),
+            options=inference_pb2.GenerationOptions(max_tokens=self.tokens, temperature=0, ignore_eos=True),
+        )
+
+
+class Stream:
+    """One request. Its tokens as they come, and its end."""
+
+    def __init__(self, stub: Any, question: Question, name: str) -> None:
+        self.question = question
+        self.name = name
+        self.tokens: list[int] = []
+        self.code = grpc.StatusCode.UNKNOWN
+        self.words = ""
+        self.ended_at = 0.0
+        self._news = asyncio.Event()
+        self.task = asyncio.ensure_future(self._run(stub))
+
+    async def _run(self, stub: Any) -> None:
+        try:
+            async for message in stub.Generate(self.question.request(self.name), timeout=DEADLINE_S):
+                self.tokens += message.chunk.token_ids
+                self._news.set()
+            self.code = grpc.StatusCode.OK
+        except grpc.aio.AioRpcError as error:
+            self.code, self.words = error.code(), error.details() or ""
+        finally:
+            self.ended_at = time.monotonic()
+            self._news.set()
+
+    async def reached(self, tokens: int) -> None:
+        """Wait until so many tokens are here; AssertionError if it ends before."""
+        while len(self.tokens) < tokens:
+            assert not self.task.done(), (self.name, self.code, self.words)
+            self._news.clear()
+            await self._news.wait()
+
+    def check(self, expected: Sequence[int]) -> None:
+        """The right tokens, all of them: nothing else is a success."""
+        assert self.code is grpc.StatusCode.OK, (self.name, self.code, self.words)
+        assert self.tokens == list(expected), self.name
+
+
+class Client:
+    """A connection to a router, for the length of an `async with`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._asked = 0
+
+    async def __aenter__(self) -> Client:
+        self._channel = open_channel(self._address)
+        self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    def ask(self, question: Question, name: str = "stream") -> Stream:
+        """Send a request whose name begins with `name`."""
+        self._asked += 1
+        return Stream(self._stub, question, f"{name}-{self._asked}-{time.time_ns()}")
+
+
+async def undisturbed(address: str, questions: Sequence[Question]) -> list[list[int]]:
+    """What a cluster answers while nothing breaks."""
+    async with Client(address) as client:
+        streams = [client.ask(question) for question in questions]
+        await asyncio.gather(*(stream.task for stream in streams))
+        assert {stream.code for stream in streams} == {grpc.StatusCode.OK}, [stream.words for stream in streams]
+        return [stream.tokens for stream in streams]

@@ -1,0 +1,207 @@
+"""Two prefill and two decode workers: whichever dies or stands still, every stream goes on with the same tokens.
+
+TANDEM_FAULT_RESTARTS=30 restarts each side thirty times instead of a few.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.health import Health
+
+from .conftest import VOCAB
+from .moments import LOOK_S, AmidTransfer, busy, freeze_amid_transfer, kill, restarted, thawed
+from .streams import LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, Question, Stream, undisturbed
+
+STILL_S = 3.0
+RESTARTS = int(os.environ.get("TANDEM_FAULT_RESTARTS", "2"))
+"""Of each side."""
+AT_ONCE = 4
+MIB = 1 << 20
+GROWTH_BYTES_MAX = 48 * MIB
+GROWTH_FDS_MAX = 12
+"""What a process that lives on may grow by, however many others die."""
+CHUNK_TOKENS = 16
+IN_DECODE = 3
+"""Tokens that tell of a request in decode: the prefill worker brings one."""
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Question]:
+    """Short prompts, and last a long one, of many chunks."""
+    rng = random.Random(4)
+    lengths = (*SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS)
+    return [Question(tuple(rng.randrange(3, VOCAB) for _ in range(length))) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
+    return running_cluster(
+        model=small_model,
+        prefill=2,
+        decode=2,
+        dtype="float32",
+        page_tokens=16,
+        max_step_tokens=CHUNK_TOKENS,
+        threads=1,
+        kv_cache_bytes=1 << 27,
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Any, questions: list[Question]) -> list[list[int]]:
+    return asyncio.run(undisturbed(cluster.grpc_address, questions))
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What came of all questions, and how many tokens of each were out when it struck."""
+
+    streams: list[Stream]
+    tokens_before: list[int]
+    moment: AmidTransfer
+
+
+async def struck(cluster: Any, questions: list[Question], strike: Callable[[AmidTransfer], None]) -> Struck:
+    """All questions: the short ones are in decode and the long one is being transferred when it strikes."""
+    async with Client(cluster.grpc_address) as client:
+        streams = [client.ask(question) for question in questions[:-1]]
+        await asyncio.gather(*(stream.reached(IN_DECODE) for stream in streams))
+        streams.append(client.ask(questions[-1], "long"))
+        moment = await asyncio.to_thread(freeze_amid_transfer, cluster)
+        with thawed(moment.prefill, moment.decode):
+            before = [len(stream.tokens) for stream in streams]
+            await asyncio.to_thread(strike, moment)
+        await asyncio.gather(*(stream.task for stream in streams))
+        return Struck(streams, before, moment)
+
+
+def moved(cluster: Any, streams: list[Stream]) -> list[Stream]:
+    """Those that the router tried again, with other workers."""
+    again = [line for line in cluster.log("router").splitlines() if "failed, again: " in line]
+    return [stream for stream in streams if any(f"request {stream.name}~" in line for line in again)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_death_amid_transfer_and_decode(
+    role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
+) -> None:
+    result = asyncio.run(struck(cluster, questions, lambda moment: kill(getattr(moment, role))))
+    for stream, tokens in zip(result.streams, expected, strict=True):
+        stream.check(tokens)
+    again = moved(cluster, result.streams)
+    assert result.streams[-1] in again
+    if role == "decode":
+        in_decode = [n for n, stream in enumerate(result.streams[:-1]) if stream in again]
+        assert in_decode
+        assert all(IN_DECODE <= result.tokens_before[n] < len(expected[n]) for n in in_decode)
+    restarted(cluster, getattr(result.moment, role))
+    cluster.assert_idle_and_sound()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_that_stands_still_amid_a_transfer(
+    role: str, cluster: Any, questions: list[Question], expected: list[list[int]]
+) -> None:
+    def strike(moment: AmidTransfer) -> None:
+        if role == "decode":
+            os.kill(moment.decode.pid, signal.SIGSTOP)
+            os.kill(moment.prefill.pid, signal.SIGCONT)
+        time.sleep(STILL_S)
+
+    before = [(one.pid, one.incarnation) for one in cluster.workers()]
+    result = asyncio.run(struck(cluster, questions, strike))
+    for stream, tokens in zip(result.streams, expected, strict=True):
+        stream.check(tokens)
+    cluster.assert_idle_and_sound()
+    assert [(one.pid, one.incarnation) for one in cluster.workers()] == before
+
+
+class Load:
+    """Questions asked over and over, a few at a time, until it is told to stop."""
+
+    def __init__(self, client: Client, questions: list[Question], expected: list[list[int]]) -> None:
+        self._client, self._questions, self._expected = client, questions, expected
+        self._stopping = False
+        self.right = 0
+        self._tasks = [asyncio.ensure_future(self._keep_asking(first)) for first in range(AT_ONCE)]
+
+    async def _keep_asking(self, first: int) -> None:
+        turn = first
+        while not self._stopping:
+            which = turn % len(self._questions)
+            stream = self._client.ask(self._questions[which])
+            await stream.task
+            stream.check(self._expected[which])
+            self.right += 1
+            turn += AT_ONCE + 1
+
+    async def stop(self) -> None:
+        """AssertionError of the first answer that was wrong or failed."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a process holds."""
+
+    memory: int
+    fds: int
+
+    @classmethod
+    def of(cls, pid: int) -> Size:
+        process = psutil.Process(pid)
+        return cls(process.memory_full_info().uss, process.num_fds())
+
+
+def assert_flat(before: dict[str, Size], survivors: list[Health]) -> None:
+    for one in survivors:
+        now, then = Size.of(one.pid), before[one.name]
+        print(f"{one.name}: memory {then.memory >> 20} to {now.memory >> 20} MiB, fds {then.fds} to {now.fds}")
+        assert now.memory - then.memory < GROWTH_BYTES_MAX, one.name
+        assert now.fds - then.fds <= GROWTH_FDS_MAX, one.name
+
+
+@pytest.mark.timeout(300 + 60 * RESTARTS)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_restarts_under_load(role: str, cluster: Any, questions: list[Question], expected: list[list[int]]) -> None:
+    """The router and the other side live through all of them, and grow by nothing."""
+    survivors = [cluster.router(), *(one for one in cluster.workers() if not one.name.startswith(role))]
+    before = {one.name: Size.of(one.pid) for one in survivors}
+
+    async def restart_all() -> int:
+        async with Client(cluster.grpc_address) as client:
+            load = Load(client, questions, expected)
+            for number in range(RESTARTS):
+                await asyncio.to_thread(wait_for_work)
+                victim = cluster.named(f"{role}-{number % 2}")
+                kill(victim)
+                await asyncio.to_thread(restarted, cluster, victim)
+            await load.stop()
+            return load.right
+
+    def wait_for_work() -> None:
+        give_up = time.monotonic() + 60
+        while not busy(cluster, role, lambda one: one.requests):
+            assert time.monotonic() < give_up, f"no {role} worker has work"
+            time.sleep(LOOK_S)
+
+    answers = asyncio.run(restart_all())
+    assert answers >= AT_ONCE
+    cluster.assert_idle_and_sound()
+    assert {one.pid for one in survivors} <= {one.pid for one in (cluster.router(), *cluster.workers())}
+    assert_flat(before, survivors)
