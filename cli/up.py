@@ -38,6 +38,9 @@ def up(
     max_batch_requests: Annotated[
         int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
     ] = None,
+    kv_checksum_rate: Annotated[
+        float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
+    ] = 0.05,
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
@@ -76,6 +79,7 @@ def up(
         memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
         max_batch_requests=max_batch_requests,
+        kv_checksum_rate=kv_checksum_rate,
         threads=threads,
         host=host,
         grpc_port=grpc_port,

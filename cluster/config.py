@@ -61,6 +61,8 @@ class ClusterConfig:
     step_deadline_s: float | None = None
     """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
     seconds; None = 60 on GPUs, 600 on CPUs."""
+    kv_checksum_rate: float = 0.05
+    """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
 
@@ -75,6 +77,8 @@ class ClusterConfig:
             check_kv_cache_gib(self.kv_cache_bytes / GIB)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise InvalidArgument("--memory-fraction", f"{self.memory_fraction:g} is not above 0 and at most 1")
+        if not 0 <= self.kv_checksum_rate <= 1:
+            raise InvalidArgument("--kv-checksum-rate", f"{self.kv_checksum_rate:g} is not between 0 and 1")
         for option, number in (
             ("--max-step-tokens", self.max_step_tokens),
             ("--max-batch-requests", self.batch_requests),

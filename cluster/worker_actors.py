@@ -71,5 +71,6 @@ class WorkerActors:
             controller_address=self._controller_address,
             token=self._token,
             step_deadline_s=cluster.step_deadline_s,
+            kv_checksum_rate=cluster.kv_checksum_rate,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

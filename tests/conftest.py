@@ -111,7 +111,14 @@ class _Shelf:
 
     def get(self, *, fresh: bool, **settings: Any) -> RunningCluster:
         config = ClusterConfig(
-            **{"model": self._model, "model_name": "SmolLM2-135M-Instruct", "grpc_port": 0, "http_port": 0, **settings}
+            **{
+                "model": self._model,
+                "model_name": "SmolLM2-135M-Instruct",
+                "grpc_port": 0,
+                "http_port": 0,
+                "kv_checksum_rate": 1.0,
+                **settings,
+            }
         )
         if self._running is not None and (fresh or self._running.config != config):
             self.clear()
