@@ -87,7 +87,11 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def transport_name(self) -> str:
-        """Back end and the wire it found, for logs and `tandem status`, e.g. `UCX (cma)`."""
+        """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX (cma)`."""
+
+    def warnings(self) -> tuple[str, ...]:
+        """What is slower than it could be, and what to do, in sentences; for logs and `tandem status`."""
+        return ()
 
     @abstractmethod
     def close(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import UCX_LOG
+from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition
 from wire.messages import PeerDescription, PeerRef
 
@@ -95,7 +96,14 @@ class PoolAgent:
         layout = self._layout
         metadata = bytes(self._agent.get_agent_metadata())
         return PeerDescription(
-            self._me, metadata, layout.base_address, layout.page_bytes, layout.pages, layout.device_id, layout.memory
+            self._me,
+            metadata,
+            layout.base_address,
+            layout.page_bytes,
+            layout.pages,
+            layout.device_id,
+            layout.memory,
+            host_id(),
         )
 
     def connect(self, peer: PeerDescription) -> Connection:

@@ -13,12 +13,13 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Link:
     """A known peer. `connection` is None before the first use and after a failure; `broken`: its endpoint has failed
-    and is rebuilt once the last of `in_flight` writes has come to rest."""
+    and is rebuilt once the last of `in_flight` writes has come to rest; `reached`: a write over it has ended well."""
 
     description: PeerDescription
     connection: Connection | None = None
     broken: bool = False
     in_flight: int = 0
+    reached: bool = False
 
 
 class Links:
@@ -82,7 +83,7 @@ class Links:
             self.drop(link)
 
     def _disconnect(self, link: Link) -> None:
-        connection, link.connection, link.broken = link.connection, None, False
+        connection, link.connection, link.broken, link.reached = link.connection, None, False, False
         if connection is not None:
             try:
                 self._agent.disconnect(connection)

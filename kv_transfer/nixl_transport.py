@@ -21,8 +21,9 @@ from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_peers import Links
-from kv_transfer.nixl_wire import UCX_LOG, find_wire
+from kv_transfer.nixl_wire import UCX_LOG
 from kv_transfer.nixl_writes import Flight, Writes
+from kv_transfer.wires import Wires, host_id
 from wire.convert import decode_notice
 from wire.errors import FailedPrecondition, TandemError, TransferFailed
 from wire.messages import PeerDescription, PeerRef
@@ -49,7 +50,7 @@ class NixlTransport(Transport):
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._expected = 0
         self._attentive_until = 0.0
-        self._wire: str | None = None
+        self._wires = Wires(UCX, agent_name(me), layout, host_id())
         self._closing = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
@@ -89,7 +90,10 @@ class NixlTransport(Transport):
             self._command(lambda: None)
 
     def transport_name(self) -> str:
-        return f"{UCX} ({self._wire})" if self._wire else UCX
+        return self._wires.name
+
+    def warnings(self) -> tuple[str, ...]:
+        return self._wires.warnings
 
     def close(self) -> None:
         with self._gate:
@@ -130,7 +134,8 @@ class NixlTransport(Transport):
         self._writes.poll()
         self._links.sweep()
         self._hear()
-        self._learn_wire()
+        while self._writes.reached:
+            self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
 
     def _patience_s(self) -> float:
         if self._writes.waited_for:
@@ -161,15 +166,12 @@ class NixlTransport(Transport):
                 continue
             self._guarded(partial(self._on_notice, notice))
 
-    def _learn_wire(self) -> None:
-        if self._writes.landed and self._wire is None:
-            self._wire = find_wire(UCX_LOG.text(), self._agent.name, self._layout.page_bytes) or ""
-
     def _add_peer(self, description: PeerDescription) -> None:
         replaced = self._links.replaced_by(description)
         if replaced is not None:
             self._writes.abandon(replaced, "the worker was restarted")
             self._links.drop(replaced)
+            self._wires.forget(replaced.description.peer)
         self._links.add(description)
         self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
 
@@ -178,6 +180,7 @@ class NixlTransport(Transport):
         if link is not None:
             self._writes.abandon(link, "the worker is gone")
             self._links.drop(link)
+            self._wires.forget(peer)
 
     def _finish(self) -> None:
         """Wait for writes in flight, bounded; then leave."""

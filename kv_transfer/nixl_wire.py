@@ -2,7 +2,7 @@
 
 With `UCX_PROTO_INFO=y` UCX prints, at the first write to a peer, a table of the protocols it chose:
 
-    | prefill-0/1 intra-node cfg#1                                    |
+    | prefill-0/1 intra-node cfg#1                                    |    (or `self`, or `inter-node`)
     | remote memory write by ucp_put*(multi) from host memory to host |
     | Range  | Description | Config                                   |
     | 0..inf | zero-copy   | cma/memory                               |
@@ -23,17 +23,27 @@ from contextlib import contextmanager
 _TABLE = re.compile(r"\[[^]]*\] \[[^]]*\]\s+[|+]")
 _ROW = re.compile(r"\|\s*(\d+)([KMGT]?)(?:\.\.(?:(\d+)([KMGT]?)|(inf)))?\s*\|([^|]*)\|([^|]*)\|")
 _WIRE = re.compile(r"([a-z][a-z0-9_]*)/[\w:.\-]+")
+_NEAR, _FAR = ("intra-node", "self"), ("inter-node",)
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def find_wire(log: str, agent: str, page_bytes: int) -> str | None:
-    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown."""
+def find_wire(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
+    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown.
+
+    Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.
+    """
+    places = () if near is None else _NEAR if near else _FAR
+    heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]
+    return next((wire for head in heads if (wire := _newest(log, head, page_bytes))), None)
+
+
+def _newest(log: str, head: str, page_bytes: int) -> str | None:
     found = None
     owner = ours = False
     for line in log.splitlines():
         if _TABLE.match(line) is None:
             owner = ours = False
-        owner = f"| {agent} " in line or (owner and " cfg#" not in line)
+        owner = head in line or (owner and " cfg#" not in line)
         if " by ucp_" in line:
             ours = owner and "remote memory write by ucp_put*(multi)" in line
         row = _ROW.search(line) if ours else None

@@ -23,6 +23,7 @@ from kv_transfer.nixl_peers import Link, Links
 from kv_transfer.pace import LAST_LOOK_S, Pace
 from wire.convert import encode_notice
 from wire.errors import TransferFailed
+from wire.messages import PeerDescription
 
 ERROR_REST_S = 0.5
 
@@ -57,8 +58,8 @@ class Writes:
         self._agent, self._links, self._layout = agent, links, layout
         self._flights: list[Flight] = []
         self._pace = Pace()
-        self.landed = 0
-        """Writes that ended well so far."""
+        self.reached: list[PeerDescription] = []
+        """Peers of connections whose first write has ended well, for whoever takes them off."""
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -161,7 +162,9 @@ class Writes:
         if flight.told:
             return
         self._pace.ended(self._bytes_of(flight))
-        self.landed += 1
+        if flight.link is not None and not flight.link.reached:
+            flight.link.reached = True
+            self.reached.append(flight.link.description)
         # A notice that has left cannot be called back: the peer goes on with the request, so the write was a success.
         if time.monotonic() >= flight.deadline and flight.write.notice is None:
             flight.fail("it came to rest after its deadline")

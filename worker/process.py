@@ -141,6 +141,7 @@ class WorkerProcess:
             device=engine.device_name,
             transport=worker.transport.transport_name(),
             not_ready=worker.admission.not_ready,
+            warnings=worker.transport.warnings(),
         )
 
     async def _drain(self, grace_s: float) -> int:

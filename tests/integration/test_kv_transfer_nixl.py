@@ -19,6 +19,7 @@ import torch
 
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import PageWrite, Transport, WriteDone
+from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
@@ -50,8 +51,9 @@ class Peer:
             env=environment,
         )
         hello = self.read()
+        metadata, base = bytes.fromhex(hello["metadata"]), hello["base"]
         self.description = PeerDescription(
-            self.ref, bytes.fromhex(hello["metadata"]), hello["base"], PAGE_FLOATS * 4, PAGES, 0, MEMORY[device]
+            self.ref, metadata, base, PAGE_FLOATS * 4, PAGES, 0, MEMORY[device], host_id()
         )
 
     def read(self) -> Any:
@@ -152,6 +154,10 @@ def test_every_byte_arrives_and_no_other_page_changes(prefill: Prefill, peer: Pe
     assert done.duration_nanos > 0
     name = prefill.transport.transport_name()
     assert name == "UCX (tcp)" if wire == "tcp" else name.startswith("UCX")
+    if wire == "tcp":
+        (warning,) = prefill.transport.warnings()
+        assert "decode-0 over TCP though both workers are on this host" in warning
+        assert "UCX_TLS=tcp" in warning
     assert peer.end() == 0
 
 
