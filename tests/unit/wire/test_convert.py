@@ -5,7 +5,7 @@ import struct
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wire import convert, messages, timeline
@@ -131,6 +131,7 @@ CASES: dict[str, tuple[Any, type]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@settings(deadline=None)
 @given(data=st.data())
 def test_round_trip(name: str, data: st.DataObject) -> None:
     strategy, message_type = CASES[name]
