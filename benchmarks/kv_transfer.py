@@ -33,6 +33,8 @@ _TIMEOUT_S = 600
 _STEADY_TOKENS = 2048
 _BACKGROUND_PROMPT = 256
 _ANSWER = 8
+ROOM = 16
+"""Tokens of a model's context that prompts leave to their answers."""
 _TO_MS = 1e3
 
 Figures = dict[str, object]
@@ -52,7 +54,7 @@ class Settings:
 
 
 SETTINGS = {
-    "cuda": Settings(128, 8192, 2048, streams=16, stream_tokens=400, rounds=12, dtype="bfloat16"),
+    "cuda": Settings(128, 8192 - ROOM, 2048, streams=16, stream_tokens=400, rounds=12, dtype="bfloat16"),
     "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32"),
 }
 
@@ -115,7 +117,7 @@ async def handovers(client: Client, settings: Settings) -> Figures:
     prefill = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in answers]
     alone = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in without]
     shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
-    prompt = settings.prompt
+    prompt = settings.prompt if settings.prompt % settings.page_tokens == 0 else settings.prompt + ROOM
     found: Figures = {
         f"handover_ms_{prompt}": _median(handover),
         f"exposed_ms_{prompt}": _median(exposed),

@@ -37,6 +37,7 @@ from wire.messages import (
     Reservation,
     RoutedEvent,
     TransferNotice,
+    hash_token_ids,
 )
 
 log = logging.getLogger(__name__)
@@ -256,7 +257,8 @@ class DecodeAdmission:
         except TandemError:
             self._room.give_back(pages, promised=pages)
             raise
-        request = DecodeRequest(reservation, lease, prompt_pages, committed=pages, promised=pages)
+        token_hash = hash_token_ids(reservation.prompt_token_ids)
+        request = DecodeRequest(reservation, lease, prompt_pages, pages, pages, token_hash)
         self._leased[lease.epoch] = request
         self._held.add(request)
         return request

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decode_worker.request import DecodeRequest
 from kv_transfer.checksums import PageChecks
 from wire.ending import reason_to_end
-from wire.messages import ModelFacts, PeerRef, TransferNotice, hash_token_ids
+from wire.messages import ModelFacts, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class ArrivalCheck:
         reservation = request.reservation
         if notice.pages != request.prompt_pages:
             return f"{notice.pages} pages instead of {request.prompt_pages}"
-        if notice.token_hash != hash_token_ids(reservation.prompt_token_ids):
+        if notice.token_hash != request.token_hash:
             return "the hash of another prompt"
         index = reservation.answered
         if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):

@@ -40,6 +40,8 @@ class DecodeRequest:
     """Pages that prompt and answer may fill, counted against the worker's limit until the request is over."""
     promised: int
     """The part of them not yet taken from the pool."""
+    token_hash: bytes
+    """Of the tokens that are prefilled: made when there is time, compared when there is none."""
     stage: Stage = Stage.LEASED
     pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

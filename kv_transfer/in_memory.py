@@ -76,6 +76,7 @@ class InMemoryFabric:
         self._failures: deque[int] = deque()
         self._lost_notices = 0
         self._damages: deque[Callable[[Sequence[int]], None]] = deque()
+        self._landed: list[int] = []
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="in-memory-fabric", daemon=True)
         self._thread.start()
@@ -110,8 +111,8 @@ class InMemoryFabric:
             self._lost_notices += notices
 
     def damage_next(self, damage: Callable[[Sequence[int]], None]) -> None:
-        """`damage` hears onto which pages the next write with a notice has landed, and changes them, before the notice
-        arrives.
+        """`damage` hears onto which pages writes have landed since the last notice, and changes them, before the next
+        notice arrives.
         """
         with self._wake:
             self._damages.append(damage)
@@ -196,9 +197,11 @@ class InMemoryFabric:
         if fails_after is not None:
             flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
             return
+        self._landed += flight.write.remote_pages
         if damage is not None:
-            damage(flight.write.remote_pages)
+            damage(self._landed)
         if heard and flight.write.notice is not None:
+            self._landed = []
             receiver.on_notice(flight.write.notice)
         flight.land(sender.layout.page_bytes, self.now(), heard=heard)
 

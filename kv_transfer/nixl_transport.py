@@ -30,7 +30,7 @@ from wire.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
 
-LISTEN_S = 1e-3
+LISTEN_S = 0.3e-3
 REST_S = 0.1
 CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0

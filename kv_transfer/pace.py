@@ -5,17 +5,17 @@ import time
 
 FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 500e-6
 """Shortest and longest wait. Some wires move on only when somebody looks, so even a long write is looked at often."""
-_WEIGHT = 0.3
-"""Of the newest rate in the running mean."""
-_EARLY = 0.9
+_FORGET = 0.98
+"""What is left of the best rate with each write that was slower: a look that came late must not excuse the next."""
+_EARLY = 0.5
 """Part of the expected time after which to begin looking closely."""
 
 
 class Pace:
-    """Expects writes to end one after the other at the rate of those before; later than expected, waits double."""
+    """Expects writes to end one after the other, half as long as the best of late took; after that, waits double."""
 
     def __init__(self) -> None:
-        self._rate: float | None = None
+        self._rate = 0.0
         self._since = 0.0
         self._look_s = FIRST_LOOK_S
 
@@ -29,14 +29,13 @@ class Pace:
         """The oldest write is over, and moved so many bytes."""
         now = time.monotonic()
         if moved and now > self._since:
-            rate = moved / (now - self._since)
-            self._rate = rate if self._rate is None else self._rate + _WEIGHT * (rate - self._rate)
+            self._rate = max(moved / (now - self._since), self._rate * _FORGET)
         self._since = now
         self._look_s = FIRST_LOOK_S
 
     def wait_s(self, expected: int) -> float:
         """Until the next look at a write of `expected` bytes, the oldest one."""
-        if self._rate is not None:
+        if self._rate:
             left = self._since + _EARLY * expected / self._rate - time.monotonic()
             if left > self._look_s:
                 return min(left, LAST_LOOK_S)

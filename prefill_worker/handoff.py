@@ -3,8 +3,8 @@
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed
 3. write        full pages of finished chunks, while the next chunk computes
-4. notice       with the last page, once every earlier write has landed: token, draw, what was sent, and checksums of
-                some pages, which were begun as soon as those were final (`page_sums.py`)
+4. notice       once every page has landed: token, draw, what was sent, and checksums of some pages, which were begun
+                as soon as those were final (`page_sums.py`)
 5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
 6. give back    an undelivered lease, until the decode worker has heard it: its pages wait for nothing else
 """
@@ -151,7 +151,8 @@ class Handoff:
     def _deliver_here(self, destination: Destination) -> None:
         """The KV is already in the decode half's pages: the notice alone goes over."""
         if self._goes_on():
-            self._local.notice(self._notice(destination))
+            token_hash = hash_token_ids(self._request.task.prompt_token_ids)
+            self._local.notice(self._notice(destination, token_hash))
             self._delivered = True
 
     async def _deliver_there(self, destination: Destination) -> None:
@@ -165,10 +166,11 @@ class Handoff:
         sent = await self._write_while_computing(destination, remote, sums)
         if not self._goes_on():
             return
+        self._post(destination, remote, sent, self._request.pages_needed, None)
         sums.begin(self._request.pages, sent, self._request.pages_needed)
+        token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         await self._quiet()
-        notice = self._notice(destination, await sums.all())
-        self._post(destination, remote, sent, self._request.pages_needed, notice)
+        self._post(destination, (), 0, 0, self._notice(destination, token_hash, await sums.all()))
         await self._quiet()
         self._delivered = True
         finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
@@ -213,14 +215,16 @@ class Handoff:
             if moving:
                 raise TransferFailed(f"pages were not written within {self._deadline_s:g} s; prefill again elsewhere")
 
-    def _notice(self, destination: Destination, checksums: tuple[PageChecksum, ...] = ()) -> TransferNotice:
+    def _notice(
+        self, destination: Destination, token_hash: bytes, checksums: tuple[PageChecksum, ...] = ()
+    ) -> TransferNotice:
         first_token_id = self._request.progress.first_token_id
         if first_token_id is None:
             raise Internal(f"{self._request.task.ref.request_id} has no first token to hand over")
         return TransferNotice(
             lease=destination.lease,
             prefill=self._me,
-            token_hash=hash_token_ids(self._request.task.prompt_token_ids),
+            token_hash=token_hash,
             pages=self._request.pages_needed,
             first_token_id=first_token_id,
             next_draw=self._request.task.answered + 1,
