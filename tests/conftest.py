@@ -56,7 +56,7 @@ class RunningCluster:
 
     def named(self, name: str) -> Health:
         """One worker as the controller sees it."""
-        return next(one for one in self.workers() if one.name == name)
+        return {one.name: one for one in self.workers()}[name]
 
     def members(self) -> list[cluster_pb2.WorkerInfo]:
         """Who is registered now."""
@@ -73,8 +73,8 @@ class RunningCluster:
         return [self._inspect(member.address) for member in self.members()]
 
     def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
-        """One registered worker's; the others are not asked, and may be frozen."""
-        return self._inspect(next(member.address for member in self.members() if member.worker_id == name))
+        """One registered worker's; the others are not asked, and may be frozen. KeyError if it is not registered."""
+        return self._inspect({member.worker_id: member.address for member in self.members()}[name])
 
     def _inspect(self, address: str) -> worker_pb2.InspectResponse:
         with grpc.insecure_channel(address) as channel:

@@ -14,7 +14,6 @@ from cluster.health import Health
 from wire.generated.tandem.v1 import worker_pb2
 
 TRIES_S = 60.0
-FREE_IN_S = 30.0
 LOOK_S = 0.02
 
 
@@ -45,8 +44,8 @@ def freeze_amid_transfer(cluster: Any) -> AmidTransfer:
 
 
 def busy(cluster: Any, role: str, measure: Callable[[worker_pb2.InspectResponse], int]) -> list[str]:
-    """Names of the workers of a role for which `measure` is not 0."""
-    names = [worker.name for worker in cluster.workers() if worker.name.startswith(role)]
+    """Names of the registered workers of a role for which `measure` is not 0."""
+    names = [member.worker_id for member in cluster.members() if member.worker_id.startswith(role)]
     return [name for name in names if measure(cluster.inspect_worker(name))]
 
 

@@ -29,9 +29,10 @@ RESTARTS = int(os.environ.get("TANDEM_FAULT_RESTARTS", "2"))
 """Of each side."""
 AT_ONCE = 4
 MIB = 1 << 20
-GROWTH_BYTES_MAX = 48 * MIB
-GROWTH_FDS_MAX = 12
-"""What a process that lives on may grow by, however many others die."""
+KV_CACHE_BYTES = 40 * MIB
+GROWTH_BYTES_MAX = KV_CACHE_BYTES + 16 * MIB
+GROWTH_FDS_MAX = 6
+"""What a process that lives on may grow by, however many others die: its pool may not have been touched whole."""
 CHUNK_TOKENS = 16
 IN_DECODE = 3
 """Tokens that tell of a request in decode: the prefill worker brings one."""
@@ -55,7 +56,7 @@ def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
         page_tokens=16,
         max_step_tokens=CHUNK_TOKENS,
         threads=1,
-        kv_cache_bytes=1 << 27,
+        kv_cache_bytes=KV_CACHE_BYTES,
     )
 
 

@@ -76,7 +76,7 @@ async def scenario(model: Path) -> None:
         assert any("tcp" in transport for transport in transports), transports
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("_namespaces")
 def test_a_bad_wire(small_model: Path) -> None:
     asyncio.run(scenario(small_model))

@@ -32,7 +32,7 @@ TOKEN = "secret"
 HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
 """What UCX may use: left alone, it would find that both hosts share their memory."""
-START_S, IDLE_WITHIN_S = 60.0, 60.0
+START_S, IDLE_WITHIN_S = 150.0, 60.0
 ENGINE = {"dtype": "float32", "threads": 1, "kv_cache_bytes": 1 << 26, "max_step_tokens": 64}
 
 
