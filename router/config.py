@@ -48,7 +48,7 @@ class RouterConfig:
     """Longest wait in the queue, in seconds."""
     stall_timeout_s: float = 120.0
     """Longest silence of the workers about a placed request, in seconds."""
-    chunks_per_s: float = 320.0
+    chunks_per_s: float = 5000.0
     """Most chunks a second that all answers together send before each carries several tokens. A chunk costs about
     100 µs here and as much at the client, on a CPU that the engine may need. First and last tokens never wait."""
     chunk_delay_max_s: float = 0.025
