@@ -1,6 +1,8 @@
 """CUDA graphs of the decode step: one for each size of batch, replayed without the host touching a kernel."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,10 @@ from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepPacker, StepSizes, view_step
 from engine.weights.checkpoint import Progress
 
+log = logging.getLogger(__name__)
+
+_COMPILERS = 8
+"""Threads that compile kernels side by side: their compiler leaves Python alone for most of its time."""
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BEYOND = 64
 """Step between sizes after the last of them."""
@@ -59,6 +65,26 @@ class DecodeGraphs:
         self._graphs: list[DecodeGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Run the steps of these numbers of rows once each, side by side, so that all their kernels are compiled.
+
+        The launches of all threads are one stream's, so steps use the scratch memory they share in turns; their results
+        mix, and mean nothing. What fails here fails in words where it is captured.
+        """
+        wanted = [(rows, context) for rows in sizes for context in graph_contexts(self._packer.limits.max_context)]
+
+        def run(rows: int, context: int) -> None:
+            torch.cuda.set_device(self._drawn.device)
+            with torch.inference_mode():
+                self._step(rows, context)[1]()
+
+        with ThreadPoolExecutor(_COMPILERS) as pool:
+            for (rows, _), done in [(each, pool.submit(run, *each)) for each in wanted]:
+                error = done.exception()
+                if error is not None:
+                    log.info("the step of %d rows was not compiled ahead: %s", rows, error)
+        torch.cuda.synchronize()
+
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """Capture the steps of these numbers of rows, the largest first, so that the others fit into its memory."""
         contexts = graph_contexts(self._packer.limits.max_context)
@@ -77,7 +103,8 @@ class DecodeGraphs:
         fits = (g for g in self._graphs if g.sizes.rows >= len(batch.rows) and g.context >= context)
         return next(fits, None)
 
-    def _capture(self, rows: int, context: int) -> DecodeGraph:
+    def _step(self, rows: int, context: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
+        """A step of padded rows: the words it reads, the launch of all its kernels → logits, and its sizes."""
         sizes = StepSizes(tokens=rows, rows=rows, width=self._packer.limits.pages_of(context), drawn=rows)
         host = torch.empty(sizes.words, dtype=torch.int64)
         self._packer.pack(StepBatch([]), sizes, host.numpy())
@@ -92,6 +119,10 @@ class DecodeGraphs:
             self._sampler.sample(logits, unread, self._drawn[:rows], greedy_only=True)
             return logits
 
+        return words, compute, sizes
+
+    def _capture(self, rows: int, context: int) -> DecodeGraph:
+        words, compute, sizes = self._step(rows, context)
         compute()  # compiles kernels, which a capture cannot
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

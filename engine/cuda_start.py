@@ -62,6 +62,9 @@ def _measure_steps(
     pages = -(-row_tokens // page_tokens)
     probe = PagedCache(model.config, page_tokens, pages * page_bytes(model.config, page_tokens, dtype), dtype, device)
 
+    if config.cuda_graphs:
+        _compile(model, probe, graph_sizes(config.max_batch_requests))
+
     def run() -> CudaStepper:
         stepper = _make_stepper(config, model, probe, [config.max_batch_requests], None)
         with torch.inference_mode():
@@ -69,6 +72,16 @@ def _measure_steps(
         return stepper
 
     return measure_peak(device, run)
+
+
+def _compile(model: LlamaModel, probe: PagedCache, sizes: list[int]) -> None:
+    """Most kernels of all decode steps, while there is memory to run many at a time."""
+    device = probe.tensor.device
+    drawn = torch.zeros(max(sizes), dtype=torch.int64, device=device)
+    sampler = DeviceSampler(model.config.vocab_size, max(sizes), device, overlaps_launches())
+    packer, forward = StepPacker(step_limits(model.config, probe)), forward_over(model, probe)
+    DecodeGraphs(packer, forward, sampler, drawn).compile(sizes)
+    torch.cuda.empty_cache()
 
 
 def _largest_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
