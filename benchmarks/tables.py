@@ -1,6 +1,7 @@
 """The tables of docs/performance.md, made from the runs in benchmarks/results/: `python -m benchmarks.tables`.
 
-One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them.
+One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them. Then decode steps
+with and without CUDA graphs, and each fused kernel beside its parts, of the newest run that has them.
 """
 
 import json
@@ -13,14 +14,19 @@ from benchmarks.results import RESULTS
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 _SHOWN = (
     "_ratio",
+    "_share_",
+    "_over_without_",
+    "handover_ms_",
+    "exposed_of_prefill",
+    "decode_step_ms",
     "efficiency",
-    "idle_share_b32",
     "start_seconds",
     "copy_gb_per_s",
     "load_gb_per_s",
     "matrix_tflops",
     "decode_ms_b",
 )
+_EAGER, _FUSED = "decode_eager_ms_b", "comparisons"
 _HEAD = """# Performance
 
 Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
@@ -34,11 +40,18 @@ Run = dict[str, Any]
 def main() -> None:
     """Write the page."""
     groups: dict[str, list[Run]] = defaultdict(list)
+    every: list[Run] = []
     for file in sorted(RESULTS.glob("*.json")):
         run: Run = json.loads(file.read_text(encoding="utf-8"))
-        if _shown(run) and not file.name.startswith("tune"):
+        every.append(run)
+        if _shown(run) and not file.name.startswith(("tune", "fused")):
             groups[_title(file.name.split("-", 1)[0], run)].append(run)
-    PAGE.write_text("\n".join([_HEAD, *(_table(title, runs) for title, runs in sorted(groups.items()))]))
+    tables = [_table(title, runs) for title, runs in sorted(groups.items())]
+    runs = sorted(every, key=lambda run: str(run.get("date")))
+    tables += [
+        make(run) for make, run in ((_graphs, _newest(runs, _EAGER + "1")), (_fused, _newest(runs, _FUSED))) if run
+    ]
+    PAGE.write_text("\n".join([_HEAD, *tables]))
     print("wrote", PAGE.name)
 
 
@@ -58,6 +71,39 @@ def _table(title: str, runs: list[Run]) -> str:
         _line(["---"] * (len(runs) + 1)),
     ]
     return "\n".join([*lines, *(_line([f"`{name}`", *(_cell(run.get(name)) for run in runs)]) for name in names)])
+
+
+def _newest(runs: list[Run], figure: str) -> Run | None:
+    return next((run for run in reversed(runs) if figure in run), None)
+
+
+def _graphs(run: Run) -> str:
+    """Milliseconds of decode steps with and without CUDA graphs, by batch."""
+    batches = [name.removeprefix(_EAGER) for name in run if name.startswith(_EAGER)]
+    lines = [
+        f"\n## CUDA graphs: {run['shape']}, {run['hardware']['name']}, {run['dtype']}, {str(run['commit'])[:8]}\n",
+        f"`{run['command']}`\n",
+        _line(["decode step, batch", "ms with graphs", "ms without", "ratio"]),
+        _line(["---"] * 4),
+    ]
+    for batch in batches:
+        replayed, eager = run[f"decode_ms_b{batch}"], run[f"{_EAGER}{batch}"]
+        lines.append(_line([batch, _cell(replayed), _cell(eager), _cell(eager / replayed)]))
+    return "\n".join(lines)
+
+
+def _fused(run: Run) -> str:
+    """Microseconds of every fused kernel beside its parts, by tokens of the step."""
+    lines = [
+        f"\n## Fused kernels: {run['shape']}, {run['hardware']['name']}, {run['dtype']}, {str(run['commit'])[:8]}\n",
+        f"`{run['command']}`\n",
+        _line(["operation", "tokens", "fused us", "in parts us", "ratio"]),
+        _line(["---"] * 5),
+    ]
+    for each in run[_FUSED]:
+        figures = (each["fused_us"], each["unfused_us"], each["ratio"])
+        lines.append(_line([each["operation"], str(each["tokens"]), *map(_cell, figures)]))
+    return "\n".join(lines)
 
 
 def _shown(run: Run) -> list[str]:
