@@ -149,8 +149,9 @@ class Pair:
 
     def __init__(self, model: Path, **changes: Any) -> None:
         self.answers: dict[str, Answer] = {}
+        damaged = changes.pop("damaged_transfers", 0)
         self.prefill = WorkerEnd("prefill-0", "prefill", model, **changes)
-        self.decode = WorkerEnd("decode-0", "decode", model, **changes)
+        self.decode = WorkerEnd("decode-0", "decode", model, damaged_transfers=damaged, **changes)
 
     async def send(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Answer:
         answer = self.answers[request_id] = Answer()
@@ -178,8 +179,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-async def running_pair(model: Path, lease_s: float) -> AsyncIterator[Pair]:
-    made = Pair(model, lease_s=lease_s, quarantine_s=0.5)
+async def running_pair(model: Path, lease_s: float, **changes: Any) -> AsyncIterator[Pair]:
+    made = Pair(model, lease_s=lease_s, quarantine_s=0.5, **changes)
     await asyncio.gather(made.prefill.start(made.answers), made.decode.start(made.answers))
     yield made
     for end in (made.prefill, made.decode):
@@ -192,6 +193,13 @@ async def running_pair(model: Path, lease_s: float) -> AsyncIterator[Pair]:
 async def pair(model: Path) -> AsyncIterator[Pair]:
     """Nobody sends heartbeats here: no lease may end on a slow machine."""
     async for made in running_pair(model, lease_s=120.0):
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def damaging_pair(model: Path) -> AsyncIterator[Pair]:
+    """The first transfer arrives with a flipped bit."""
+    async for made in running_pair(model, lease_s=120.0, damaged_transfers=1):
         yield made
 
 
@@ -276,6 +284,21 @@ async def test_same_tokens_as_the_engine_alone(pair: Pair, model: Path) -> None:
     assert found.checksum_failures == 0
     await pair.prefill.empty()
     await pair.decode.empty()
+
+
+async def test_a_flipped_bit_is_seen_and_the_next_attempt_is_right(damaging_pair: Pair, model: Path) -> None:
+    prompt, sampling = prompts(10)[-1], SamplingParams(max_tokens=8, ignore_eos=True)
+    async with asyncio.timeout(60):
+        broken = await damaging_pair.send("broken", prompt, sampling)
+        await broken.done.wait()
+        assert (broken.error, len(broken.tokens)) == ("TRANSFER_FAILED", 1)
+        again = await damaging_pair.send("again", prompt, sampling)
+        await again.done.wait()
+    assert [again.tokens[n] for n in range(8)] == alone(model, prompt, sampling)[0]
+    await damaging_pair.prefill.empty()
+    found = await damaging_pair.decode.empty()
+    assert found.checksum_failures == 1
+    assert found.checksums_equal == again.pages
 
 
 async def test_edges_of_one_request(pair: Pair) -> None:

@@ -3,10 +3,12 @@
 It prints one JSON line when it serves, and stops, leaving nothing behind, when stdin closes.
 """
 
+import ctypes
 import gc
 import json
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from engine.config import EngineConfig
@@ -15,14 +17,35 @@ from worker.config import WorkerConfig
 from worker.process import WorkerProcess
 
 
+def damage_arrivals(process: WorkerProcess, transfers: int) -> None:
+    """Flip a bit of the last byte of the first page of each of the next so many transfers, once all of it is here."""
+    if not transfers:
+        return
+    worker, engine = process._worker, process._engine
+    assert worker is not None
+    assert engine is not None
+    cache, sums, left = engine.cache, worker._checks._sums, [None] * transfers
+
+    def damaging(pages: Sequence[int], filled: Sequence[int]) -> Sequence[int]:
+        if left:
+            left.pop()
+            last = cache.base_address + (pages[0] + 1) * cache.page_bytes - 1
+            ctypes.c_uint8.from_address(last).value ^= 1
+        return sums(pages, filled)
+
+    worker._checks._sums = damaging
+
+
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     engine = EngineConfig(**(order.pop("engine") | {"model": Path(order["model"])}))
     del order["model"]
     incarnation = order.pop("incarnation")
+    damaged = order.pop("damaged_transfers", 0)
     config = WorkerConfig(engine=engine, role=Role(order.pop("role")), **order)
     process = WorkerProcess(config, incarnation)
     info = process.start()
+    damage_arrivals(process, damaged)
     print(json.dumps({"address": info.address, "transport": info.transport}), flush=True)
     sys.stdin.read()
     remaining = process.drain(0.0)
