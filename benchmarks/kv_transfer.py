@@ -54,7 +54,7 @@ class Settings:
 
 
 SETTINGS = {
-    "cuda": Settings(128, 8192 - ROOM, 2048, streams=16, stream_tokens=400, rounds=12, dtype="bfloat16"),
+    "cuda": Settings(128, 8192 - ROOM, 2048, streams=8, stream_tokens=600, rounds=12, dtype="bfloat16"),
     "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32"),
 }
 
@@ -135,7 +135,10 @@ async def handovers(client: Client, settings: Settings) -> Figures:
 
 
 async def interference(client: Client, settings: Settings) -> Figures:
-    """The gaps of streams that decode, in quiet and while prompts arrive next to them one after the other."""
+    """The gaps of streams that decode, in quiet and while prompts arrive next to them one after the other.
+
+    Few streams: a router makes chunks of several tokens where many streams send more than it can.
+    """
 
     async def streams() -> list[Answer]:
         asked = (client.ask(_BACKGROUND_PROMPT, settings.stream_tokens) for _ in range(settings.streams))

@@ -18,8 +18,8 @@ from engine.cache.paged_cache import PagedCache
 from engine.models.config import load_model_config
 from kv_transfer.backends import open_transport
 from kv_transfer.base import PageWrite, WriteDone
-from kv_transfer.layout import KVLayout
 from wire.messages import PeerDescription, PeerRef
+from worker.process import layout_of
 
 IN_FLIGHT = 4
 """Writes on their way at a time where a steady stream is timed: a prefill worker has several requests to hand over."""
@@ -66,7 +66,7 @@ class PoolSide:
         self._cache.tensor.normal_()
         if here.type == "cuda":
             torch.cuda.synchronize()
-        self._transport = open_transport("nixl", _layout_of(self._cache), PeerRef(name, 1), lambda _notice: None)
+        self._transport = open_transport("nixl", layout_of(self._cache), PeerRef(name, 1), lambda _notice: None)
 
     def describe(self) -> PeerDescription:
         """How the other side reaches this pool."""
@@ -149,18 +149,3 @@ async def _quietly(reply: Any) -> None:
         await reply
     except Exception as error:
         print(f"a pool did not close: {error}")
-
-
-def _layout_of(cache: PagedCache) -> KVLayout:
-    return KVLayout(
-        base_address=cache.base_address,
-        pages=cache.pages,
-        layers=cache.layers,
-        kv_heads=cache.kv_heads,
-        page_tokens=cache.page_tokens,
-        head_dim=cache.head_dim,
-        item_bytes=cache.item_bytes,
-        dtype=cache.dtype,
-        memory=cache.memory,
-        device_id=cache.device_id,
-    )

@@ -3,8 +3,9 @@
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed
 3. write        full pages of finished chunks, while the next chunk computes
-4. notice       once every page has landed: token, draw, what was sent, and checksums of some pages, which were begun
-                as soon as those were final (`page_sums.py`)
+4. notice       with the last page, once all others have landed: token, draw, what was sent, and checksums of some
+                pages, which were begun as soon as those were final (`page_sums.py`). It goes with a page because NIXL
+                looks after writes to their end, and after a notice alone only until it is handed on
 5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
 6. give back    an undelivered lease, until the decode worker has heard it: its pages wait for nothing else
 """
@@ -166,11 +167,15 @@ class Handoff:
         sent = await self._write_while_computing(destination, remote, sums)
         if not self._goes_on():
             return
-        self._post(destination, remote, sent, self._request.pages_needed, None)
-        sums.begin(self._request.pages, sent, self._request.pages_needed)
+        needed = self._request.pages_needed
+        last = needed - 1
+        if sent < last:
+            self._post(destination, remote, sent, last, None)
+        sums.begin(self._request.pages, sent, needed)
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         await self._quiet()
-        self._post(destination, (), 0, 0, self._notice(destination, token_hash, await sums.all()))
+        notice = self._notice(destination, token_hash, await self._summed(sums))
+        self._post(destination, remote, last, needed, notice)
         await self._quiet()
         self._delivered = True
         finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
@@ -214,6 +219,15 @@ class Handoff:
                 write.result()
             if moving:
                 raise TransferFailed(f"pages were not written within {self._deadline_s:g} s; prefill again elsewhere")
+
+    async def _summed(self, sums: OutgoingSums) -> tuple[PageChecksum, ...]:
+        """The checksums, or TransferFailed where the device does not come back with them."""
+        try:
+            return await asyncio.wait_for(sums.all(), self._deadline_s)
+        except TimeoutError:
+            raise TransferFailed(
+                f"checksums were not computed within {self._deadline_s:g} s; prefill again elsewhere"
+            ) from None
 
     def _notice(
         self, destination: Destination, token_hash: bytes, checksums: tuple[PageChecksum, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 
+from engine.cache.paged_cache import PagedCache
 from engine.model_runner import ModelRunner
 from kv_transfer.backends import open_transport
 from kv_transfer.layout import KVLayout
@@ -96,7 +97,7 @@ class WorkerProcess:
     # ---- on the event loop ----
 
     async def _open(self, engine: ModelRunner) -> WorkerInfo:
-        layout = _layout_of(engine)
+        layout = layout_of(engine.cache)
         open_here = partial(open_transport, self._config.transfer_backend, layout, self._me)
         self._worker = Worker(self._config, self._me, engine, layout, open_here)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
@@ -177,9 +178,8 @@ class WorkerProcess:
         return asyncio.run_coroutine_threadsafe(work, self._events).result(timeout_s)
 
 
-def _layout_of(engine: ModelRunner) -> KVLayout:
+def layout_of(cache: PagedCache) -> KVLayout:
     """Of the whole cache, with the page behind the pool's that is nobody's: see `Peers.warm_up`."""
-    cache = engine.cache
     return KVLayout(
         base_address=cache.base_address,
         pages=cache.pages + 1,
