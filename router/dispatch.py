@@ -176,7 +176,6 @@ class Dispatcher:
         self._leave_workers(request)
         request.attempt += 1
         request.assembler.restart()
-        request.answered = min(request.assembler.count, self._room_behind(request.admitted))
         self._queue.push(request)
         self._schedule_pump()
 
@@ -211,6 +210,8 @@ class Dispatcher:
             for waiting in self._queue:
                 self.fail(waiting, self._nobody())
         while (request := self._queue.head()) is not None:
+            # Not before now: the largest prefill worker may have died while the request waited.
+            request.answered = min(request.assembler.count, self._room_behind(request.admitted))
             pair = self._placement.choose(_need(request), self.pool.views())
             if pair is None:
                 return
@@ -277,7 +278,8 @@ class Dispatcher:
             if placed and now - request.last_heard > self._config.stall_timeout_s:
                 silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
                 message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
-                self.fail(request, DeadlineExceeded(message))
+                # Once all is generated, its text is late: no worker could help.
+                self.fail_attempt(request, DeadlineExceeded(message), retry=False if request.generated else None)
         self.pool.sweep()
         self._schedule_pump()
 
@@ -301,9 +303,9 @@ class Dispatcher:
         return request
 
     def _room_behind(self, admitted: Admitted) -> int:
-        """Tokens that prefill workers can take behind the prompt, as far as is known."""
-        model = self.pool.model
-        return 0 if model is None else max(0, model.prefill_tokens_max - len(admitted.prompt_token_ids))
+        """Tokens that the largest live prefill worker can take behind the prompt."""
+        rooms = [view.pages_total * view.page_tokens for view in self.pool.views() if view.role.prefills]
+        return max(0, max(rooms, default=0) - len(admitted.prompt_token_ids))
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"

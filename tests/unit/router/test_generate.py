@@ -344,6 +344,37 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     await cluster.members(cluster.prefill, heir)
 
 
+async def test_an_answer_that_no_live_prefill_worker_can_hold_is_computed_again(
+    cluster: Cluster, client: Client
+) -> None:
+    """The large prefill worker dies, still a member, while a request waits to go on behind more than fits elsewhere."""
+    large, doomed = cluster.prefill, cluster.decode
+    doomed.switches.step_s = 0.01
+    running = asyncio.create_task(client.run(ask(40)))
+    (request,) = await _live_ones(cluster, 1)
+    await until(lambda: request.assembler.count > 20, "some tokens are out")
+    small = await FakeWorker("prefill-1", Role.PREFILL, pages_total=1, token="secret").start()
+    heir = await FakeWorker("decode-1", Role.DECODE, token="secret", not_ready="not yet").start()
+    await cluster.members(large, small, doomed, heir)
+    dispatcher = cluster.router._dispatcher
+    await doomed.kill()
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    await large.kill()
+    await until(lambda: large.info.peer not in {view.peer for view in dispatcher.pool.views()}, "it is seen to be dead")
+    heir.not_ready = ""
+    await cluster.controller.set(large, small, doomed, heir)
+    _, ids, _ = await asyncio.wait_for(running, 10)
+    assert ids == expected(40)
+    assert [task.answered for task in small.prefills] == [small.page_tokens - len(PROMPT)]
+    await cluster.members(small, heir)
+
+
+async def _live_ones(cluster: Cluster, count: int) -> list[RoutedRequest]:
+    live = cluster.router._dispatcher._live
+    await until(lambda: len(live) == count, f"{count} requests are here")
+    return list(live.values())
+
+
 async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cluster, client: Client) -> None:
     doomed = cluster.prefill
     doomed.switches.silent_prefill = True
@@ -481,6 +512,16 @@ class TestStall:
         error = await client.error(ask(8))
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "prefill-0" in (error.details() or "")
+        assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2, 3]
+
+    async def test_silence_is_the_end_of_an_attempt_only(self, cluster: Cluster, client: Client) -> None:
+        cluster.prefill.switches.silent_prefill = True
+        running = asyncio.create_task(client.run(ask(8)))
+        await until(lambda: cluster.prefill.prefills, "it is placed")
+        cluster.prefill.switches.silent_prefill = False
+        _, ids, _ = await running
+        assert ids == expected(8)
+        assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2]
 
     async def test_waiting_ends_at_a_deadline(self, cluster: Cluster, client: Client) -> None:
         cluster.decode.switches.refuse_reserve = 10**9
