@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from wire.errors import InvalidArgument
+from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Lease, PageChecksum
 
 log = logging.getLogger(__name__)
@@ -42,21 +42,22 @@ def chosen_pages(lease: Lease, pages: int, rate: float) -> tuple[int, ...]:
 
 
 class PageChecks:
-    """Sums of this worker's pages, as sender or receiver. From any thread; `close` ends its own."""
+    """Sums of this worker's pages, as sender or receiver. From any thread; `close` ends its own.
+
+    That thread keeps the engine's cache alive. It starts with the first sum, so that nobody has to close what was
+    never used.
+    """
 
     def __init__(self, sums: PageSums, rate: float, page_tokens: int) -> None:
-        """`rate` is the part of each transfer's pages that is summed; 0 = none, then there is no thread either.
-
-        InvalidArgument outside 0 to 1.
-        """
+        """`rate` is the part of each transfer's pages that is summed, 0 = none. InvalidArgument outside 0 to 1."""
         if not 0.0 <= rate <= 1.0:
             raise InvalidArgument("kv_checksum_rate", f"{rate:g} is not between 0 and 1")
         self._sums = sums
         self._rate = rate
         self._page_tokens = page_tokens
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        if rate > 0.0:
-            threading.Thread(target=self._run, name="page-checks", daemon=True).start()
+        self._gate = threading.Lock()
+        self._started = self._closed = False
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """For the handshake: peers must choose the same pages and sum them alike."""
@@ -69,7 +70,10 @@ class PageChecks:
     def begin(
         self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int
     ) -> "Future[tuple[PageChecksum, ...]]":
-        """Sum the prompt's pages `numbers`; number n lies in `pages[n]`, which nobody writes to meanwhile."""
+        """Sum the prompt's pages `numbers`; number n lies in `pages[n]`, which nobody writes to meanwhile.
+
+        The future ends with the sums, with what summing raised, or with Unavailable after `close`.
+        """
         future: Future[tuple[PageChecksum, ...]] = Future()
 
         def work() -> None:
@@ -79,7 +83,10 @@ class PageChecks:
                 except Exception as error:
                     future.set_exception(error)
 
-        self._work.put(work)
+        try:
+            self._put(work)
+        except Unavailable as error:
+            future.set_exception(error)
         return future
 
     def compare(
@@ -89,7 +96,10 @@ class PageChecks:
         prompt_tokens: int,
         on_result: Callable[[str], None],
     ) -> None:
-        """Sum what arrived; `on_result` hears what is wrong with it, empty = nothing, always on the checks' thread."""
+        """Sum what arrived; `on_result` hears what is wrong with it, empty = nothing, always on the checks' thread.
+
+        Unavailable after `close`: then `on_result` hears nothing.
+        """
 
         def work() -> None:
             try:
@@ -100,11 +110,22 @@ class PageChecks:
                 problem = f"pages that could not be checked ({type(error).__name__})"
             on_result(problem)
 
-        self._work.put(work)
+        self._put(work)
 
     def close(self) -> None:
-        """Nothing is summed from now on; a sum that runs is not waited for. Idempotent."""
-        self._work.put(None)
+        """What was asked for before is summed still, and not waited for; what comes later is refused. Idempotent."""
+        with self._gate:
+            self._closed = True
+            self._work.put(None)
+
+    def _put(self, work: Callable[[], None]) -> None:
+        with self._gate:
+            if self._closed:
+                raise Unavailable("this worker is closing and sums no more pages; prefill again elsewhere")
+            if not self._started:
+                self._started = True
+                threading.Thread(target=self._run, name="page-checks", daemon=True).start()
+            self._work.put(work)
 
     def _sum(self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int) -> tuple[PageChecksum, ...]:
         filled = [min(self._page_tokens, prompt_tokens - number * self._page_tokens) for number in numbers]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kv_transfer.checksums import PageChecks, chosen_pages
-from wire.errors import InvalidArgument
+from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Lease, PageChecksum
 
 PAGE_TOKENS = 4
@@ -99,6 +99,35 @@ def test_pages_that_cannot_be_summed_are_not_right(pages: Pages, checks: PageChe
 def test_a_result_that_raises_does_not_end_the_checks(checks: PageChecks) -> None:
     checks.compare([20], (), 1, lambda _: 1 / 0)  # type: ignore[arg-type]
     assert checks.begin([20], [0], 1).result(TIMEOUT_S) == (PageChecksum(0, 5001),)
+
+
+def test_nothing_runs_before_the_first_sum(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever fails before it need close nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", None)
+        checks = PageChecks(pages.sums, 1.0, PAGE_TOKENS)
+    assert checks.begin([20], [0], 1).result(TIMEOUT_S) == (PageChecksum(0, 5001),)
+    checks.close()
+
+
+def test_what_was_asked_for_before_the_end_is_summed_and_the_rest_is_refused(pages: Pages) -> None:
+    go = threading.Event()
+
+    def slow(numbers: Sequence[int], filled: Sequence[int]) -> list[int]:
+        assert go.wait(TIMEOUT_S)
+        return pages.sums(numbers, filled)
+
+    checks = PageChecks(slow, 1.0, PAGE_TOKENS)
+    before = [checks.begin([20], [0], 1), checks.begin([21], [0], 1)]
+    checks.close()
+    checks.close()
+    after = checks.begin([22], [0], 1)
+    with pytest.raises(Unavailable, match="closing"):
+        after.result(0)
+    with pytest.raises(Unavailable, match="closing"):
+        checks.compare([22], (), 1, lambda _: None)
+    go.set()
+    assert [future.result(TIMEOUT_S)[0].value for future in before] == [5001, 6001]
 
 
 def test_a_rate_outside_is_refused(pages: Pages) -> None:
