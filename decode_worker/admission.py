@@ -27,7 +27,7 @@ from engine.cache.page_pool import PagePool
 from kv_transfer.checksums import PageChecks
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from wire.ending import kv_tokens, pages_for
-from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
+from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed, Unavailable
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -66,6 +66,7 @@ class DecodeAdmission:
         hears is the true one. `checks` compare bytes that arrived with those sent; None = here and there not at all.
         """
         self._config = config
+        self._clock = clock
         self._pool = pool
         self._page_tokens = page_tokens
         self._model = model
@@ -181,13 +182,17 @@ class DecodeAdmission:
         self._changed()
 
     def expire(self) -> None:
-        """End what is due: leases without a heartbeat, quarantines of dead writers. Called by a timer."""
+        """End what is due: leases without a heartbeat, quarantines of dead writers, checks that have no result.
+
+        Called by a timer.
+        """
         with self._lock:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
             for change in changes:
                 self._follow(change, reason)
-        if changes:
+            late = self._held.end_late_checks(self._clock())
+        if changes or late:
             self._changed()
 
     # ---- the running batch ----
@@ -264,15 +269,24 @@ class DecodeAdmission:
         return request
 
     def _take_in(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        self._held.adopt(request)
+        self._held.adopt(request, self._clock() + self._config.check_deadline_s)
         problem = self.arrival.stamp_problem(request, notice)
-        if problem or not self.arrival.check_bytes(request, notice, partial(self._checked, request, notice)):
-            self._judge(request, notice, problem)
+        try:
+            if not problem and self.arrival.check_bytes(request, notice, partial(self._checked, request, notice)):
+                return
+        except Unavailable as error:
+            problem = f"pages that could not be checked ({error.message})"
+        self._judge(request, notice, problem)
 
     def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
         """The checks' thread: whether the bytes of a request's pages are right."""
         with self._lock:
-            self._judge(request, notice, problem)
+            try:
+                self._judge(request, notice, problem)
+            except Exception:
+                log.exception("request %s could not be admitted", request.reservation.ref.request_id)
+                if request.stage is Stage.CHECKING:
+                    self._judge(request, notice, "pages that could not be taken in")
         self._changed()
 
     def _judge(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:

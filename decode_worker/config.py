@@ -15,6 +15,8 @@ class DecodeConfig:
     """Life of a lease without a heartbeat, in seconds."""
     quarantine_s: float = 5.0
     """From the known death of a prefill worker until the pages it might have written are free, in seconds."""
+    check_deadline_s: float = 30.0
+    """From the arrival of a request's pages until their check counts as failed, in seconds."""
     quarantine_share_max: float = 0.5
     """Part of its pages above which quarantine counts as exhausted: nothing is promised until less of them wait for
     silent prefill workers, 0 to 1."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
 from engine.cache.page_pool import PagePool
-from wire.errors import TandemError
+from wire.errors import TandemError, TransferFailed
 from wire.messages import (
     ErrorDetail,
     FinishReason,
@@ -50,8 +50,9 @@ class Holdings:
         """A request in Stage.LEASED."""
         self._by_key[request.key] = request
 
-    def adopt(self, request: DecodeRequest) -> None:
+    def adopt(self, request: DecodeRequest, check_until: float) -> None:
         """The writer is quiet: the lease's pages are the request's, whatever they hold, which is to be checked."""
+        request.check_until = check_until
         request.pages = self._pool.adopt(request.lease, request.reservation.ref)
         request.stage = Stage.CHECKING
         self._arrived[request.lease.epoch] = None
@@ -83,6 +84,16 @@ class Holdings:
         request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
         request.promised -= 1
 
+    def end_late_checks(self, now: float) -> bool:
+        """Requests whose check takes too long fail; their pages are free once it has its result. Whether there were
+        any.
+        """
+        late = [one for one in self._by_key.values() if one.stage is Stage.CHECKING and now > one.check_until]
+        for request in late:
+            self.cancel(request)
+            self._tell(request, TransferFailed("what arrived could not be checked in time; prefill again"))
+        return bool(late)
+
     def cancel(self, request: DecodeRequest) -> None:
         """Nobody waits for this request any more, whose KV has arrived."""
         if request.stage is Stage.READY:
@@ -107,6 +118,9 @@ class Holdings:
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]
         if failure is not None:
-            error = ErrorDetail(failure.code, failure.message)
-            event = RequestEvent(request.reservation.ref, finish_reason=FinishReason.ERROR, error=error)
-            self._emit(RoutedEvent(request.reservation.router_id, event))
+            self._tell(request, failure)
+
+    def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
+        error = ErrorDetail(failure.code, failure.message)
+        event = RequestEvent(request.reservation.ref, finish_reason=FinishReason.ERROR, error=error)
+        self._emit(RoutedEvent(request.reservation.router_id, event))

@@ -46,6 +46,8 @@ class DecodeRequest:
     pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
+    check_until: float = 0.0
+    """By when it must be known what its pages hold, by the admission's clock."""
     first_draw: int = 1
     """Number of the random draw of answer token 1."""
     cancelled: bool = False

@@ -9,6 +9,9 @@ from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
 
+READY_AGAIN = 0.8
+"""Part of `quarantine_share_max` down to which quarantine must fall before promises are made again."""
+
 
 class Room:
     """Pages promised to requests, prompt and answer, until each is over. Guarded by the admission's lock.
@@ -63,9 +66,13 @@ class Room:
         self._draining = True
 
     def look(self) -> None:
-        """See how much lies in quarantine; what changes is logged once."""
+        """See how much lies in quarantine; what changes is logged once.
+
+        `not_ready` is announced to the whole cluster whenever it changes, so it has no counts and does not flicker.
+        """
         quarantined = self._pool.counts().quarantined
-        if quarantined <= self._config.quarantine_share_max * self._limit:
+        allowed = self._config.quarantine_share_max * self._limit * (READY_AGAIN if self.not_ready else 1.0)
+        if quarantined <= allowed:
             if self.not_ready:
                 log.warning("%s is ready again: %d KV pages are left in quarantine", self._worker_id, quarantined)
             self.not_ready = ""
@@ -74,12 +81,12 @@ class Room:
         before, self.not_ready = (
             self.not_ready,
             (
-                f"{quarantined} of {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
+                f"too many of its {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
                 " they are free once those workers answer or have ended: look at them, or restart them"
             ),
         )
         if not before:
-            log.error("%s is not ready: %s", self._worker_id, self.not_ready)
+            log.error("%s is not ready (%d KV pages lost): %s", self._worker_id, quarantined, self.not_ready)
 
     def _come_back(self, message: str) -> ResourceExhausted:
         return ResourceExhausted(message, retry_after_s=self._config.retry_after_s)

@@ -240,6 +240,7 @@ class Worker:
             max_pages=self._decode_pages(engine),
             lease_s=self._config.lease_s,
             quarantine_s=self._config.quarantine_s,
+            check_deadline_s=self._config.transfer_deadline_s,
             quarantine_share_max=self._config.quarantine_share_max,
         )
         return DecodeAdmission(

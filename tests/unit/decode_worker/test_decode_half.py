@@ -1,6 +1,8 @@
 """The decode half with hand-made arrivals: who joins, what grows, who leaves, and that the pool stays sound."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -9,10 +11,11 @@ from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
 from engine.cache.page_pool import PagePool
 from tests.fake_engine import FACTS, PAGE_TOKENS
-from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch
+from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
 from wire.messages import (
     FinishReason,
     Lease,
+    PageChecksum,
     PeerRef,
     RequestRef,
     Reservation,
@@ -30,14 +33,14 @@ FIRST = 99
 class House:
     """A decode half over a pool, with a clock that stands still until it is moved."""
 
-    def __init__(self, pages: int = 64, batch: int = 4, max_pages: int | None = None) -> None:
+    def __init__(self, pages: int = 64, batch: int = 4, max_pages: int | None = None, checks: Any = None) -> None:
         self.pool = PagePool(pages)
         self.now = 0.0
         self.expected = 0
         self.events: list[RoutedEvent] = []
         self.prompts: dict[Lease, tuple[int, ...]] = {}
         self.admission = DecodeAdmission(
-            config=DecodeConfig(max_pages=max_pages, lease_s=5.0, quarantine_s=1.0),
+            config=DecodeConfig(max_pages=max_pages, lease_s=5.0, quarantine_s=1.0, check_deadline_s=3.0),
             me=PeerRef("decode-0", 1),
             pool=self.pool,
             page_tokens=PAGE_TOKENS,
@@ -46,6 +49,7 @@ class House:
             expect=self._expect,
             emit=self.events.append,
             wake=lambda: None,
+            checks=checks,
         )
         self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
 
@@ -200,6 +204,74 @@ def test_a_notice_that_does_not_fit_fails_closed(changes: dict[str, object]) -> 
     house.assert_empty()
 
 
+class Checks:
+    """Checks of page 0 of each prompt whose results the test gives by hand."""
+
+    def __init__(self) -> None:
+        self.results: list[Callable[[str], None]] = []
+        self.closed = False
+
+    def chosen(self, _lease: Lease, _tokens: int) -> tuple[int, ...]:
+        return (0,)
+
+    def compare(self, _pages: object, _told: object, _tokens: int, on_result: Callable[[str], None]) -> None:
+        if self.closed:
+            raise Unavailable("closing")
+        self.results.append(on_result)
+
+
+SUMS = (PageChecksum(0, 7),)
+
+
+def errors_of(house: House) -> list[str]:
+    return [routed.event.error.code for routed in house.events if routed.event.error is not None]
+
+
+@pytest.mark.parametrize("result", ["", "other bytes"])
+def test_a_check_without_a_result_ends_the_request_at_once_and_frees_its_pages_later(result: str) -> None:
+    checks = Checks()
+    house = House(checks=checks)
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, checksums=SUMS)
+    house.now = 3.0
+    house.admission.expire()
+    assert (house.events, house.admission.open_requests) == ([], 1)
+    house.now = 3.1
+    house.admission.expire()
+    house.admission.expire()
+    assert errors_of(house) == ["TRANSFER_FAILED"]
+    assert house.admission.open_requests == 0
+    assert house.pool.counts().owned == 2
+    checks.results[0](result)
+    assert house.half.schedule(16) == []
+    assert errors_of(house) == ["TRANSFER_FAILED"]
+    house.assert_empty()
+
+
+def test_a_result_that_cannot_be_followed_ends_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = Checks()
+    house = House(checks=checks)
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, checksums=SUMS)
+    monkeypatch.setattr("decode_worker.holdings.EdgeStamp", None)
+    checks.results[0]("")
+    assert errors_of(house) == ["TRANSFER_FAILED"]
+    house.assert_empty()
+
+
+def test_checks_that_are_closed_fail_the_request() -> None:
+    checks = Checks()
+    checks.closed = True
+    house = House(checks=checks)
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, checksums=SUMS)
+    assert errors_of(house) == ["TRANSFER_FAILED"]
+    house.assert_empty()
+
+
 def test_a_stranger_cannot_deliver() -> None:
     house = House()
     lease = house.reserve("a")
@@ -308,7 +380,7 @@ def test_quarantine_beyond_its_share_stops_promises_until_the_dead_writer_is_sur
     house.abort("a")
     assert not house.admission.not_ready
     house.abort("b")
-    with pytest.raises(ResourceExhausted, match="8 of 8 KV pages are in quarantine, as prefill-0"):
+    with pytest.raises(ResourceExhausted, match="too many of its 8 KV pages are in quarantine, as prefill-0"):
         house.reserve("d", tokens=1, max_tokens=1)
     house.admission.peer_gone(P)
     assert house.admission.not_ready
@@ -316,3 +388,21 @@ def test_quarantine_beyond_its_share_stops_promises_until_the_dead_writer_is_sur
     house.admission.expire()
     assert not house.admission.not_ready
     house.assert_empty()
+
+
+def test_a_worker_is_ready_again_only_well_below_the_share_and_says_the_same_meanwhile() -> None:
+    """Ten of twenty pages are the share, eight the part of it that makes the worker ready again."""
+    house = House(pages=20)
+    leases = {name: house.reserve(name, tokens=PAGE_TOKENS - 1, max_tokens=1) for name in "abcdefghijkl"}
+    for name, lease in leases.items():
+        house.allot(lease)
+        house.abort(name)
+        if name == "k":
+            said = house.admission.not_ready
+    assert said
+    for name in "abc":
+        house.deliver(leases[name])
+        assert house.admission.not_ready == said
+    assert house.pool.counts().quarantined == 9
+    house.deliver(leases["d"])
+    assert not house.admission.not_ready
