@@ -49,7 +49,8 @@ class Sender(ABC):
 
     @abstractmethod
     def remove_peer(self, peer: PeerRef) -> None:
-        """Forget a peer: metadata, descriptor lists, connections. Unknown peers are ignored.
+        """Forget this incarnation of a peer and earlier ones: metadata, descriptor lists, connections. Unknown peers
+        and later incarnations are left alone.
 
         For a peer whose process is over: writes in flight to it fail at once, as its memory is gone.
         """

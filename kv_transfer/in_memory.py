@@ -236,9 +236,10 @@ class InMemoryTransport(Transport):
 
     def remove_peer(self, peer: PeerRef) -> None:
         known = self._peers.get(peer.worker_id)
-        if known is not None and known.peer == peer:
+        if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._peers[peer.worker_id]
-            self._fabric.drop_flights(lambda f: f.sender == self.me and f.write.peer == peer, "the peer was removed")
+            gone = known.peer
+            self._fabric.drop_flights(lambda f: f.sender == self.me and f.write.peer == gone, "the peer was removed")
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
         future: Future[WriteDone] = Future()

@@ -35,11 +35,14 @@ class Links:
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
 
+    def find_until(self, peer: PeerRef) -> Link | None:
+        """The link to this incarnation or to an earlier one."""
+        link = self._links.get(peer.worker_id)
+        return link if link is not None and link.description.peer.incarnation <= peer.incarnation else None
+
     def replaced_by(self, description: PeerDescription) -> Link | None:
         """The link that `add` would drop: an earlier incarnation of the same worker."""
-        link = self._links.get(description.peer.worker_id)
-        earlier = link is not None and link.description.peer.incarnation < description.peer.incarnation
-        return link if earlier else None
+        return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
 
     def add(self, description: PeerDescription) -> None:
         """Know this peer and connect to it; what is known of it, or of a later incarnation, stays."""

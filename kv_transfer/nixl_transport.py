@@ -176,11 +176,11 @@ class NixlTransport(Transport):
         self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
 
     def _remove_peer(self, peer: PeerRef) -> None:
-        link = self._links.find(peer)
+        link = self._links.find_until(peer)
         if link is not None:
             self._writes.abandon(link, "the worker is gone")
             self._links.drop(link)
-            self._wires.forget(peer)
+            self._wires.forget(link.description.peer)
 
     def _finish(self) -> None:
         """Wait for writes in flight, bounded; then leave."""

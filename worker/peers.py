@@ -51,7 +51,8 @@ class Peers(DecodePeers):
     async def warm_up(self, peer: PeerRef, address: str) -> None:
         """Connect to a decode worker and move a page to it, from and to those that are nobody's, behind the pools'.
 
-        The first use of a wire is the slowest by far. What fails is logged: the first request tries again.
+        The first use of a wire is the slowest by far. What fails is logged and never raised: the first request tries
+        again.
         """
         try:
             theirs = await self._introduced(peer, address)
@@ -59,6 +60,8 @@ class Peers(DecodePeers):
             done = await asyncio.wrap_future(self._sender.write(write, self._timeout_s))
         except TandemError as error:
             log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
+        except Exception:
+            log.exception("warming the way to %s failed", peer.worker_id)
         else:
             log.info("the way to %s is warm: first page in %.1f ms", peer.worker_id, done.duration_nanos / 1e6)
 
@@ -87,7 +90,12 @@ class Peers(DecodePeers):
     # ---- decode side ----
 
     def accept(self, theirs: Handshake) -> PeerDescription:
-        """A prefill worker introduces itself: FailedPrecondition in words unless the two fit together."""
+        """A prefill worker introduces itself: FailedPrecondition in words unless the two fit together, StaleEpoch from
+        a run that is known to be over.
+        """
+        peer = theirs.description.peer
+        if self._is_gone(peer):
+            raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
         check_compatible(self._mine, theirs)
         self._sender.add_peer(theirs.description)
         return self._mine.description
@@ -103,7 +111,6 @@ class Peers(DecodePeers):
         for known, connection in list(self._connections.items()):
             if self._is_gone(known):
                 self._drop(known, connection)
-                self._sender.remove_peer(known)
         self._sender.remove_peer(peer)
 
     async def close(self) -> None:

@@ -220,6 +220,9 @@ class Worker:
         """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
+        for warming in self._warming:
+            warming.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
         for router_id in {router_id for router_id, _ in self._refs()}:
             self._router_gone(router_id)
         await asyncio.to_thread(self._loop.stop)

@@ -159,6 +159,18 @@ def test_a_removed_peer_is_unknown(pair: Pair) -> None:
             failed.result(timeout=5)
 
 
+def test_the_end_of_a_run_is_that_of_earlier_ones_and_not_of_later_ones(pair: Pair) -> None:
+    here, there = pair.prefill.transport, pair.decode.transport.me
+    here.remove_peer(PeerRef(there.worker_id, there.incarnation - 1))
+    pair.post([1], [4]).result(timeout=5)
+    pair.fabric.hold()
+    future = pair.post([1], [4])
+    here.remove_peer(PeerRef(there.worker_id, there.incarnation + 1))
+    for failed in (future, pair.post([1], [4])):
+        with pytest.raises(TransferFailed):
+            failed.result(timeout=5)
+
+
 def test_pools_of_other_page_sizes_are_refused(pair: Pair) -> None:
     other = Worker(pair.fabric, "decode-9", head_dim=16)
     with pytest.raises(FailedPrecondition, match="decode-9"):

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,3 +152,14 @@ def test_looks_grow_rarer_and_come_close_again(bench: Bench) -> None:
     assert bench.writes.next_look_s == LAST_LOOK_S
     bench.post()
     assert bench.writes.next_look_s == FIRST_LOOK_S
+
+
+def test_a_link_is_found_by_the_end_of_its_run_or_of_a_later_one(bench: Bench) -> None:
+    link = bench.links.find(PEER)
+    assert link is not None
+    later, earlier = PeerRef(PEER.worker_id, PEER.incarnation + 1), PeerRef(PEER.worker_id, PEER.incarnation - 1)
+    assert bench.links.find_until(PEER) is bench.links.find_until(later) is link
+    assert bench.links.find_until(earlier) is None
+    assert bench.links.find_until(PeerRef("decode-1", 9)) is None
+    assert bench.links.replaced_by(link.description) is None
+    assert bench.links.replaced_by(replace(link.description, peer=later)) is link

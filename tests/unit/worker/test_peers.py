@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,11 @@ import pytest
 from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from tests.fake_engine import FakeEngine
-from tests.worker_pair import until
+from tests.worker_pair import WorkerPair, until
 from wire import convert, rpc
 from wire.errors import StaleEpoch, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Destination, Lease, PeerRef
+from wire.messages import Destination, Lease, PeerRef, Role
 from worker.peers import Peers
 
 THERE = PeerRef("decode-0", 5)
@@ -155,3 +156,49 @@ async def test_a_warm_up_that_fails_leaves_it_to_the_first_request(scene: Scene,
     assert "not warm yet" in caplog.text
     with pytest.raises(Unavailable):
         await scene.peers.connect(scene.there)
+
+
+async def test_a_warm_up_that_breaks_is_logged_and_not_raised(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such page")
+
+    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    monkeypatch.setattr(scene.transport, "write", broken)
+    await scene.peers.warm_up(THERE, scene.there.address)
+    assert "warming the way to decode-0 failed" in caplog.text
+    assert "no such page" in caplog.text
+
+
+async def test_the_dead_do_not_introduce_themselves(scene: Scene) -> None:
+    layout = scene.engine.layout
+    old = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
+    new = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 5), lambda _: None)
+    scene.peers.accept(make_handshake(old.describe(), (), layout))
+    scene.peers.forget(PeerRef("prefill-9", 4))
+    with pytest.raises(StaleEpoch, match="prefill-9 is known to be over"):
+        scene.peers.accept(make_handshake(old.describe(), (), layout))
+    assert "prefill-9" not in scene.transport._peers
+    scene.peers.accept(make_handshake(new.describe(), (), layout))
+    assert scene.transport._peers["prefill-9"].peer == new.me
+
+
+async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def endless(_peer: PeerRef, _address: str) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.set()
+
+    async with WorkerPair() as pair:
+        monkeypatch.setattr(pair.prefill.worker.peers, "warm_up", endless)
+        info: Any = SimpleNamespace(peer=pair.decode.me, address=pair.decode.address, role=Role.DECODE)
+        pair.prefill.worker.peer_joined(info)
+        await begun.wait()
+    assert ended.is_set()
