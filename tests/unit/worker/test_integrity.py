@@ -130,13 +130,15 @@ class SlowSums:
 
 async def test_a_check_holds_up_nobody_else() -> None:
     async with WorkerPair() as pair:
+        steps = 6
+        pair.decode.engine.hold(after=steps)
         running = pair.send("r", [7, 8, 9], SamplingParams(max_tokens=200))
-        await until(lambda: len(running.tokens) > 5)
+        await until(pair.decode.engine.waiting.is_set)
         slow = SlowSums(pair)
         heard = pair.send("q", PROMPT, TEN)
         await until(slow.asked.is_set)
-        before = len(running.tokens)
-        await until(lambda: len(running.tokens) > before + 5)
+        pair.decode.engine.let_go()
+        await until(lambda: len(running.tokens) > 1 + steps + 5)
         pair.fabric.settle()
         assert heard.finish is None
         assert pair.decode.worker.admission.heartbeat([]) == ()
