@@ -290,7 +290,11 @@ class PageChecksum:
 
 @dataclass(frozen=True, slots=True)
 class TransferNotice:
-    """Goes with the last write: what arrived, stamped, and how to go on (first token, next random draw)."""
+    """Goes with the last write: what arrived, stamped, and how to go on (the token that was drawn, next random draw).
+
+    `token_hash` is of all tokens that were prefilled, the prompt and the `answered` tokens behind it; `first_token_id`
+    is the answer's token number `answered`, the first of this attempt.
+    """
 
     lease: Lease
     prefill: PeerRef
