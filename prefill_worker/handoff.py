@@ -109,7 +109,9 @@ class Handoff:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
         if self._writes:
-            await asyncio.wait(self._writes)
+            settled, _ = await asyncio.wait(self._writes)
+            for write in settled:
+                write.exception()  # looked at, or asyncio logs each failure that came after an abort or another one
         self._engine.forget(self._request)
 
     async def _give_back(self, destination: Destination) -> None:

@@ -1,6 +1,7 @@
 """When a handoff writes what, and when pages are given back: never while a write may still read or land in them."""
 
 import asyncio
+import gc
 from concurrent.futures import Future
 
 import pytest
@@ -151,6 +152,22 @@ async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
     await scene.handoff.ended
     assert scene.diary[-2:] == ["forget", "release"]
     assert scene.events == []
+
+
+async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
+    said: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    await scene.compute(2 * PAGE_TOKENS)
+    scene.handoff.abort()
+    scene.request.progress.release()
+    for future in scene.futures:
+        future.set_exception(TransferFailed("lost"))
+    await scene.handoff.ended
+    del scene, future
+    gc.collect()
+    assert said == []
 
 
 async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
