@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from engine.cache.page_checksums import as_words, page_checksums
-from engine.kernels.triton_checksum import reference_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -13,6 +12,9 @@ PAGE_TOKENS = SHAPE[4]
 
 
 def test_the_same_on_both_devices() -> None:
+    # Not above: without a GPU, nothing may import Triton before tests/kernels has chosen its interpreter.
+    from engine.kernels.triton_checksum import reference_sums
+
     cache = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
     pages, filled = [5, 0, 3], [PAGE_TOKENS, 1, PAGE_TOKENS - 1]
     sums = page_checksums(cache)
