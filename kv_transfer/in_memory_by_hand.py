@@ -53,8 +53,6 @@ class FabricByHand:
         self._on_page = on_page
         self._ends: dict[PeerRef, InMemoryTransport] = {}
 
-    # ---- the tester's hand ----
-
     def land(self, one: OnTheWay, pages: int | None = None) -> None:
         """So many more pages land, or all; after the last one the write is settled."""
         write = one.flight.write
@@ -116,8 +114,6 @@ class FabricByHand:
     def _notice_leaves(self, one: OnTheWay) -> None:
         if one.flight.write.notice is not None:
             self.notices.append(LateNotice(one.flight.write.peer, one.flight.write.notice))
-
-    # ---- what transports call ----
 
     def now(self) -> float:
         return self._clock()

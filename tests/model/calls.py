@@ -1,0 +1,233 @@
+"""gRPC's place in the model: clients get a `Channel` where they would have opened one of gRPC's.
+
+Servers are the real servicers. Requests and replies travel one by one; the messages of one stream stay in order, as TCP
+has it, and are lost only with all that follow. A call ends with its reply, at its deadline, or with its connection.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tests.model.network import Network
+from tests.model.virtual_loop import Process
+from wire.errors import Internal, TandemError
+from wire.rpc import ERROR_CODE, RETRY_AFTER
+
+
+def rpc_error(error: TandemError) -> grpc.aio.AioRpcError:
+    """What a client sees of a server's typed error."""
+    trailing = [(ERROR_CODE, error.code)]
+    if error.retry_after_s:
+        trailing.append((RETRY_AFTER, f"{error.retry_after_s:g}"))
+    return grpc.aio.AioRpcError(
+        error.grpc_status, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details=error.message
+    )
+
+
+def transport_error(code: grpc.StatusCode, why: str) -> grpc.aio.AioRpcError:
+    """What a client sees when no server has answered."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details=why)
+
+
+def gone() -> grpc.aio.AioRpcError:
+    return transport_error(grpc.StatusCode.UNAVAILABLE, "the connection was lost")
+
+
+class Channel:
+    """A client's connection to an address."""
+
+    def __init__(self, network: Network, client: Process, address: str) -> None:
+        self.network = network
+        self.client = client
+        self.address = address
+
+    def unary_unary(self, method: str, **_: object) -> Callable[..., "asyncio.Future[Any]"]:
+        name = method.rpartition("/")[2]
+        return lambda request, timeout: UnaryCall(self, name, request, timeout).reply
+
+    def unary_stream(self, method: str, **_: object) -> Callable[..., "StreamCall"]:
+        name = method.rpartition("/")[2]
+        return lambda request, wait_for_ready=False: StreamCall(self, name, request)
+
+    async def close(self) -> None:
+        """As gRPC does it: every call ends as if its caller had been cancelled."""
+        for call in [call for call in self.network.calls if call.is_on(self)]:
+            call.cancel()
+
+
+class Call(ABC):
+    """A call that has not ended for its client."""
+
+    def __init__(self, channel: Channel, method: str, request: object) -> None:
+        self.channel = channel
+        self.network = channel.network
+        self.client = channel.client
+        self.address = channel.address
+        self.method = method
+        self.request = request
+        self.server: Process | None = None
+        self.network.calls.append(self)
+        key = (self.client.name, self.address, method, "call")
+        self.network.send(key, self._arrive, fragile=isinstance(self, UnaryCall))
+
+    def break_off(self) -> None:
+        """The connection is lost."""
+        self._to_client("lost", gone())
+
+    def is_on(self, channel: object) -> bool:
+        return self.channel is channel
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """The client gives up."""
+
+    def _arrive(self) -> None:
+        found = self.network.door(self.address)
+        if found is None:
+            self._to_client("refused", gone())
+            return
+        self.server, servicer = found
+        self.server.run(self.network.loop.create_task, self._serve(servicer))
+
+    async def _serve(self, servicer: Any) -> None:
+        try:
+            await self._answer(getattr(servicer, self.method))
+        except TandemError as error:
+            self._to_client("error", rpc_error(error))
+        except Exception as error:
+            self.network.report(f"{self.method} at {self.address}: {error!r}")
+            self._to_client("error", rpc_error(Internal("unexpected; see the log")))
+
+    @abstractmethod
+    async def _answer(self, handler: Callable[..., Any]) -> None: ...
+
+    @abstractmethod
+    def _to_client(self, what: str, outcome: object) -> None: ...
+
+    def _over(self, *_: object) -> None:
+        if self in self.network.calls:
+            self.network.calls.remove(self)
+
+
+class UnaryCall(Call):
+    """One request, one reply."""
+
+    def __init__(self, channel: Channel, method: str, request: object, timeout: float) -> None:
+        loop = channel.network.loop
+        self.reply: asyncio.Future[Any] = loop.create_future()
+        self.reply.add_done_callback(self._over, context=Context())
+        late = transport_error(grpc.StatusCode.DEADLINE_EXCEEDED, "no reply came in time")
+        deadline = loop.call_later(timeout, self._end, late)
+        self.reply.add_done_callback(lambda _: deadline.cancel(), context=Context())
+        super().__init__(channel, method, request)
+
+    def cancel(self) -> None:
+        self.reply.cancel()
+
+    async def _answer(self, handler: Callable[..., Any]) -> None:
+        self._to_client("reply", await handler(self.request, None))
+
+    def _to_client(self, what: str, outcome: object) -> None:
+        key = (self.address, self.client.name, self.method, what)
+        self.network.send(key, lambda: self._end(outcome), fragile=what == "reply")
+
+    def _end(self, outcome: object) -> None:
+        if self.reply.done():
+            return
+        if isinstance(outcome, Exception):
+            self.reply.set_exception(outcome)
+            self.reply.exception()  # it need not be looked at: its caller may be dead
+        else:
+            self.reply.set_result(outcome)
+
+
+class StreamCall(Call):
+    """One request, many replies in order. Its own server context."""
+
+    _END = object()
+
+    def __init__(self, channel: Channel, method: str, request: object) -> None:
+        super().__init__(channel, method, request)
+        self.network.streams += 1
+        self._line = (self.address, self.client.name, method, "stream", self.network.streams)
+        self._heard: deque[object] = deque()
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._done: list[Callable[[Any], object]] = []
+        self._broken = False
+
+    async def initial_metadata(self) -> None:
+        await self._first()
+
+    def __aiter__(self) -> "StreamCall":
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._first()
+        if item is self._END:
+            raise StopAsyncIteration
+        return self._heard.popleft()
+
+    def cancel(self) -> None:
+        self._reset("cancel")
+        self._hear(gone())
+
+    def add_done_callback(self, callback: Callable[[Any], object]) -> None:
+        self._done.append(callback)
+
+    def break_off(self) -> None:
+        self._reset("lost")
+        self._to_client("lost", gone())
+
+    async def _first(self) -> object:
+        try:
+            while not self._heard:
+                self._changed.clear()
+                await self._changed.wait()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if isinstance(self._heard[0], Exception):
+            raise self._heard[0]
+        return self._heard[0]
+
+    def _arrive(self) -> None:
+        if not self._broken:
+            super()._arrive()
+
+    async def _answer(self, handler: Callable[..., Any]) -> None:
+        self._task = asyncio.current_task()
+        try:
+            async for item in handler(self.request, self):
+                self._to_client("item", item)
+            self._to_client("end", self._END)
+        finally:
+            while self._done:
+                self._done.pop()(self)
+
+    def _to_client(self, what: str, outcome: object) -> None:
+        if what == "item" and self._broken:
+            return
+        self.network.send_in_line(self._line, lambda: self._hear(outcome))
+
+    def _hear(self, item: object) -> None:
+        if item is self._END or isinstance(item, Exception):
+            self._over()
+        self._heard.append(item)
+        self._changed.set()
+
+    def _reset(self, why: str) -> None:
+        """Nothing of it reaches the client any more but what is on its way; the server learns that it is over."""
+        if not self._broken:
+            self._broken = True
+            self.network.send((self.client.name, self.address, self.method, why), self._end_at_server)
+
+    def _end_at_server(self) -> None:
+        if self._task is not None and self.server is not None:
+            self.server.run(self._task.cancel)

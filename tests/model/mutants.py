@@ -1,0 +1,145 @@
+"""The cluster with one of its fences taken down: the model must find each of these.
+
+A mutant is a function that patches the code under test; what it breaks stands in its docstring.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.half import DecodeHalf
+from decode_worker.request import DecodeRequest, Stage
+from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from prefill_worker.half import PrefillHalf
+from prefill_worker.handoff import Handoff
+from prefill_worker.request import PrefillRequest
+from wire.errors import StaleEpoch
+from wire.messages import Lease, PeerRef, TransferNotice
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def revoked_pages_are_free(patch: pytest.MonkeyPatch) -> None:
+    """An abort or an expiry frees the pages instead of putting them into quarantine."""
+
+    def revoke(self: LeaseTable, entry: Any) -> LeaseChange:
+        return self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
+
+    patch.setattr(LeaseTable, "_revoke", revoke)
+
+
+def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
+    """A notice of an earlier attempt settles the lease that the request has now."""
+    notice = DecodeAdmission.notice
+
+    def take(self: DecodeAdmission, late: TransferNotice) -> None:
+        for request in self._leased.values():
+            if request.lease.request_id == late.lease.request_id and request.pages:
+                late = replace(late, lease=request.lease, prefill=request.reservation.prefill)
+                break
+        notice(self, late)
+
+    patch.setattr(DecodeAdmission, "notice", take)
+
+
+def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
+    """An abort that comes while pages are written is forgotten."""
+    abort = DecodeAdmission._abort
+
+    def forget(self: DecodeAdmission, request: DecodeRequest) -> None:
+        if request.stage is not Stage.LEASED or not request.pages:
+            abort(self, request)
+
+    patch.setattr(DecodeAdmission, "_abort", forget)
+
+
+def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Pages that a dead process wrote to are free when its death is known, without the grace."""
+    make = LeaseTable.__init__
+
+    def impatient(self: LeaseTable, *args: Any) -> None:
+        make(self, *args)
+        self._grace_s = 0.0
+
+    patch.setattr(LeaseTable, "__init__", impatient)
+
+
+def leases_are_given_back_before_writes_are_quiet(patch: pytest.MonkeyPatch) -> None:
+    """The prefill worker says that nothing is in flight without waiting for it."""
+    settle = Handoff._settle
+
+    async def hasty(self: Handoff) -> None:
+        destination = self._request.task.destination
+        if destination is not None and not self._delivered:
+            await self._give_back(destination)
+        await settle(self)
+
+    patch.setattr(Handoff, "_settle", hasty)
+
+
+def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
+    """The prefill worker uses its pages again while they are still being read by writes."""
+
+    async def settle(self: Handoff) -> None:
+        self._engine.withdraw(self._request)
+        await self._request.progress.until_released()
+        self._engine.forget(self._request)
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    patch.setattr(Handoff, "_settle", settle)
+
+
+def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that is withdrawn counts as released while a step computes it."""
+    withdraw = PrefillHalf.withdraw
+
+    def hasty(self: PrefillHalf, request: PrefillRequest) -> None:
+        withdraw(self, request)
+        request.progress.release()
+
+    patch.setattr(PrefillHalf, "withdraw", hasty)
+
+
+def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
+    """A cancelled request leaves the batch with its pages while a step writes to them."""
+
+    def drop(self: DecodeHalf) -> None:
+        for request in [request for request in self._running if request.cancelled]:
+            self._admission.leave(request)
+            self._running.remove(request)
+
+    patch.setattr(DecodeHalf, "_drop_cancelled", drop)
+
+
+def a_late_notice_proves_nothing(patch: pytest.MonkeyPatch) -> None:
+    """The notice of a revoked lease is dropped, and its pages wait for a word that never comes."""
+    settle = LeaseTable.settle
+
+    def deaf(self: LeaseTable, lease: Lease, prefill: PeerRef) -> LeaseChange:
+        entry = self._entries.get(lease.epoch)
+        if entry is not None and entry.quarantined:
+            raise StaleEpoch("dropped")
+        return settle(self, lease, prefill)
+
+    patch.setattr(LeaseTable, "settle", deaf)
+
+
+MUTANTS: dict[Mutant, str] = {
+    revoked_pages_are_free: "lands in a page|a step",
+    a_notice_counts_for_every_epoch: "lands in a page|a step|left for ever",
+    an_aborted_request_is_admitted: "after it was aborted",
+    the_dead_are_quiet_at_once: "lands in a page",
+    leases_are_given_back_before_writes_are_quiet: "lands in a page|a step",
+    pages_are_freed_under_their_writes: "reads a page|a step",
+    pages_are_freed_under_a_prefill_step: "a step",
+    pages_are_freed_under_a_decode_step: "a step",
+    a_late_notice_proves_nothing: "left for ever",
+}
+"""Each with what the model must say of it."""

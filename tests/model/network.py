@@ -1,0 +1,113 @@
+"""What is on its way between processes, until a tester moves it: in any order, late, more than once or never."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tests.model.virtual_loop import Process, VirtualLoop
+
+Key = tuple[str | int, ...]
+
+
+class Message:
+    """Something on its way. `fragile`: it may be lost or come twice."""
+
+    def __init__(self, key: Key, arrive: Callable[[], None], fragile: bool) -> None:
+        self.key = key
+        self.arrive = arrive
+        self.fragile = fragile
+
+
+class OpenCall(Protocol):
+    """A call that has not ended for its client (`calls.py`)."""
+
+    client: Process
+    server: Process | None
+    address: str
+
+    def break_off(self) -> None:
+        """The connection is lost."""
+
+    def cancel(self) -> None:
+        """The client gives up."""
+
+    def is_on(self, channel: object) -> bool:
+        """Whether it was made on this channel."""
+
+
+class Network:
+    """All that is on its way between processes."""
+
+    def __init__(self, loop: VirtualLoop, report: Callable[[str], None]) -> None:
+        """`report` hears of handlers that failed unexpectedly."""
+        self.loop = loop
+        self.report = report
+        self.doors: dict[str, tuple[Process, Any]] = {}
+        self.calls: list[OpenCall] = []
+        self.streams = 0
+        self._lines: dict[Key, deque[Message]] = {}
+        self._numbers: dict[Key, int] = {}
+
+    def listen(self, address: str, process: Process, servicer: Any) -> None:
+        """Requests to `address` go to this servicer from now on."""
+        self.doors[address] = (process, servicer)
+
+    def door(self, address: str) -> tuple[Process, Any] | None:
+        """Who answers at `address` now."""
+        found = self.doors.get(address)
+        return found if found is not None and found[0].alive else None
+
+    def send(self, key: Key, arrive: Callable[[], None], *, fragile: bool = False) -> None:
+        """A message that overtakes others and is overtaken. Its number makes its key the same in every run."""
+        self._numbers[key] = number = self._numbers.get(key, 0) + 1
+        self.send_in_line((*key, number), arrive, fragile=fragile)
+
+    def send_in_line(self, line: Key, arrive: Callable[[], None], *, fragile: bool = False) -> None:
+        """A message that arrives after those that were sent before it in the same line."""
+        self._lines.setdefault(line, deque()).append(Message(line, arrive, fragile))
+
+    def cut(self, line: Key) -> None:
+        """What is on its way in this line never arrives."""
+        self._lines.pop(line, None)
+
+    def waiting(self) -> list[Message]:
+        """What could arrive next."""
+        return [line[0] for _, line in sorted(self._lines.items())]
+
+    def deliver(self, message: Message) -> None:
+        """It arrives, unless what arrived before has made an end of it."""
+        line = self._lines.get(message.key)
+        if line is not None and line[0] is message:
+            self.lose(message)
+            self.repeat(message)
+
+    def lose(self, message: Message) -> None:
+        """Take it off its way; to be done to fragile ones alone."""
+        line = self._lines[message.key]
+        assert line.popleft() is message
+        if not line:
+            del self._lines[message.key]
+
+    def repeat(self, message: Message) -> None:
+        """It arrives now, and perhaps once more later."""
+        with self.loop.running():
+            message.arrive()
+        self.loop.run_ready()
+
+    def connections(self) -> list[tuple[str, str]]:
+        """Client and address of every connection with a call on it."""
+        return sorted({(call.client.name, call.address) for call in self.calls})
+
+    def break_connection(self, client: str, address: str) -> None:
+        """Every call on it ends, at its client and at its server, when each has the news."""
+        with self.loop.running():
+            for call in [call for call in self.calls if (call.client.name, call.address) == (client, address)]:
+                call.break_off()
+        self.loop.run_ready()
+
+    def bury(self, process: Process) -> None:
+        """The connections of a process that was killed break."""
+        with self.loop.running():
+            for call in [call for call in self.calls if process in (call.client, call.server)]:
+                call.break_off()
+        self.loop.run_ready()

@@ -1,0 +1,185 @@
+"""The real router without its doors: the dispatcher with its queue, placement, walks, lease keepers and links; and
+clients that read its answers.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from router.answer import Answer, Ending
+from router.answer_text import TextJob
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.placement import LeastLoaded
+from router.request import Admitted
+from tests.fake_engine import answer_to
+from tests.model.checks import Broken
+from tests.model.virtual_loop import Process, VirtualLoop
+from tests.model.workers import RPC_TIMEOUT_S, Controller
+from wire.errors import (
+    DeadlineExceeded,
+    ResourceExhausted,
+    StaleEpoch,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+)
+from wire.messages import FinishReason, SamplingParams
+from wire.timeline import Edge, EdgeStamp
+
+STALL_S = QUEUE_S = 10.0
+CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)
+"""What a client may hear of a cluster whose parts die; anything else is a defect."""
+
+
+class Words:
+    """Token ids as text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(f"{token_id} " for token_id in ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return f"{token_id} ".encode()
+
+
+class InlineText:
+    """`router.answer_text.TextThread` without the thread."""
+
+    def __init__(self, deliver: Callable[[list[TextJob]], None]) -> None:
+        self._deliver = deliver
+
+    def submit(self, jobs: list[TextJob]) -> None:
+        for job in jobs:
+            job.request.text.run(job)
+        asyncio.get_running_loop().call_soon(self._deliver, jobs)
+
+    async def stop(self) -> None:
+        """Nothing runs."""
+
+
+class CountedAnswer(Answer):
+    """An answer that must end once."""
+
+    __slots__ = ("closing", "ends")
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.ends: list[str] = []
+        self.closing = False
+
+    def close(self) -> None:
+        self.closing = True
+        super().close()
+
+    def finish(self, ending: Callable[[], Ending]) -> None:
+        self._count("finished")
+        super().finish(ending)
+
+    def fail(self, error: TandemError) -> None:
+        self._count(f"failed: {error!r}")
+        super().fail(error)
+
+    def _count(self, end: str) -> None:
+        if not self.closing:
+            self.ends.append(end)
+
+
+@dataclass
+class Client:
+    """One request from the outside."""
+
+    name: str
+    prompt: list[int]
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    answer: Answer | None = None
+    ending: Ending | None = None
+    error: TandemError | None = None
+    left: bool = False
+
+    def __post_init__(self) -> None:
+        self.right = answer_to(self.prompt, self.sampling)
+
+    @property
+    def over(self) -> bool:
+        return self.left or self.ending is not None or self.error is not None
+
+    def check(self) -> None:
+        """One end at most, and the tokens of nobody else's answer."""
+        expected = self.right
+        if self.tokens != expected[: len(self.tokens)]:
+            raise Broken(f"{self.name} got {self.tokens} instead of {expected}")
+        if self.ending is not None and (self.error is not None or self.tokens != expected):
+            raise Broken(f"{self.name} ended with {self.tokens} and {self.error!r} instead of {expected}")
+        if self.error is not None and not isinstance(self.error, CLEAR_ERRORS):
+            raise Broken(f"{self.name} ended with {self.error!r}")
+        if isinstance(self.answer, CountedAnswer) and len(self.answer.ends) > 1:
+            raise Broken(f"{self.name} ended more than once: {self.answer.ends}")
+
+
+class RouterProcess:
+    """The router and everybody who asks it."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.process = Process("router", loop)
+        self.config = RouterConfig(
+            "router-0",
+            Path("fake"),
+            "fake",
+            Controller.ADDRESS,
+            rpc_timeout_s=RPC_TIMEOUT_S,
+            queue_timeout_s=QUEUE_S,
+            stall_timeout_s=STALL_S,
+            max_queued_requests=16,
+        )
+        self.clients: list[Client] = []
+        self.dispatcher = self.process.run(Dispatcher, self.config, LeastLoaded(), Words(), lambda: None)
+
+    def ask(self, prompt: list[int], sampling: SamplingParams) -> Client:
+        """A client sends a request and reads its answer to the end."""
+        client = Client(f"q{len(self.clients)}", prompt, sampling)
+        self.clients.append(client)
+        self.process.run(self._ask, client)
+        return client
+
+    def leave(self, client: Client) -> None:
+        """The client goes away without waiting for its answer."""
+        client.left = True
+        if client.answer is not None:
+            self.process.run(client.answer.close)
+
+    def left(self) -> str:
+        """What the router still keeps books of; "" when nothing."""
+        dispatcher = self.dispatcher
+        links = [link for link in dispatcher.pool.links if link.request_ids or len(link.leases) or link._pages]
+        busy = dispatcher._live or dispatcher._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
+        return f"{list(dispatcher._live.values())} {links}" if busy else ""
+
+    def _ask(self, client: Client) -> None:
+        now = EdgeStamp.now(Edge.RECEIVED)
+        admitted = Admitted(client.name, tuple(client.prompt), client.sampling, (), 0, (now,))
+        try:
+            client.answer = self.dispatcher.submit(admitted)
+        except TandemError as error:
+            client.error = error
+        else:
+            asyncio.get_running_loop().create_task(self._read(client, client.answer))
+
+    async def _read(self, client: Client, answer: Answer) -> None:
+        try:
+            while not isinstance(piece := await answer.next(), Ending):
+                client.tokens += piece.token_ids
+            if not client.left:
+                client.ending = piece
+        except TandemError as error:
+            if not client.left:
+                client.error = error
+        finally:
+            answer.close()
+
+
+def finish_reason(client: Client) -> FinishReason:
+    """Why the right answer ends."""
+    stopped = client.right[-1] in client.sampling.stop_token_ids
+    return FinishReason.STOP if stopped else FinishReason.LENGTH

@@ -1,0 +1,99 @@
+"""Whatever is delayed, reordered, doubled, lost or killed: no page is in two states, written to by another request's
+transfer, or lost; and each request ends exactly once, with the right tokens or a clear error.
+
+Hypothesis plays against a cluster of real parts in one thread (`world.py` says what is real and what is played). What
+it may do stands in `machine.py`, what must hold in `checks.py`, `World.check` and `World.end`. 20,000 moves, the same
+in every run. Longer, with others each time, and with a short story of what went wrong:
+
+    TANDEM_MODEL_RUNS=5000 TANDEM_MODEL_SHRINK=1 python -m pytest tests/model -k holds
+
+A failure names its seed; TANDEM_MODEL_SEED plays the same again.
+
+That these checks see anything is shown by `mutants.py`: each takes one fence down, and is found.
+"""
+
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.model.machine import ROLES, ClusterMachine
+from tests.model.mutants import MUTANTS, Mutant
+from tests.model.world import World
+from wire.messages import SamplingParams
+
+MOVES_A_RUN = 200
+RUNS = 105
+"""A few runs have fewer moves: together they have 20,000."""
+MOVES = 20_000
+SEED = 2
+RUNS_FOR_A_MUTANT = 300
+"""Most are found within five."""
+
+
+def play(runs: int, number: int, *phases: Phase) -> Counter[str]:
+    """So many runs of the seed `number`, until one fails; what happened in them."""
+    ClusterMachine.seen = Counter()
+    rules = settings(
+        max_examples=runs,
+        stateful_step_count=MOVES_A_RUN,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, *phases],
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    try:
+        run_state_machine_as_test(seed(number)(ClusterMachine), settings=rules)
+    except Exception as error:
+        error.add_note(f"again: TANDEM_MODEL_SEED={number} TANDEM_MODEL_RUNS={runs}")
+        raise
+    return ClusterMachine.seen
+
+
+@pytest.mark.timeout(0 if "TANDEM_MODEL_RUNS" in os.environ else 1200)
+def test_whatever_happens_the_cluster_holds() -> None:
+    runs = int(os.environ.get("TANDEM_MODEL_RUNS", RUNS))
+    number = int(os.environ.get("TANDEM_MODEL_SEED", SEED if runs == RUNS else random.randrange(1 << 32)))
+    phases = [Phase.shrink] if "TANDEM_MODEL_SHRINK" in os.environ else []
+    seen = play(runs, number, *phases)
+    if runs >= RUNS:
+        assert seen["moves"] >= MOVES
+        assert seen["answered"] > 1000
+        assert seen["killed"] > 200
+        assert seen["quarantined"] > 200, "writes that come after the end of their request"
+        assert seen["from the dead"] > 50, "writes that come after the end of their writer"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("mutant", "said"), MUTANTS.items(), ids=[mutant.__name__ for mutant in MUTANTS])
+def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant(monkeypatch)
+    with pytest.raises(Exception, match=said):
+        play(RUNS_FOR_A_MUTANT, SEED)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_faults_every_answer_comes(asynchronous: bool) -> None:
+    world = World(dict(ROLES), asynchronous=asynchronous)
+    try:
+        run(world, lambda: len(world.router.dispatcher.pool.views()) == len(ROLES))
+        clients = [world.router.ask([10 + n, *range(30, 30 + n)], SamplingParams(6)) for n in range(8)]
+        run(world, lambda: all(client.over for client in clients))
+        assert all(client.ending is not None for client in clients)
+        world.end()
+    finally:
+        world.close()
+
+
+def run(world: World, done: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if done():
+            return
+        world.calm()
+        world.check()
+    raise AssertionError("nothing more happens")

@@ -1,0 +1,205 @@
+"""The processes of the model: real workers without a thread of their own, and the controller that knows of them."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Container, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import EngineConfig
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_by_hand import FabricByHand
+from tests.model.checks import Broken, Stamps, WatchedEngine
+from tests.model.virtual_loop import Process, VirtualLoop
+from wire import convert
+from wire.generated.tandem.v1 import cluster_pb2
+from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, WorkerInfo
+from worker.config import WorkerConfig
+from worker.loop import StepLoop
+from worker.servicer import WorkerServicer
+from worker.worker import Worker
+
+PAGES = 14
+STEP_TOKENS = 6
+BATCH = 4
+LEASE_S = QUARANTINE_S = 1.0
+RPC_TIMEOUT_S = 1.0
+TRANSFER_DEADLINE_S = 2.0
+
+
+class LoopByHand(StepLoop):
+    """A step loop whose thread never starts: `turn` is one round of it."""
+
+    def start(self) -> None:
+        """Steps are the tester's."""
+
+    def wake(self) -> None:
+        """Whether there is work is found out by looking."""
+
+    def turn(self) -> bool:
+        """Launch a step and take in what is finished; False when there was nothing to do."""
+        return self._step()
+
+
+class ThreadByHand:
+    """In the place of the checks' thread: it never runs, `sum_pages` does its work."""
+
+    def __init__(self, **_: object) -> None: ...
+
+    def start(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What all workers of a world share. `asynchronous`: their engines run a step behind."""
+
+    loop: VirtualLoop
+    fabric: FabricByHand
+    stamps: Stamps
+    asynchronous: bool
+
+
+class WorkerProcess:
+    """One run of one worker."""
+
+    def __init__(self, made_of: Parts, me: PeerRef, role: Role, address: str) -> None:
+        self.me = me
+        self.role = role
+        self.address = address
+        self.process = Process(f"{me.worker_id}/{me.incarnation}", made_of.loop)
+        self.engine = WatchedEngine(PAGES, made_of.stamps, asynchronous=made_of.asynchronous)
+        self._fabric = made_of.fabric
+        self._aborted: dict[str, int] = {}
+        self.process.run(self._start)
+
+    def _start(self) -> None:
+        engine = EngineConfig(Path("fake"), max_step_tokens=STEP_TOKENS, max_batch_requests=BATCH)
+        self.config = WorkerConfig(
+            self.me.worker_id,
+            self.role,
+            engine,
+            lease_s=LEASE_S,
+            quarantine_s=QUARANTINE_S,
+            transfer_deadline_s=TRANSFER_DEADLINE_S,
+            rpc_timeout_s=RPC_TIMEOUT_S,
+            attach_grace_s=1.0,
+            kv_checksum_rate=1.0,
+        )
+        layout = self.engine.layout
+        self.worker = Worker(
+            self.config,
+            self.me,
+            self.engine,
+            layout,
+            lambda notice: InMemoryTransport(self._fabric, layout, self.me, notice),
+        )
+        self._abort = self.worker.admission.abort
+        self.worker.admission.abort = self._watch_abort  # type: ignore[method-assign]
+        self.servicer = WorkerServicer(self.worker, self.worker.drain)
+        self.worker.start()
+
+    @property
+    def loop(self) -> LoopByHand:
+        loop = self.worker._loop
+        assert isinstance(loop, LoopByHand)
+        return loop
+
+    def turn(self) -> bool:
+        """One round of the engine."""
+        return self.process.run(self.loop.turn)
+
+    def sum_pages(self) -> bool:
+        """What the checks' thread would do next; False when there is nothing to do."""
+        work = self.worker._checks._work
+        if work.empty() or (sums := work.get_nowait()) is None:
+            return False
+        self.process.run(sums)
+        return True
+
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(
+            self.me, self.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
+            self.config.decode_batch, STEP_TOKENS, "cpu", "in-memory",
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Every page in one state, promises kept, nothing alive that was aborted."""
+        self.engine.pool.check_integrity()
+        admission = self.worker.admission
+        alive = [*admission._held._ready, *(r for r in self.worker._decode._running if not (r.cancelled or r.ended))]
+        for request in alive:
+            ref = request.reservation.ref
+            if ref.attempt <= self._aborted.get(ref.request_id, 0):
+                raise Broken(f"{ref} decodes at {self.process.name} after it was aborted there")
+        if self.worker.died.done():
+            raise Broken(f"{self.process.name} died by itself: {self.worker.died.result()!r}")
+
+    def left(self, given_up: Container[Lease]) -> str:
+        """What is not given back, "" when all is; quarantined pages of leases that are `given_up` aside."""
+        found = self.worker.inspect()
+        quarantined = self.engine.pool._quarantined
+        aside = sum(1 + len(pages) for lease, pages in quarantined.items() if lease in given_up)
+        busy = found.pages_total - found.pages_free + found.pages_promised + found.requests + found.leases
+        committed = self.worker.admission._room.committed
+        return f"{found}, {committed} pages committed" if busy != aside or committed else ""
+
+    def _watch_abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
+        refs = list(refs)
+        for ref in refs:
+            self._aborted[ref.request_id] = max(ref.attempt, self._aborted.get(ref.request_id, 0))
+        self._abort(router_id, refs)
+
+
+class Controller:
+    """Who serves, as the router and the workers are told. Its streams never break, its news take their time."""
+
+    ADDRESS = "controller"
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.process = Process("controller", loop)
+        self.members: dict[str, WorkerInfo] = {}
+        self._revision = 0
+        self._watchers: list[asyncio.Queue[Membership]] = []
+
+    def admit(self, info: WorkerInfo) -> None:
+        self.members[info.peer.worker_id] = info
+        self._tell()
+
+    def expel(self, peer: PeerRef) -> None:
+        """Unless a later run has taken its place."""
+        known = self.members.get(peer.worker_id)
+        if known is not None and known.peer == peer:
+            del self.members[peer.worker_id]
+            self._tell()
+
+    async def Watch(self, _request: Any, _context: Any) -> AsyncIterator[cluster_pb2.Membership]:
+        queue: asyncio.Queue[Membership] = asyncio.Queue()
+        queue.put_nowait(self._membership())
+        self._watchers.append(queue)
+        while True:
+            yield convert.membership_to_proto(await queue.get())
+
+    def _tell(self) -> None:
+        self._revision += 1
+        for queue in self._watchers:
+            queue.put_nowait(self._membership())
+
+    def _membership(self) -> Membership:
+        return Membership(self._revision, tuple(self.members.values()))
+
+
+class Addresses:
+    """Ports: a new one for each process, or one that a dead process had."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._used: list[str] = []
+
+    def take(self, *, again: Callable[[str], bool]) -> str:
+        """The last used address that `again` accepts, else a new one."""
+        for address in reversed(self._used):
+            if again(address):
+                return address
+        self._used.append(f"host:{next(self._numbers)}")
+        return self._used[-1]

@@ -1,0 +1,306 @@
+"""A whole cluster in one thread: two prefill workers, two decode workers, a router, and nothing that moves by itself.
+
+What is real: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router
+behind its doors (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them. What
+is played: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (its KV of a token is the
+token), the threads, the controller and the clock.
+"""
+
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+import kv_transfer.checksums
+import router.dispatch
+import router.lease_keeper
+import router.stream
+import router.worker_link
+import router.worker_pool
+import wire.rpc
+import worker.loop
+import worker.worker
+from kv_transfer.in_memory import Flight
+from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
+from tests.model.calls import Channel
+from tests.model.checks import Alarms, Broken, Holder, Stamps, holder_of
+from tests.model.network import Key, Network
+from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
+from tests.model.virtual_loop import VirtualLoop, this_process
+from tests.model.workers import (
+    PAGES,
+    QUARANTINE_S,
+    Addresses,
+    Controller,
+    LoopByHand,
+    Parts,
+    ThreadByHand,
+    WorkerProcess,
+)
+from wire.messages import Lease, PeerRef, Role, SamplingParams
+
+LATE_S = 0.9 * QUARANTINE_S
+"""How long writes of a dead process may go on to land: quarantines are longer, from the moment its death is known."""
+CALM_STEP_S = 0.02
+END_WITHIN_S = 60.0
+"""After the last fault, longer than every deadline of the cluster together."""
+
+
+class WatchedFabric(FabricByHand):
+    """Knows for which attempt each write was posted."""
+
+    writers: dict[Flight, Holder]
+    holder: Callable[[PeerRef, int], Holder | None]
+
+    def post(self, flight: Flight) -> None:
+        writer = self.holder(flight.sender, flight.write.local_pages[0])
+        assert writer is not None
+        self.writers[flight] = writer
+        super().post(flight)
+
+
+class World:
+    """Holds every process. `close` it, in every case."""
+
+    def __init__(self, roles: dict[str, Role], *, asynchronous: bool) -> None:
+        self.loop = VirtualLoop()
+        self.failures: list[str] = []
+        self.network = Network(self.loop, self.failures.append)
+        self.fabric = WatchedFabric(self.loop.time, self._check_page)
+        self.fabric.writers = {}
+        self.fabric.holder = self._holder
+        self.roles = roles
+        self.workers: dict[str, WorkerProcess] = {}
+        self.graveyard: list[WorkerProcess] = []
+        self._parts = Parts(self.loop, self.fabric, Stamps(), asynchronous)
+        self._addresses = Addresses()
+        self.seen: Counter[str] = Counter()
+        """What happened, for whoever wants to know that the model looks at anything."""
+        self._unheard: dict[Lease, PeerRef] = {}
+        self._alarms = Alarms()
+        self._patches = pytest.MonkeyPatch()
+        self._patch()
+        self.controller = Controller(self.loop)
+        self.network.listen(Controller.ADDRESS, self.controller.process, self.controller)
+        for worker_id in roles:
+            self._start(worker_id, 1, reuse=False)
+        self.router = RouterProcess(self.loop)
+
+    def _patch(self) -> None:
+        """Replace what is a thread, a clock, a socket or a random number."""
+        clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
+        for module in (router.dispatch, router.lease_keeper, router.stream, router.worker_link, worker.worker):
+            self._patches.setattr(module, "time", clock)
+        self._patches.setattr(worker.loop, "time", clock)
+        numbers = itertools.count(1)
+        uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
+        self._patches.setattr(router.dispatch, "uuid", uuid)
+        self._patches.setattr(router.dispatch, "Answer", CountedAnswer)
+        self._patches.setattr(router.stream, "TextThread", InlineText)
+        self._patches.setattr(worker.worker, "StepLoop", LoopByHand)
+        self._patches.setattr(
+            kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
+        )
+        for module in (router.worker_link, router.worker_pool, wire.rpc):
+            self._patches.setattr(module, "open_channel", self._open_channel)
+        logging.getLogger().addHandler(self._alarms)
+
+    def _open_channel(self, address: str, _token: str = "") -> Channel:
+        """In the place of `wire.rpc.open_channel`."""
+        return Channel(self.network, this_process(), address)
+
+    def close(self) -> None:
+        """End every task; nothing is checked any more."""
+        logging.getLogger().removeHandler(self._alarms)
+        self.loop.close()
+        self._patches.undo()
+
+    def kill(self, worker_id: str, *, noticed: bool = False) -> None:
+        """SIGKILL. What it has sent goes on its way; who speaks with it finds out, at once if it is `noticed`."""
+        self.seen["killed"] += 1
+        dead = self.workers.pop(worker_id)
+        dead.process.alive = False
+        self.graveyard.append(dead)
+        self.fabric.kill(dead.me)
+        self.loop.call_later(LATE_S, self.fabric.bury, dead.me)
+        self.network.bury(dead.process)
+        if noticed:
+            self.controller.process.run(self.controller.expel, dead.me)
+            for other in self.workers.values():
+                other.process.run(other.worker.peer_gone, dead.me)
+        else:
+            self._news(("controller", dead.process.name, "died"), lambda: self._hear_of_death(dead.me))
+
+    def restart(self, worker_id: str, *, reuse: bool) -> None:
+        """The next run of a dead worker, at a new address or, with `reuse`, at one of a dead process."""
+        incarnation = 1 + sum(dead.me.worker_id == worker_id for dead in self.graveyard)
+        self._start(worker_id, incarnation, reuse=reuse)
+
+    def dead(self) -> list[str]:
+        return [worker_id for worker_id in self.roles if worker_id not in self.workers]
+
+    def _start(self, worker_id: str, incarnation: int, *, reuse: bool) -> None:
+        me = PeerRef(worker_id, incarnation)
+        address = self._addresses.take(again=lambda known: reuse and self.network.door(known) is None)
+        made = WorkerProcess(self._parts, me, self.roles[worker_id], address)
+        self.workers[worker_id] = made
+        self.network.listen(address, made.process, made.servicer)
+        if incarnation == 1:
+            self._hear_of_start(made)
+        else:
+            self._news(("controller", made.process.name, "up"), lambda: self._hear_of_start(made))
+
+    def _hear_of_death(self, peer: PeerRef) -> None:
+        self.controller.process.run(self.controller.expel, peer)
+        self._bury(peer)
+
+    def _hear_of_start(self, started: WorkerProcess) -> None:
+        """A run that takes its predecessors' place says that they are dead, too."""
+        if not started.process.alive:
+            return
+        info = started.info()
+        self.controller.process.run(self.controller.admit, info)
+        self._bury(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
+        for one, joined in [(one, info) for one in self.workers.values()] + [
+            (started, other.info()) for other in self.workers.values()
+        ]:
+            if one.me != joined.peer:
+                key = (one.process.name, "joined", joined.peer.worker_id, joined.peer.incarnation)
+                self._news(key, partial(one.process.run, one.worker.peer_joined, joined))
+
+    def _bury(self, gone: PeerRef) -> None:
+        for other in self.workers.values():
+            if other.me.worker_id != gone.worker_id:
+                key = (other.process.name, "gone", gone.worker_id, gone.incarnation)
+                self._news(key, partial(other.process.run, other.worker.peer_gone, gone))
+
+    def _news(self, key: Key, arrive: Callable[[], None]) -> None:
+        """Late and out of order, but never lost: the membership is told again until it is heard."""
+        self.network.send(key, arrive)
+
+    def check(self) -> None:
+        """At each step. Raises `Broken`, or `Internal` of a page pool."""
+        for one in self.workers.values():
+            one.check()
+        for client in self.router.clients:
+            client.check()
+        found = [*self.failures, *self.loop.failures, *self._alarms.heard]
+        if found:
+            raise Broken("; ".join(found))
+
+    def _check_page(self, flight: Flight, local: int, remote: int) -> None:
+        """A page of a write is about to land."""
+        if local == remote == PAGES:
+            return  # nobody's, to try out a connection
+        writer = self.fabric.writers[flight]
+        source, target = self._holder(flight.sender, local), self._holder(flight.write.peer, remote)
+        if writer.state != "owned" or source not in (writer, None):
+            raise Broken(f"a write of a page {writer} reads a page that is {source} now")
+        if target is None or target.ref != writer.ref or target.state not in ("advertised", "quarantined"):
+            raise Broken(f"a write of {writer.ref} lands in a page that is {target} now")
+        self.seen[target.state] += 1
+        self.seen["from the dead"] += source is None
+
+    def _holder(self, peer: PeerRef, page: int) -> Holder | None:
+        """Who has a page of this process; None when it is dead."""
+        found = self.workers.get(peer.worker_id)
+        return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
+
+    def lose_notice(self, late: LateNotice) -> None:
+        """Its writer takes it for delivered, so that only the writer's death can tell that the pages are safe."""
+        self._unheard[late.notice.lease] = late.notice.prefill
+        self.fabric.lose_notice(late)
+
+    def calm(self, held: frozenset[str] = frozenset()) -> None:
+        """One round without faults: what is on its way arrives, every engine takes a step, a little time passes.
+
+        Of "messages", "writes", "notices" and "engines" nothing moves that is `held`. Each write gets one page on, but
+        what a dead process wrote comes later or never.
+        """
+        notices = list(self.fabric.notices)
+        if "messages" not in held:
+            for message in self.network.waiting():
+                self.network.deliver(message)
+        if "writes" not in held:
+            for one in list(self.fabric.flights):
+                if one in self.fabric.flights and one.orphan is None:
+                    self.land(one, 1)
+        if "notices" not in held:
+            for late in notices:
+                self.hear(late)
+        if "engines" not in held:
+            for each in list(self.workers.values()):
+                each.turn()
+                while each.sum_pages():
+                    pass
+        self.loop.advance(CALM_STEP_S)
+
+    def land(self, one: OnTheWay, pages: int | None = None) -> None:
+        self.fabric.land(one, pages)
+        self.loop.run_ready()
+
+    def fail(self, one: OnTheWay, *, after_notice: bool) -> None:
+        self.fabric.fail(one, after_notice=after_notice)
+        self.loop.run_ready()
+
+    def hear(self, late: LateNotice, *, again: bool = False) -> None:
+        with self.loop.running():
+            self.fabric.hear(late, again=again)
+        self.loop.run_ready()
+
+    def corrupt(self, one: OnTheWay, byte: int) -> None:
+        """A byte of a page that has landed flips; checksums must see it."""
+        found = self.workers.get(one.flight.write.peer.worker_id)
+        if one.landed and found is not None and found.me == one.flight.write.peer:
+            self._alarms.expected.add("decode_worker.arrival")
+            page = one.flight.write.remote_pages[byte % one.landed]
+            memory = found.engine.memory[page].view("u1").reshape(-1)
+            memory[byte % len(memory)] ^= 0x40
+
+    def end(self) -> None:
+        """No more faults: every request ends, every page is free, and the cluster serves."""
+        for worker_id in self.dead():
+            self.restart(worker_id, reuse=False)
+        while self.network.waiting():
+            self.calm()
+        self._settle("after the last fault")
+        for writer in self._unheard.values():
+            one = self.workers[writer.worker_id]
+            if one.me == writer:
+                self.kill(writer.worker_id)
+                self.restart(writer.worker_id, reuse=False)
+        self._unheard.clear()
+        self._settle("after the death of those whose notices were lost")
+        last = self.router.ask([999, 5, 6, 7, 8], SamplingParams(max_tokens=5))
+        self._settle("with one more request")
+        if last.ending is None or last.ending.finish_reason is not finish_reason(last):
+            raise Broken(f"the cluster serves no more: {last}")
+        self.seen["answered"] += sum(client.ending is not None for client in self.router.clients)
+        if unheard := self.loop.unheard():
+            raise Broken(f"failures that nobody looks at: {unheard}")
+
+    def _settle(self, when: str) -> None:
+        give_up = self.loop.time() + END_WITHIN_S
+        while left := self._left():
+            if self.loop.time() > give_up:
+                raise Broken(f"{when}, this is left for ever: {left}")
+            self.calm()
+            self.check()
+
+    def _left(self) -> list[str]:
+        """What is not over, and who still holds what."""
+        left = [f"{client}" for client in self.router.clients if not client.over]
+        left += [one.left(self._unheard) for one in self.workers.values()]
+        unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}
+        left += [f"{peer} is not connected to the router" for peer in unseen]
+        return [each for each in [*left, self.router.left()] if each]
+
+
+def _no_sleep(_seconds: float) -> NoReturn:
+    raise AssertionError("nothing sleeps here")
