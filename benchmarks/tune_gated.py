@@ -8,7 +8,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import count
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.results import run_facts, save_result
 from engine.kernels.base import Linear
-from engine.kernels.gated_product import PlainGated
+from engine.kernels.gated_product import FusedGated, GatedTile, PlainGated
 from engine.kernels.triton_launch import overlaps_launches
 
 SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}
@@ -52,44 +51,27 @@ def main() -> None:
 
 
 def _contestants(hidden: int, intermediate: int, tokens: int) -> dict[str, Contestant]:
-    from quack.gemm_config import GemmConfig
-    from quack.gemm_interface import gemm_act
-
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
-    weights = [
+    weights: list[Tensor] = [
         torch.randn(2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
         for _ in range(_WEIGHTS)
     ]
     turns = count()
     plain = PlainGated(overlaps_launches())
 
-    def fused(config: GemmConfig) -> Tensor:
-        weight = weights[next(turns) % _WEIGHTS]
-        active: Tensor = gemm_act(
-            x,
-            weight.t(),
-            activation="swiglu",
-            store_preact=False,
-            concat_layout=("B",),
-            config=config,
-            tuned=False,
-        )[1]
-        return active
+    def weight() -> Tensor:
+        return weights[next(turns) % _WEIGHTS]
 
-    found: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weights[next(turns) % _WEIGHTS]))}
+    def race_with(tile: GatedTile) -> Contestant:
+        fused = FusedGated(plain, tile)
+        return lambda: fused.compute(x, weight())
+
+    found: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weight()))}
     for rows, columns, pingpong in TILES:
-        for cluster_m, cluster_n in CLUSTERS:
-            config = GemmConfig(
-                tile_m=rows,
-                tile_n=columns,
-                pingpong=pingpong,
-                cluster_m=cluster_m,
-                cluster_n=cluster_n,
-                is_dynamic_persistent=False,
-                device_capacity=9,
-            )
+        for cluster in CLUSTERS:
             kind = "pingpong" if pingpong else "cooperative"
-            found[f"{rows}x{columns} {kind} {cluster_m}x{cluster_n}"] = partial(fused, config)
+            name = f"{rows}x{columns} {kind} {cluster[0]}x{cluster[1]}"
+            found[name] = race_with(GatedTile(rows, columns, pingpong, *cluster))
     return found
 
 

@@ -19,9 +19,8 @@ STOP_GRACE_S = 0.5
 """How long calls in flight may still take when the whole cluster stops, in seconds."""
 
 
-_CPU_CHUNKS_PER_S, _GPU_CHUNKS_PER_S = 320.0, 5000.0
-"""Where engines compute on the CPU, chunks are kept from it; beside GPUs a core may be the router's alone, and a token
-must not wait for longer than a step takes."""
+_CPU_CHUNKS_PER_S = 320.0
+"""Where engines compute on the CPU, sending must not take it from them."""
 
 
 class RouterActor:
@@ -95,8 +94,9 @@ class RouterProcess:
             host=self._cluster.host,
             grpc_port=self._cluster.grpc_port,
             http_port=self._cluster.http_port,
-            chunks_per_s=_CPU_CHUNKS_PER_S if self._cluster.on_cpu else _GPU_CHUNKS_PER_S,
         )
+        if self._cluster.on_cpu:
+            config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
         if not self.grpc_address:
             return config
         return replace(config, grpc_port=_port(self.grpc_address), http_port=_port(self.http_address))

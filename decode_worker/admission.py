@@ -90,8 +90,7 @@ class DecodeAdmission:
         StaleEpoch when this attempt is another reservation's or over, Unavailable while draining or when the prefill
         worker is gone.
         """
-        prompt_tokens = len(reservation.prompt_token_ids) - reservation.answered
-        tokens = kv_tokens(prompt_tokens, reservation.sampling, self._model)
+        tokens = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
         pages = pages_for(tokens, self._page_tokens)
         with self._lock:
             try:

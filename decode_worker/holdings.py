@@ -6,16 +6,9 @@ from collections.abc import Callable
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
 from engine.cache.page_pool import PagePool
+from wire.ending import failure_event
 from wire.errors import TandemError, TransferFailed
-from wire.messages import (
-    ErrorDetail,
-    FinishReason,
-    Lease,
-    RequestEvent,
-    RequestRef,
-    RoutedEvent,
-    TransferNotice,
-)
+from wire.messages import Lease, RequestRef, RoutedEvent, TransferNotice
 from wire.timeline import Edge, EdgeStamp
 
 ADMITTED_REMEMBERED = 4096
@@ -121,6 +114,5 @@ class Holdings:
             self._tell(request, failure)
 
     def _tell(self, request: DecodeRequest, failure: TandemError) -> None:
-        error = ErrorDetail(failure.code, failure.message)
-        event = RequestEvent(request.reservation.ref, finish_reason=FinishReason.ERROR, error=error)
-        self._emit(RoutedEvent(request.reservation.router_id, event))
+        reservation = request.reservation
+        self._emit(RoutedEvent(reservation.router_id, failure_event(reservation.ref, failure)))

@@ -70,7 +70,7 @@ class DecodeRequest:
     @property
     def prompt_tokens(self) -> int:
         """Of the client's own prompt."""
-        return len(self.reservation.prompt_token_ids) - self.reservation.answered
+        return self.reservation.question_tokens
 
     @property
     def key(self) -> tuple[str, str]:

@@ -78,14 +78,12 @@ class Room:
             self.not_ready = ""
             return
         writers = ", ".join(self._leases.silent_writers()) or "prefill workers"
-        before, self.not_ready = (
-            self.not_ready,
-            (
-                f"too many of its {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
-                " they are free once those workers answer or have ended: look at them, or restart them"
-            ),
+        was_ready = not self.not_ready
+        self.not_ready = (
+            f"too many of its {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
+            " they are free once those workers answer or have ended: look at them, or restart them"
         )
-        if not before:
+        if was_ready:
             log.error("%s is not ready (%d KV pages lost): %s", self._worker_id, quarantined, self.not_ready)
 
     def _come_back(self, message: str) -> ResourceExhausted:

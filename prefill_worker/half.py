@@ -292,7 +292,7 @@ class PrefillHalf:
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task
         index = task.answered
-        reason = reason_to_end(token_id, index, request.prompt_tokens - index, task.sampling, self._model)
+        reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
         self._news.append(partial(request.progress.finish, token_id, reason))
         event = RequestEvent(task.ref, index, (token_id,), reason, edges=tuple(request.edges), logprobs=logprobs)

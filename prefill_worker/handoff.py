@@ -23,11 +23,10 @@ from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
 from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.request import PrefillRequest
+from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
     Destination,
-    ErrorDetail,
-    FinishReason,
     PageChecksum,
     PeerRef,
     RequestEvent,
@@ -98,7 +97,7 @@ class Handoff:
         try:
             if error is not None and not self._aborted:
                 log.warning("request %s failed: %s", self._request.task.ref.request_id, error.message)
-                self._emit_event(finish_reason=FinishReason.ERROR, error=_detail(error))
+                self._emit_event(failure_event(self._request.task.ref, error))
         finally:
             await self._settle()
             destination = self._request.task.destination
@@ -181,7 +180,8 @@ class Handoff:
         await self._quiet()
         self._delivered = True
         finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
-        self._emit_event(edges=(EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished), transfer=self._stats())
+        edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
+        self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
     async def _write_while_computing(self, destination: Destination, remote: Sequence[int], sums: OutgoingSums) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many were posted."""
@@ -251,16 +251,8 @@ class Handoff:
         moved = sum(write.result().bytes for write in self._writes)
         return TransferStats(moved, self._request.pages_needed, self._backend, time.time_ns() - self._first_post)
 
-    def _emit_event(
-        self,
-        finish_reason: FinishReason | None = None,
-        error: ErrorDetail | None = None,
-        edges: tuple[EdgeStamp, ...] = (),
-        transfer: TransferStats | None = None,
-    ) -> None:
-        task = self._request.task
-        event = RequestEvent(task.ref, finish_reason=finish_reason, error=error, edges=edges, transfer=transfer)
-        self._emit(RoutedEvent(task.router_id, event))
+    def _emit_event(self, event: RequestEvent) -> None:
+        self._emit(RoutedEvent(self._request.task.router_id, event))
 
 
 def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
@@ -272,7 +264,3 @@ def _failure_of(delivery: asyncio.Future[None]) -> TandemError | None:
         return error
     log.error("a handoff failed unexpectedly", exc_info=error)
     return TransferFailed(f"the hand-over ended with an unexpected {type(error).__name__}; the worker's log has more")
-
-
-def _detail(error: TandemError) -> ErrorDetail:
-    return ErrorDetail(error.code, error.message, error.retry_after_s)

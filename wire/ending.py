@@ -1,6 +1,7 @@
-"""When a generation ends, and how much KV it needs until then: one rule for both halves of a worker."""
+"""When a generation ends, how a failed one does, and how much KV it needs until then: one rule for both halves."""
 
-from wire.messages import FinishReason, ModelFacts, SamplingParams
+from wire.errors import TandemError
+from wire.messages import ErrorDetail, FinishReason, ModelFacts, RequestEvent, RequestRef, SamplingParams
 
 
 def reason_to_end(
@@ -28,3 +29,9 @@ def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -
 def pages_for(tokens: int, page_tokens: int) -> int:
     """Pages that hold `tokens` positions."""
     return -(-tokens // page_tokens)
+
+
+def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:
+    """The last event of an attempt that ends with `error`."""
+    detail = ErrorDetail(error.code, error.message, error.retry_after_s)
+    return RequestEvent(ref, finish_reason=FinishReason.ERROR, error=detail)

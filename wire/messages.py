@@ -136,14 +136,19 @@ class _Continued:
     answered: int = field(default=0, kw_only=True)
 
     @property
+    def question_tokens(self) -> int:
+        """How long the client's own prompt is."""
+        return len(self.prompt_token_ids) - self.answered
+
+    @property
     def question(self) -> tuple[int, ...]:
         """The client's own prompt."""
-        return self.prompt_token_ids[: len(self.prompt_token_ids) - self.answered]
+        return self.prompt_token_ids[: self.question_tokens]
 
     @property
     def answer(self) -> tuple[int, ...]:
         """What earlier attempts have generated."""
-        return self.prompt_token_ids[len(self.prompt_token_ids) - self.answered :]
+        return self.prompt_token_ids[self.question_tokens :]
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,9 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.request import PrefillRequest
-from wire.ending import pages_for
-from wire.errors import DeadlineExceeded, Internal, TandemError, Unavailable
+from wire.ending import failure_event, pages_for
+from wire.errors import DeadlineExceeded, Internal, Unavailable
 from wire.messages import (
-    ErrorDetail,
-    FinishReason,
     GrantedLease,
     ModelFacts,
     PeerRef,
@@ -349,7 +347,8 @@ class Worker:
         refs = {*self._prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
         if refs:
             log.info("router %s is gone: %d requests aborted", router_id, len(refs))
-        return [_failed(ref, Unavailable("the event stream was replaced; send the request again")) for ref in refs]
+        reason = Unavailable("the event stream was replaced; send the request again")
+        return [failure_event(ref, reason) for ref in refs]
 
     def _die(self, error: BaseException) -> None:
         """The engine is lost: nothing that runs here can end well, and nothing new may come.
@@ -367,7 +366,7 @@ class Worker:
         )
         known = set(self._refs())
         for router_id, ref in known.intersection(self._abandon()):
-            self._outbox.post(RoutedEvent(router_id, _failed(ref, reason)))
+            self._outbox.post(RoutedEvent(router_id, failure_event(ref, reason)))
         self._outbox.close()
         self.died.set_result(error)
 
@@ -379,11 +378,6 @@ class Worker:
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its words: CUDA's are a page."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def _failed(ref: RequestRef, error: TandemError) -> RequestEvent:
-    detail = ErrorDetail(error.code, error.message, error.retry_after_s)
-    return RequestEvent(ref, finish_reason=FinishReason.ERROR, error=detail)
 
 
 def _engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:

@@ -8,6 +8,7 @@ product's own time, and, on a chip that is held back by its power limit, energy 
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,12 +21,26 @@ log = logging.getLogger(__name__)
 
 FUSED_TOKENS = 1024
 """Tokens from which the fused product is faster; at 512 it loses 3 % on the largest weights."""
-_TILE = {"tile_m": 128, "tile_n": 160, "pingpong": True, "cluster_m": 2, "cluster_n": 1}
-"""The best, or within 1 % of it, for every shape and size that benchmarks/tune_gated.py knows."""
 _CAPABILITY = (9, 0)
 _ALIGNED = 8
 """Elements of 16 bits that the copy engine moves at least."""
 _WARM_UP_ROWS, _WARM_UP_COLUMNS = 256, 512
+
+
+@dataclass(frozen=True, slots=True)
+class GatedTile:
+    """What one group of multiprocessors computes at once: `rows` x `columns` of the product each."""
+
+    rows: int
+    columns: int
+    pingpong: bool
+    """Whether two warp groups take turns on tiles of their own, or share one."""
+    cluster_rows: int
+    cluster_columns: int
+
+
+BEST_TILE = GatedTile(rows=128, columns=160, pingpong=True, cluster_rows=2, cluster_columns=1)
+"""The best, or within 1 % of it, for every shape and size that benchmarks/tune_gated.py knows."""
 
 
 class GatedProduct(Protocol):
@@ -75,13 +90,21 @@ class PlainGated:
 class FusedGated:
     """quack's gated product for `FUSED_TOKENS` and more without a bias; `plain` for everything else."""
 
-    def __init__(self, plain: GatedProduct) -> None:
+    def __init__(self, plain: GatedProduct, tile: GatedTile = BEST_TILE) -> None:
         from quack.gemm_config import GemmConfig
         from quack.gemm_interface import gemm_act
 
         self._plain = plain
         self._gemm_act: Callable[..., tuple[Any, Tensor]] = gemm_act
-        self._config = GemmConfig(**_TILE, is_dynamic_persistent=False, device_capacity=_CAPABILITY[0])
+        self._config = GemmConfig(
+            tile_m=tile.rows,
+            tile_n=tile.columns,
+            pingpong=tile.pingpong,
+            cluster_m=tile.cluster_rows,
+            cluster_n=tile.cluster_columns,
+            is_dynamic_persistent=False,
+            device_capacity=_CAPABILITY[0],
+        )
 
     def __call__(self, x: Tensor, gate_up: Linear) -> Tensor:
         if len(x) < FUSED_TOKENS or gate_up.bias is not None:
