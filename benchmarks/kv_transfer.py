@@ -12,18 +12,15 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.results import run_facts, save_result
+from benchmarks.served_model import add_model_options, choose_model
 from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
-from cli.default_model import NAME, find_default_model
-from cli.random_model import random_model
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
-from engine.weights.gguf import prepare_model
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
@@ -206,8 +203,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
-    parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
+    add_model_options(parser)
     parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     return parser.parse_args()
@@ -217,22 +213,18 @@ def main() -> None:
     """Pools first, then the cluster."""
     arguments = parse_arguments()
     settings = SETTINGS[arguments.device]
-    if arguments.shape is not None:
-        folder, name = random_model(arguments.shape), arguments.shape
-    else:
-        folder = prepare_model(arguments.model or find_default_model())
-        name = NAME if arguments.model is None else folder.name
+    model = choose_model(arguments.model, arguments.shape)
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
-    plan = PoolPlan(folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
+    plan = PoolPlan(model.folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
     result: Figures = {"gpus": gpus}
     if arguments.only != "cluster":
         result |= pools(plan, settings.chunk)
     if arguments.only != "pools":
         config = ClusterConfig(
-            folder,
-            random_weights=arguments.shape is not None,
-            model_name=name,
+            model.folder,
+            random_weights=model.random_weights,
+            model_name=model.name,
             device=arguments.device,
             dtype=settings.dtype,
             page_tokens=settings.page_tokens,
@@ -245,10 +237,15 @@ def main() -> None:
             result |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
         finally:
             cluster.stop()
-    result |= {"model": name, "dtype": settings.dtype, "prompt_tokens": settings.prompt, "chunk_tokens": settings.chunk}
+    result |= {
+        "model": model.name,
+        "dtype": settings.dtype,
+        "prompt_tokens": settings.prompt,
+        "chunk_tokens": settings.chunk,
+    }
     result |= run_facts(arguments.device)
     if arguments.save:
-        print("saved", save_result(f"kv-transfer-{name}", result))
+        print("saved", save_result(f"kv-transfer-{model.name}", result))
     print(json.dumps(result))
 
 

@@ -13,19 +13,16 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_engine import GpuEngine
 from benchmarks.results import run_facts, save_result
-from cli.default_model import NAME, find_default_model
-from cli.random_model import random_model
+from benchmarks.served_model import add_model_options, choose_model
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
 from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
-from engine.weights.gguf import prepare_model
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import RequestRef, SamplingParams
 from wire.rpc import open_channel
@@ -168,8 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
-    parser.add_argument("--shape", default=None, help="random weights of this shape (llama-3-8b) instead of a model")
+    add_model_options(parser)
     parser.add_argument("--memory-fraction", type=float, default=0.28, help="of a GPU, for the engine and each worker")
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -182,26 +178,22 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Start a cluster, load the engine beside it, measure both."""
     arguments = parse_arguments()
-    if arguments.shape is not None:
-        folder, name = random_model(arguments.shape), arguments.shape
-    else:
-        folder = prepare_model(arguments.model or find_default_model())
-        name = NAME if arguments.model is None else folder.name
+    model = choose_model(arguments.model, arguments.shape)
     engine = EngineConfig(
-        folder,
+        model.folder,
         device=arguments.device,
         dtype=arguments.dtype,
         max_batch_requests=max(64, arguments.streams),
         memory_fraction=arguments.memory_fraction,
-        random_weights=arguments.shape is not None,
+        random_weights=model.random_weights,
     )
     config = ClusterConfig(
-        folder,
+        model.folder,
         max_batch_requests=engine.max_batch_requests,
         memory_fraction=arguments.memory_fraction,
-        random_weights=engine.random_weights,
+        random_weights=model.random_weights,
         max_step_tokens=engine.max_step_tokens,
-        model_name=name,
+        model_name=model.name,
         device=arguments.device,
         dtype=arguments.dtype,
         grpc_port=0,
@@ -215,7 +207,7 @@ def main() -> None:
     finally:
         cluster.stop()
     result |= {
-        "model": name,
+        "model": model.name,
         "dtype": arguments.dtype,
         "streams": arguments.streams,
         "prompt_tokens": arguments.prompt_tokens,
@@ -223,7 +215,7 @@ def main() -> None:
         **run_facts(arguments.device),
     }
     if arguments.save:
-        print("saved", save_result(f"serving-{name}", result))
+        print("saved", save_result(f"serving-{model.name}", result))
     print(json.dumps(result))
 
 
