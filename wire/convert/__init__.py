@@ -10,6 +10,7 @@ from wire.convert.cluster import (
     worker_info_from_proto,
     worker_info_to_proto,
 )
+from wire.convert.reads import decode_read_note, encode_read_note, read_note_from_proto, read_note_to_proto
 from wire.convert.transfer import (
     decode_notice,
     description_from_proto,
@@ -61,6 +62,7 @@ from wire.convert.work import (
 
 __all__ = [
     "decode_notice",
+    "decode_read_note",
     "description_from_proto",
     "description_to_proto",
     "destination_from_proto",
@@ -68,6 +70,7 @@ __all__ = [
     "edges_from_proto",
     "edges_to_proto",
     "encode_notice",
+    "encode_read_note",
     "error_from_proto",
     "error_to_proto",
     "event_from_proto",
@@ -90,6 +93,8 @@ __all__ = [
     "notice_to_proto",
     "prefill_task_from_proto",
     "prefill_task_to_proto",
+    "read_note_from_proto",
+    "read_note_to_proto",
     "ref_from_proto",
     "ref_to_proto",
     "reservation_from_proto",

@@ -5,11 +5,12 @@ import struct
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import convert, messages, timeline
-from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
+from wire import convert, messages, read_notes, timeline
+from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
 
 
 def as_float32(value: float) -> float:
@@ -86,6 +87,7 @@ workers = st.builds(
     st.lists(text, max_size=2).map(tuple),
 )
 checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
+notices = st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32, checksums)
 facts = st.dictionaries(text, text, max_size=3).map(lambda d: tuple(sorted(d.items())))
 
 CASES: dict[str, tuple[Any, type]] = {
@@ -118,9 +120,12 @@ CASES: dict[str, tuple[Any, type]] = {
     ),
     "description": (descriptions, worker_pb2.PeerDescription),
     "handshake": (st.builds(messages.Handshake, uint32, text, facts, descriptions), worker_pb2.ConnectPeerRequest),
-    "notice": (
-        st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32, checksums),
-        worker_pb2.TransferNotice,
+    "notice": (notices, worker_pb2.TransferNotice),
+    "read_note": (
+        st.builds(read_notes.ReadOrder, uint64, uint64, uint64, token_ids, token_ids, st.none() | notices)
+        | st.builds(read_notes.ReadCancel, uint64, uint64, uint64)
+        | st.builds(read_notes.ReadAnswer, uint64, uint64, st.sampled_from(read_notes.ReadEnd)),
+        transfer_pb2.ReadNote,
     ),
     "worker_info": (workers, cluster_pb2.WorkerInfo),
     "membership": (
@@ -154,15 +159,32 @@ def test_every_pair_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mine", "theirs"), [(timeline.Edge, types_pb2.Edge), (messages.FinishReason, types_pb2.FinishReason)]
+    ("mine", "theirs", "prefix"),
+    [
+        (timeline.Edge, types_pb2.Edge, "EDGE_"),
+        (messages.FinishReason, types_pb2.FinishReason, "FINISH_REASON_"),
+        (read_notes.ReadEnd, transfer_pb2.ReadEnd, "READ_END_"),
+    ],
 )
-def test_enums_have_the_schema_s_members(mine: Any, theirs: Any) -> None:
-    prefix = "EDGE_" if mine is timeline.Edge else "FINISH_REASON_"
+def test_enums_have_the_schema_s_members(mine: Any, theirs: Any, prefix: str) -> None:
     schema = {name.removeprefix(prefix): number for name, number in theirs.items() if number}
     assert schema == {member.name: int(member) for member in mine}
 
 
+@pytest.mark.parametrize(
+    "note",
+    [
+        b"",
+        transfer_pb2.ReadNote(answer=transfer_pb2.ReadAnswer(number=1)).SerializeToString(),
+        b"\xff\xff no message at all",
+    ],
+)
+def test_what_is_no_read_note_is_refused(note: bytes) -> None:
+    with pytest.raises(DecodeError):
+        convert.decode_read_note(note)
+
+
 def test_every_dataclass_is_frozen() -> None:
-    classes = [c for m in (messages, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)]
+    classes = [c for m in (messages, read_notes, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)]
     assert classes
     assert all(c.__dataclass_params__.frozen for c in classes)  # type: ignore[union-attr]
