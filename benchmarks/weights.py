@@ -97,6 +97,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for and print it, JSON last."""
     chosen = parse_arguments(arguments)
+    if chosen.folder is not None:
+        chosen.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="tandem-weights-") as made:
         folder = Path(made)
         if shutil.disk_usage(folder).free < (chosen.gib + 2) * GIB:

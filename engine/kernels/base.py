@@ -79,6 +79,9 @@ class Kernels(ABC):
         """Called once for each weight after loading; may repack it. The default keeps it."""
         return linear
 
+    def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
+        """Called before a step's first layer, for what all layers share. The default does nothing."""
+
     @abstractmethod
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         """Rows of `table` [vocab, hidden] for `token_ids` [T] (int64) → [T, hidden]; see `Feed`."""

@@ -38,8 +38,13 @@ class CudaKernels(Kernels):
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
-        self._prefill = choose_prefill_attention(device, dtype, model.head_dim, page_tokens)
+        self._prefill = choose_prefill_attention(device, dtype, model.head_dim, page_tokens, pdl=self._pdl)
         self._gated = choose_gated_product(device, dtype, model.hidden_size, pdl=self._pdl)
+
+    def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
+        single = self._single_rows(layout)
+        if single < len(layout.context_lens):
+            self._prefill.begin_step(cache, layout, single)
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
@@ -88,7 +93,7 @@ class CudaKernels(Kernels):
         )
 
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
-        rows, single = len(layout.context_lens), min(layout.single_rows, self._max_decode_rows)
+        rows, single = len(layout.context_lens), self._single_rows(layout)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
         decoded = self._decode_attention(shape)(
@@ -97,6 +102,10 @@ class CudaKernels(Kernels):
         if single == rows:
             return decoded
         return torch.cat((decoded, self._prefill(q[single:], cache, layer, layout, shape, single).flatten(1)))
+
+    def _single_rows(self, layout: StepLayout) -> int:
+        """Rows at the front that are decode attention's; the others are prefill attention's."""
+        return min(layout.single_rows, self._max_decode_rows)
 
     def _decode_attention(self, shape: AttentionShape) -> DecodeAttention:
         if shape not in self._decode:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kernels.base import AttentionShape, StepLayout
 from engine.kernels.reference import gather_row, visible
+from engine.kernels.triton_tails import clear_value_tails
 
 log = logging.getLogger(__name__)
 
@@ -22,15 +23,19 @@ _FLASH_PAGE = 128
 
 
 class PrefillAttention(Protocol):
-    """q [T, heads, head_dim], T from row `first_row` on → [T, heads, head_dim]; see `Kernels.attention`."""
+    """One model's, whose rows from `first_row` of a step on have many tokens."""
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """q [T, heads, head_dim], T from row `first_row` on → [T, heads, head_dim]; see `Kernels.attention`."""
 
 
 def choose_prefill_attention(
-    device: torch.device, dtype: torch.dtype, head_dim: int, page_tokens: int
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_tokens: int, *, pdl: bool
 ) -> PrefillAttention:
     """The fastest that can compute this model here; says in the log which, and warns of a slow page size."""
     reason = _why_no_flash(device, dtype, head_dim)
@@ -40,7 +45,7 @@ def choose_prefill_attention(
     if page_tokens != _FLASH_PAGE:
         log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
     log.info("prefill attention: flash-attn-4")
-    return FlashPrefill()
+    return FlashPrefill(page_tokens, pdl)
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -58,12 +63,23 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
 
 
 class FlashPrefill:
-    """flash-attn-4, all rows in one launch; keys and values are read where they lie."""
+    """flash-attn-4, all rows in one launch; keys and values are read where they lie.
 
-    def __init__(self) -> None:
+    The copy engine brings whole pages, and what lies behind a row's context counts with a weight of zero: unless it is
+    not finite. An earlier owner of the page may have left that (a model that overflowed, a transfer that failed its
+    check), so it is zero before any layer reads it.
+    """
+
+    def __init__(self, page_tokens: int, pdl: bool) -> None:
         from flash_attn.cute import flash_attn_varlen_func
 
         self._flash: Callable[..., Any] = flash_attn_varlen_func
+        self._reads_whole_pages = page_tokens == _FLASH_PAGE
+        self._pdl = pdl
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        if self._reads_whole_pages:
+            clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
@@ -87,6 +103,9 @@ class FlashPrefill:
 
 class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        """Reads no more than a row's context."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int

@@ -47,6 +47,7 @@ class LlamaModel:
         None = every one; feed: see `Feed`. Nothing drawn (D = 0) gives None, and saves all that follows the last
         layer's store.
         """
+        self._kernels.begin_step(cache, layout)
         hidden = self._kernels.embed(token_ids, self._embedding, feed)
         for layer in self._layers[:-1]:
             q = self._store(layer, hidden, layout, cache)

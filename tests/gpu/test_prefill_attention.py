@@ -1,4 +1,8 @@
-"""Prefill attention on a GPU against float64: flash-attn-4 where it is installed, and PyTorch's SDPA."""
+"""Prefill attention on a GPU against float64: flash-attn-4 where it is installed, and PyTorch's SDPA.
+
+Behind each row's context in its last page is NaN, as everywhere where nothing was written: an earlier owner of a page
+may have left anything there.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, SdpaPrefill, choose_prefill_attention
-from tests.kernels.prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, clean_tails, run, torch_of
+from tests.kernels.prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from tests.kernels.steps import assert_as_good, heads, make_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -19,14 +23,20 @@ PAGES = [16, 64, 128]
 """Flash-attn-4 loads pages of 128 tokens with the copy engine, others through its threads."""
 
 
+@pytest.fixture(params=PAGES)
+def page_tokens(request: pytest.FixtureRequest) -> int:
+    chosen: int = request.param
+    return chosen
+
+
 @pytest.fixture(params=["flash", "sdpa"])
-def attention(request: pytest.FixtureRequest) -> PrefillAttention:
+def attention(request: pytest.FixtureRequest, page_tokens: int) -> PrefillAttention:
     if request.param == "sdpa":
         return SdpaPrefill()
     pytest.importorskip("flash_attn.cute", reason="needs the package flash-attn-4")
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("flash-attn-4 needs a GPU of compute capability 9.0")
-    return FlashPrefill()
+    return FlashPrefill(page_tokens, pdl=True)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
@@ -35,25 +45,22 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return chosen
 
 
-@pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_as_exact_as_torch(
     attention: PrefillAttention, rows: list[tuple[int, int]], page_tokens: int, dtype: torch.dtype
 ) -> None:
     step = make_step(rows, SHAPES["gqa"], page_tokens)
-    check(attention, step, dtype, GPU, cache=clean_tails(step.cache, step))
+    check(attention, step, dtype, GPU)
 
 
-@pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize("shape", [*SHAPES.values(), heads(32, 8, 128), heads(3, 3, 96)], ids=str)
 def test_every_shape_and_page_size(
     attention: PrefillAttention, shape: AttentionShape, page_tokens: int, dtype: torch.dtype
 ) -> None:
     step = make_step([(length, length + cached) for cached, length in enumerate(LENGTHS)], shape, page_tokens)
-    check(attention, step, dtype, GPU, cache=clean_tails(step.cache, step))
+    check(attention, step, dtype, GPU)
 
 
-@pytest.mark.parametrize("page_tokens", PAGES)
 @pytest.mark.parametrize(
     "rows",
     [[(LONG, LONG)], [(130, LONG)], [(LONG, LONG), (129, LONG), (1, LONG)]],
@@ -63,46 +70,38 @@ def test_long_rows(
     attention: PrefillAttention, rows: list[tuple[int, int]], page_tokens: int, dtype: torch.dtype
 ) -> None:
     step = make_step(rows, heads(4, 1, 128), page_tokens)
-    check(attention, step, dtype, GPU, cache=clean_tails(step.cache, step))
+    check(attention, step, dtype, GPU)
 
 
-@pytest.mark.parametrize("page_tokens", PAGES)
-@pytest.mark.parametrize("shape", ["gqa", "mqa", "window"])
-def test_what_lies_behind_a_context_in_its_last_page_does_not_count(
-    attention: PrefillAttention, shape: str, page_tokens: int, dtype: torch.dtype
-) -> None:
-    """It is what an earlier owner of the page left, and may be anything."""
-    check(attention, make_step([(129, 129), (20, 150), (1, 5)], SHAPES[shape], page_tokens), dtype, GPU)
-
-
-@pytest.mark.parametrize("page_tokens", PAGES)
 def test_rows_before_the_first_belong_to_another_kernel(
     attention: PrefillAttention, page_tokens: int, dtype: torch.dtype
 ) -> None:
     step = make_step([(1, 40), (1, 7), (129, 129), (20, 150)], SHAPES["gqa"], page_tokens)
     whole, exact = torch_of(step, dtype, GPU), torch_of(step, torch.float64, GPU)
-    ours = run(attention, step, dtype, GPU, first_row=2, cache=clean_tails(step.cache, step))
+    ours = run(attention, step, dtype, GPU, first_row=2)
     assert_as_good(ours, whole[2:], exact[2:])
 
 
-def test_queries_inside_a_stacked_product(attention: PrefillAttention, dtype: torch.dtype) -> None:
+def test_queries_inside_a_stacked_product(attention: PrefillAttention, page_tokens: int, dtype: torch.dtype) -> None:
     """As the engine passes them: q is a part of each token's row."""
-    step = make_step([(129, 129), (20, 150)], SHAPES["gqa"], page_tokens=128)
+    step = make_step([(129, 129), (20, 150)], SHAPES["gqa"], page_tokens)
     shape = step.shape
 
-    def strided(q: torch.Tensor, *arguments: object) -> torch.Tensor:
-        width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-        rows = torch.full((len(q), width), float("nan"), dtype=q.dtype, device=q.device)
-        inside = rows[:, : shape.heads * shape.head_dim].view(q.shape)
-        inside.copy_(q)
-        return attention(inside, *arguments)  # type: ignore[arg-type]
+    class Strided:
+        begin_step = attention.begin_step
 
-    cache = clean_tails(step.cache, step)
-    assert torch.equal(run(strided, step, dtype, GPU, cache=cache), run(attention, step, dtype, GPU, cache=cache))
+        def __call__(self, q: torch.Tensor, *arguments: object) -> torch.Tensor:
+            width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+            rows = torch.full((len(q), width), float("nan"), dtype=q.dtype, device=q.device)
+            inside = rows[:, : shape.heads * shape.head_dim].view(q.shape)
+            inside.copy_(q)
+            return attention(inside, *arguments)  # type: ignore[arg-type]
+
+    assert torch.equal(run(Strided(), step, dtype, GPU), run(attention, step, dtype, GPU))
 
 
 def test_the_choice_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine.kernels.prefill_attention"):
-        choose_prefill_attention(GPU, torch.float32, 64, 128)
+        choose_prefill_attention(GPU, torch.float32, 64, 128, pdl=False)
     assert "SDPA" in caplog.text
     assert "bfloat16 and float16 only" in caplog.text

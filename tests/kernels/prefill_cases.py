@@ -43,16 +43,6 @@ def to_device(layout: StepLayout, device: torch.device) -> StepLayout:
     )
 
 
-def clean_tails(cache: Tensor, step: Step) -> Tensor:
-    """`cache` with zeros behind each row's context in its last page, as a new cache has them."""
-    cache = cache.clone()
-    page_tokens = cache.shape[4]
-    for row, (_, context) in enumerate(step.rows):
-        if context % page_tokens:
-            cache[int(step.layout.page_table[row, context // page_tokens]), :, :, :, context % page_tokens :] = 0
-    return cache
-
-
 def run(
     attention: PrefillAttention,
     step: Step,
@@ -66,6 +56,7 @@ def run(
     layout = to_device(step.layout, device)
     q = step.q[int(step.layout.row_starts[first_row]) :].to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
+    attention.begin_step(held, layout, first_row)
     out = attention(q, held, LAYER, layout, step.shape, first_row)
     assert out.dtype == dtype
     return out.flatten(1).cpu()

@@ -75,7 +75,7 @@ class TestPrefillAttention:
     def choose(self, page_tokens: int = 128, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
         from engine.kernels.prefill_attention import choose_prefill_attention
 
-        return type(choose_prefill_attention(GPU, dtype, head_dim, page_tokens)).__name__
+        return type(choose_prefill_attention(GPU, dtype, head_dim, page_tokens, pdl=False)).__name__
 
     def test_the_fast_page_size_is_not_warned_of(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
