@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kv_transfer.base import NoticeHandler, Transport
+from kv_transfer.base import Direction, NoticeHandler, Transport
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import load_nixl
 from kv_transfer.nixl_transport import NixlTransport
@@ -26,7 +26,9 @@ class BackendReport:
     error: str
 
 
-def open_transport(kind: str, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> Transport:
+def open_transport(
+    kind: str, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler, direction: Direction = Direction.WRITE
+) -> Transport:
     """A transport over the pool at `layout`; the caller closes it before the pool's memory goes.
 
     InvalidArgument for an unknown kind; FailedPrecondition when its package cannot be imported; TransferFailed when
@@ -34,7 +36,7 @@ def open_transport(kind: str, layout: KVLayout, me: PeerRef, on_notice: NoticeHa
     """
     if kind != "nixl":
         raise InvalidArgument("transfer", f"`{kind}` is unknown; the one back end is `nixl`")
-    return NixlTransport(layout, me, on_notice)
+    return NixlTransport(layout, me, on_notice, Direction(direction))
 
 
 def available_backends() -> BackendReport:

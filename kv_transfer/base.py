@@ -2,7 +2,8 @@
 
 Ownership: the sender only reads its own pages and writes the peer's pages it was allotted; it never frees. Local pages
 must stay untouched until the write is settled (`done` or `failed` — and quiet: after it is settled, no byte of it
-moves any more).
+moves any more). A write is the sender's either way: which of the two processes moves the bytes, the `Direction`, is
+the transport's own affair and a setting.
 
 Threads: every method may be called from any thread and returns without waiting for the network, except `close`.
 Callbacks run on the transport's own thread and must return at once.
@@ -12,10 +13,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 
 from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 NoticeHandler = Callable[[TransferNotice], None]
+
+
+class Direction(StrEnum):
+    """Who moves the bytes of a write; both ends must agree."""
+
+    WRITE = "write"
+    """The sender writes into the receiver's memory."""
+    READ = "read"
+    """The receiver reads from the sender's memory, when it is told to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,11 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def transport_name(self) -> str:
-        """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX (cma)`."""
+        """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX write (cma)`."""
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        """For the handshake, (name, value) in words: what the transports of two workers must share."""
+        return ()
 
     def warnings(self) -> tuple[str, ...]:
         """What is slower than it could be, and what to do, in sentences; for logs and `tandem status`."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import UCX_LOG
 from kv_transfer.wires import host_id
@@ -29,11 +30,11 @@ UCX = "UCX"
 
 
 class TransferState(Enum):
-    """Where a posted write is."""
+    """Where a posted transfer is."""
 
     MOVING = "moving"
     DONE = "done"
-    """Every byte is in the peer's memory (NIXL flushes the endpoint) and the notice, if any, has left after them."""
+    """Every byte is in place (after puts NIXL flushes the endpoint) and the notice, if any, has left after them."""
     FAILED = "failed"
     """The endpoint has failed: UCX has completed everything on it with an error and posts nothing more there."""
 
@@ -77,12 +78,12 @@ class PoolAgent:
     NIXL's own errors leave these methods as they are; the caller makes them typed.
     """
 
-    def __init__(self, layout: KVLayout, me: PeerRef) -> None:
+    def __init__(self, layout: KVLayout, me: PeerRef, direction: Direction = Direction.WRITE) -> None:
         nixl = load_nixl()
-        self.name = agent_name(me)
-        self._me, self._layout = me, layout
+        self.name, self.me = agent_name(me), me
+        self._layout, self._operation = layout, direction.upper()
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[UCX])
-        with UCX_LOG.captured():
+        with UCX_LOG.captured(_ucx_settings(layout, direction)):
             self._agent: Any = nixl.nixl_agent(self.name, config)
         if UCX not in self._agent.backends:
             raise FailedPrecondition("NIXL has no UCX plug-in here; `tandem doctor` lists what it has")
@@ -96,7 +97,7 @@ class PoolAgent:
         layout = self._layout
         metadata = bytes(self._agent.get_agent_metadata())
         return PeerDescription(
-            self._me,
+            self.me,
             metadata,
             layout.base_address,
             layout.page_bytes,
@@ -119,14 +120,18 @@ class PoolAgent:
             raise
 
     def disconnect(self, connection: Connection) -> None:
-        """Drop list, metadata and endpoint. No write to this peer may be in flight: UCX would follow freed pointers."""
+        """Drop list, metadata and endpoint. No transfer of mine with this peer may be in flight: UCX would follow freed
+        pointers.
+        """
         connection.remote_pages.release()
         self._agent.remove_remote_agent(connection.agent)
 
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
-        """A handle for `start`, `state` and `release`. The notice may be empty, the pages not; both are in range."""
+        """A handle for `start`, `state` and `release`. The notice, which goes to the peer once all bytes are in place,
+        may be empty, the pages not; both are in range.
+        """
         return self._agent.make_prepped_xfer(
-            "WRITE",
+            self._operation,
             self._local_pages,
             np.asarray(local, dtype=np.int32),
             connection.remote_pages,
@@ -136,7 +141,7 @@ class PoolAgent:
         )
 
     def start(self, handle: Any) -> TransferState:
-        """Post a prepared write. Over cma and cuda_ipc the copy may be over when this returns."""
+        """Post a prepared transfer. Over cma and cuda_ipc the copy may be over when this returns."""
         return self._seen(lambda: self._agent.transfer(handle))
 
     def state(self, handle: Any) -> TransferState:
@@ -144,7 +149,7 @@ class PoolAgent:
         return self._seen(lambda: self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Free a handle. This stops nothing: UCX cannot cancel a put, so a write in flight goes on, unwatched."""
+        """Free a handle. This stops nothing: UCX cannot cancel a put or a get, so one in flight goes on, unwatched."""
         try:
             handle.release()
         except Exception as error:
@@ -159,15 +164,15 @@ class PoolAgent:
         return [(name, data) for name, several in self._agent.get_new_notifs().items() for data in several]
 
     def close(self) -> None:
-        """Deregister the pool and destroy the agent. No write may be in flight."""
+        """Deregister the pool and destroy the agent. No transfer may be in flight."""
         self._local_pages.release()
         self._agent.deregister_memory(self._registration)
         self._local_pages = self._registration = self._agent = None
 
     def strand(self, handles: list[Any]) -> None:
-        """Instead of `close` with writes in flight that never end: nothing is freed, not even when Python exits.
+        """Instead of `close` with transfers in flight that never end: nothing is freed, not even when Python exits.
 
-        NIXL's and UCX's destructors would follow what those writes still hold. No thread moves them on.
+        NIXL's and UCX's destructors would follow what those still hold. No thread moves them on.
         """
         immortal = [self, *handles]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
@@ -176,9 +181,15 @@ class PoolAgent:
         try:
             state = look()
         except Exception as error:
-            log.info("NIXL says of a write: %r", error)
+            log.info("NIXL says of a transfer: %r", error)
             return TransferState.FAILED
         return {"DONE": TransferState.DONE, "PROC": TransferState.MOVING}.get(state, TransferState.FAILED)
+
+
+def _ucx_settings(layout: KVLayout, direction: Direction) -> dict[str, str]:
+    """UCX does not read another process's GPU memory over CUDA IPC where it finds no NVLink, and falls to TCP."""
+    reads_gpu = direction is Direction.READ and layout.memory == "VRAM"
+    return {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"} if reads_gpu else {}
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -1,9 +1,9 @@
-"""The peers a NIXL transport writes to: one link a worker id, the latest incarnation only."""
+"""The peers a NIXL transport moves pages to or from: one link a worker id, the latest incarnation only."""
 
 import logging
 from dataclasses import dataclass
 
-from kv_transfer.nixl_agent import Connection, PoolAgent
+from kv_transfer.nixl_agent import Connection, PoolAgent, agent_name
 from wire.errors import TandemError, TransferFailed
 from wire.messages import PeerDescription, PeerRef
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 @dataclass(slots=True, eq=False)
 class Link:
     """A known peer. `connection` is None before the first use and after a failure; `broken`: its endpoint has failed
-    and is rebuilt once the last of `in_flight` writes has come to rest; `reached`: a write over it has ended well."""
+    and is rebuilt once the last of `in_flight` transfers has come to rest; `reached`: one over it has ended well."""
 
     description: PeerDescription
     connection: Connection | None = None
@@ -34,6 +34,11 @@ class Links:
         """The link to exactly this incarnation."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
+
+    def find_agent(self, name: str) -> Link | None:
+        """The link to the agent of this name (`agent_name`)."""
+        link = self._links.get(name.rpartition("/")[0])
+        return link if link is not None and agent_name(link.description.peer) == name else None
 
     def find_until(self, peer: PeerRef) -> Link | None:
         """The link to this incarnation or to an earlier one."""
@@ -67,6 +72,16 @@ class Links:
             except Exception as error:
                 raise TransferFailed(f"no connection to {peer.worker_id}: {error!r}; prefill again") from error
         return link.connection
+
+    def tell(self, link: Link, note: bytes) -> None:
+        """Send a notification that belongs to no pages. TransferFailed: it has not left."""
+        connection = self.connected(link)
+        try:
+            self._agent.notify(connection, note)
+        except Exception as error:
+            link.broken = True
+            peer = link.description.peer.worker_id
+            raise TransferFailed(f"{peer} cannot be told: {error!r}; prefill again") from error
 
     def drop(self, link: Link) -> None:
         """Forget a peer; its connection ends when its last write in flight has come to rest (`sweep`)."""

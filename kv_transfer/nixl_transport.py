@@ -17,16 +17,17 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.base import Direction, NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
+from kv_transfer.nixl_mover import Flight, Mover
 from kv_transfer.nixl_peers import Links
+from kv_transfer.nixl_reads import Reads
 from kv_transfer.nixl_wire import UCX_LOG
-from kv_transfer.nixl_writes import Flight, Writes
+from kv_transfer.nixl_writes import Writes
 from kv_transfer.wires import Wires, host_id
-from wire.convert import decode_notice
 from wire.errors import FailedPrecondition, TandemError, TransferFailed
-from wire.messages import PeerDescription, PeerRef
+from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +36,26 @@ REST_S = 0.1
 CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+_MOVERS: dict[Direction, type[Writes] | type[Reads]] = {Direction.WRITE: Writes, Direction.READ: Reads}
 
 
 class NixlTransport(Transport):
-    """A registered pool and its agent. The pool's memory stays the engine's and must outlive `close`.
+    """A registered pool, its agent, and what moves pages in its direction. The pool's memory stays the engine's and
+    must outlive `close`.
 
     FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered.
     """
 
     backend = UCX
 
-    def __init__(self, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler) -> None:
-        self._layout, self._me, self._on_notice = layout, me, on_notice
+    def __init__(
+        self, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler, direction: Direction = Direction.WRITE
+    ) -> None:
+        self._layout, self._me, self._on_notice, self._direction = layout, me, on_notice, direction
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._expected = 0
         self._attentive_until = 0.0
-        self._wires = Wires(UCX, agent_name(me), layout, host_id())
+        self._wires = Wires(UCX, agent_name(me), layout, host_id(), direction)
         self._closing = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
@@ -77,7 +82,7 @@ class NixlTransport(Transport):
         future.set_running_or_notify_cancel()
         now = time.monotonic()
         flight = Flight(write, now, now + deadline_s, future)
-        if not self._command(lambda: self._writes.post(flight)):
+        if not self._command(lambda: self._mover.post(flight)):
             flight.fail("this worker's transport is closed")
         return future
 
@@ -91,6 +96,9 @@ class NixlTransport(Transport):
 
     def transport_name(self) -> str:
         return self._wires.name
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        return (("kv_direction", str(self._direction)),)
 
     def warnings(self) -> tuple[str, ...]:
         return self._wires.warnings
@@ -115,9 +123,9 @@ class NixlTransport(Transport):
 
     def _run(self, started: "Future[PeerDescription]") -> None:
         try:
-            self._agent = PoolAgent(self._layout, self._me)
+            self._agent = PoolAgent(self._layout, self._me, self._direction)
             self._links = Links(self._agent)
-            self._writes = Writes(self._agent, self._links, self._layout)
+            self._mover: Mover = _MOVERS[self._direction](self._agent, self._links, self._layout, self._deliver)
             started.set_result(self._agent.describe())
         except TandemError as error:
             started.set_exception(error)
@@ -131,15 +139,15 @@ class NixlTransport(Transport):
 
     def _step(self) -> None:
         self._obey(self._patience_s())
-        self._writes.poll()
+        self._mover.poll()
         self._links.sweep()
         self._hear()
-        while self._writes.reached:
-            self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
+        while self._mover.reached:
+            self._wires.learn(self._mover.reached.pop(), UCX_LOG.text())
 
     def _patience_s(self) -> float:
-        if self._writes.waited_for:
-            return self._writes.next_look_s
+        if self._mover.waited_for:
+            return self._mover.next_look_s
         if self._expected or time.monotonic() < self._attentive_until:
             return LISTEN_S
         return REST_S
@@ -156,20 +164,24 @@ class NixlTransport(Transport):
 
     def _hear(self) -> None:
         for sender, data in self._agent.notices():
-            try:
-                notice = decode_notice(data)
-            except DecodeError:
-                log.warning("a notice from %s cannot be read; it was dropped", sender)
-                continue
-            if agent_name(notice.prefill) != sender:
-                log.warning("a notice from %s claims to be %s's; it was dropped", sender, agent_name(notice.prefill))
-                continue
-            self._guarded(partial(self._on_notice, notice))
+            self._guarded(partial(self._hear_one, sender, data))
+
+    def _hear_one(self, sender: str, data: bytes) -> None:
+        try:
+            self._mover.hear(sender, data)
+        except DecodeError:
+            log.warning("a notice from %s cannot be read; it was dropped", sender)
+
+    def _deliver(self, sender: str, notice: TransferNotice) -> None:
+        if agent_name(notice.prefill) != sender:
+            log.warning("a notice from %s claims to be %s's; it was dropped", sender, agent_name(notice.prefill))
+            return
+        self._guarded(partial(self._on_notice, notice))
 
     def _add_peer(self, description: PeerDescription) -> None:
         replaced = self._links.replaced_by(description)
         if replaced is not None:
-            self._writes.abandon(replaced, "the worker was restarted")
+            self._mover.abandon(replaced, "the worker was restarted")
             self._links.drop(replaced)
             self._wires.forget(replaced.description.peer)
         self._links.add(description)
@@ -178,21 +190,24 @@ class NixlTransport(Transport):
     def _remove_peer(self, peer: PeerRef) -> None:
         link = self._links.find_until(peer)
         if link is not None:
-            self._writes.abandon(link, "the worker is gone")
+            self._mover.abandon(link, "the worker is gone")
             self._links.drop(link)
             self._wires.forget(link.description.peer)
 
     def _finish(self) -> None:
-        """Wait for writes in flight, bounded; then leave."""
+        """Wait for what is unfinished, bounded; then leave."""
         self._obey(0)
+        self._mover.leave()
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._writes and time.monotonic() < give_up_at:
-            time.sleep(self._writes.next_look_s)
-            self._writes.poll()
-        self._writes.abandon_all("this worker is closing")
-        if self._writes:
-            log.warning("%d writes of %s never came to rest", len(self._writes), agent_name(self._me))
-            self._agent.strand([self._links, *self._writes.handles])
+        while self._mover.unfinished and time.monotonic() < give_up_at:
+            time.sleep(self._mover.next_look_s)
+            self._mover.poll()
+            self._hear()
+        self._mover.abandon_all("this worker is closing")
+        handles = self._mover.handles
+        if handles:
+            log.warning("%d transfers of %s never came to rest", len(handles), agent_name(self._me))
+            self._agent.strand([self._links, *handles])
             return
         self._links.drop_all()
         self._agent.close()

@@ -1,14 +1,15 @@
 """Which wire UCX uses for KV pages, in UCX's own words.
 
-With `UCX_PROTO_INFO=y` UCX prints, at the first write to a peer, a table of the protocols it chose:
+With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the protocols it chose:
 
     | prefill-0/1 intra-node cfg#1                                    |    (or `self`, or `inter-node`)
     | remote memory write by ucp_put*(multi) from host memory to host |
     | Range  | Description | Config                                   |
     | 0..inf | zero-copy   | cma/memory                               |
 
-NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the truth about pages; tables of
-other operations (tcp carries the notices even where cma carries the pages) are not. The log goes to an anonymous
+NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the truth about pages that it
+writes (and `remote memory read by ucp_get*(multi)` about those it reads); tables of other operations (tcp carries the
+notices even where cma carries the pages) are not. The log goes to an anonymous
 file in memory, which also keeps UCX's chatter off the terminal. When the user has set these variables, or nothing
 that fits is found, the wire is unknown, and is not guessed.
 """
@@ -17,27 +18,36 @@ import ctypes
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+from kv_transfer.base import Direction
 
 _TABLE = re.compile(r"\[[^]]*\] \[[^]]*\]\s+[|+]")
 _ROW = re.compile(r"\|\s*(\d+)([KMGT]?)(?:\.\.(?:(\d+)([KMGT]?)|(inf)))?\s*\|([^|]*)\|([^|]*)\|")
 _WIRE = re.compile(r"([a-z][a-z0-9_]*)/[\w:.\-]+")
 _NEAR, _FAR = ("intra-node", "self"), ("inter-node",)
+_OPERATIONS = {
+    Direction.WRITE: "remote memory write by ucp_put*(multi)",
+    Direction.READ: "remote memory read by ucp_get*(multi)",
+}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def find_wire(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
-    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown.
+def find_wire(
+    log: str, agent: str, page_bytes: int, *, near: bool | None = None, direction: Direction = Direction.WRITE
+) -> str | None:
+    """Transports in the newest table for writes, or reads, of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if
+    unknown.
 
     Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]
-    return next((wire for head in heads if (wire := _newest(log, head, page_bytes))), None)
+    return next((wire for head in heads if (wire := _newest(log, head, _OPERATIONS[direction], page_bytes))), None)
 
 
-def _newest(log: str, head: str, page_bytes: int) -> str | None:
+def _newest(log: str, head: str, operation: str, page_bytes: int) -> str | None:
     found = None
     owner = ours = False
     for line in log.splitlines():
@@ -45,7 +55,7 @@ def _newest(log: str, head: str, page_bytes: int) -> str | None:
             owner = ours = False
         owner = head in line or (owner and " cfg#" not in line)
         if " by ucp_" in line:
-            ours = owner and "remote memory write by ucp_put*(multi)" in line
+            ours = owner and operation in line
         row = _ROW.search(line) if ours else None
         if row is not None and _covers(row, page_bytes):
             found = "+".join(dict.fromkeys(_WIRE.findall(row[7]))) or found
@@ -68,14 +78,17 @@ class UcxLog:
         self._libc: ctypes.CDLL | None = None
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Create agents inside: the variables are in the environment only meanwhile and not inherited by children."""
+    def captured(self, settings: Mapping[str, str]) -> Iterator[None]:
+        """Create agents inside: the log's variables, and `settings` of UCX where the user has none, are in the
+        environment only meanwhile and not inherited by children.
+        """
         with self._lock:
             if self._file is None and "UCX_LOG_FILE" not in os.environ:
                 self._file = os.memfd_create("tandem-ucx-log")
                 self._libc = ctypes.CDLL(None)
             mine = {"UCX_LOG_FILE": f"/proc/self/fd/{self._file}", "UCX_PROTO_INFO": "y"}
-            added = {} if self._file is None else {k: v for k, v in mine.items() if k not in os.environ}
+            wanted = {**settings, **({} if self._file is None else mine)}
+            added = {k: v for k, v in wanted.items() if k not in os.environ}
             os.environ.update(added)
             try:
                 yield

@@ -1,7 +1,8 @@
-"""The wire that pages take to each peer, once it is known: said once, and loudly if it is the slow one.
+"""The wire that pages take to or from each peer, once it is known: said once, and loudly if it is the slow one.
 
-A wire is known after the first write to a peer, from UCX's own tables (`nixl_wire.py`). These do not name peers, but
-say whether they speak of this host or of others, so where a peer lives decides which table is its own.
+A wire is known to whoever moves the bytes, after the first of them, from UCX's own tables (`nixl_wire.py`). These do
+not name peers, but say whether they speak of this host or of others, so where a peer lives decides which table is its
+own.
 """
 
 import logging
@@ -10,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import find_wire
 from wire.messages import PeerDescription, PeerRef
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TCP = "tcp"
+_GO = {Direction.WRITE: ("go", "to"), Direction.READ: ("come", "from")}
 
 
 def host_id() -> str:
@@ -31,24 +34,29 @@ def host_id() -> str:
 class Wires:
     """The wires of one transport. `learn` and `forget` belong to its thread; the rest may be read from any."""
 
-    def __init__(self, backend: str, agent: str, layout: KVLayout, host: str) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: str, agent: str, layout: KVLayout, host: str, direction: Direction = Direction.WRITE
+    ) -> None:
+        self._backend = f"{backend} {direction}"
+        self._direction = direction
         self._agent = agent
         self._layout = layout
         self._host = host
         self._known: dict[PeerRef, tuple[str, str]] = {}
-        self.name = backend
-        """Back end and wires, e.g. `UCX (cma)`, with the peers where they differ."""
+        self.name = self._backend
+        """Back end, direction and wires, e.g. `UCX write (cma)`, with the peers where they differ."""
         self.warnings: tuple[str, ...] = ()
         """What is slower than it could be, to each peer, and what to do."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
-        """A first write has reached `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
+        """First pages have moved to or from `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
         near = bool(self._host) and peer.host == self._host
-        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=near if peer.host else None) or ""
-        worker_id, on_gpu = peer.peer.worker_id, "VRAM" in (self._layout.memory, peer.memory)
-        warning = slow_wire(wire, worker_id, near=near, on_gpu=on_gpu, environment=environment)
-        log.info("KV pages go to %s by %s (%s)", worker_id, self._backend, wire or "UCX does not say which wire")
+        place = near if peer.host else None
+        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place, direction=self._direction) or ""
+        go, to = _GO[self._direction]
+        way, on_gpu = f"{go} {to} {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
+        warning = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
+        log.info("KV pages %s by %s (%s)", way, self._backend, wire or "UCX does not say which wire")
         if warning:
             log.warning("%s", warning)
         self._known[peer.peer] = (wire, warning)
@@ -62,15 +70,17 @@ class Wires:
     def _sum_up(self) -> None:
         wires = sorted((peer.worker_id, wire) for peer, (wire, _) in self._known.items() if wire)
         kinds = sorted({wire for _, wire in wires})
-        named = kinds if len(kinds) < 2 else [f"{wire} to {worker_id}" for worker_id, wire in wires]
+        _, to = _GO[self._direction]
+        named = kinds if len(kinds) < 2 else [f"{wire} {to} {worker_id}" for worker_id, wire in wires]
         self.name = f"{self._backend} ({', '.join(named)})" if named else self._backend
         self.warnings = tuple(warning for _, warning in self._known.values() if warning)
 
 
-def slow_wire(wire: str, worker_id: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
+def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
     """What to tell people of a `wire` that is TCP where a faster one should be there; "" = nothing.
 
-    `near`: both workers are on one host. `on_gpu`: the pages of either are in GPU memory.
+    `way`: where pages go, e.g. `go to decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either
+    are in GPU memory.
     """
     if TCP not in wire.split("+") or not (near or on_gpu):
         return ""
@@ -82,4 +92,4 @@ def slow_wire(wire: str, worker_id: str, *, near: bool, on_gpu: bool, environmen
         why, better = "pages are on a GPU", "RDMA: the network cards' drivers, and nvidia-peermem or DMA-BUF"
     chosen = environment.get("UCX_TLS", "")
     advice = f"UCX_TLS={chosen} asks for it: unset it for {better}" if chosen else f"give it {better}"
-    return f"KV pages go to {worker_id} over TCP though {why}, many times slower than they could: {advice}"
+    return f"KV pages {way} over TCP though {why}, many times slower than they could: {advice}"

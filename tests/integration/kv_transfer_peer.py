@@ -1,6 +1,6 @@
 """The other end of the NIXL tests: a process with a pool and a transport, told what to do by JSON lines on stdin.
 
-Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE
+Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE DIRECTION
 """
 
 import hashlib
@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.backends import open_transport
+from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
-from wire.messages import PeerRef, TransferNotice
+from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 
 def pool_of(seed: int, pages: int, page_floats: int) -> np.ndarray:
@@ -46,6 +47,7 @@ def digest(pages: Any) -> str:
 
 def main() -> None:
     worker_id, (incarnation, pages, page_floats, seed), device = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
+    direction = Direction(sys.argv[7])
     pool = on_device(pool_of(seed, pages, page_floats), device)
     layout = layout_of(pool)
     heard: list[dict[str, object]] = []
@@ -56,14 +58,24 @@ def main() -> None:
         whole = digest(pool[first : first + notice.pages]) == notice.token_hash.hex()
         heard.append({"epoch": notice.lease.epoch, "whole": whole})
 
-    transport = open_transport("nixl", layout, PeerRef(worker_id, incarnation), on_notice)
+    transport = open_transport("nixl", layout, PeerRef(worker_id, incarnation), on_notice, direction)
     print(json.dumps({"metadata": transport.describe().agent_metadata.hex(), "base": layout.base_address}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         match command["do"]:
+            case "know":
+                told = command["peer"]
+                metadata, memory = bytes.fromhex(told["metadata"]), (told["base"], layout.page_bytes, pages, 0)
+                ref = PeerRef(told["worker_id"], told["incarnation"])
+                transport.add_peer(PeerDescription(ref, metadata, *memory, told["memory"], told["host"]))
+                answer: object = None
+            case "forget":
+                answer = transport.remove_peer(PeerRef(command["worker_id"], command["incarnation"]))
+            case "wire":
+                answer = [transport.transport_name(), *transport.warnings()]
             case "expect":
                 transport.expect(command["leases"])
-                answer: object = None
+                answer = None
             case "digests":
                 answer = [digest(page) for page in pool]
             case "heard":

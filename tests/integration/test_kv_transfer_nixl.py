@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from kv_transfer.backends import available_backends, open_transport
-from kv_transfer.base import PageWrite, Transport, WriteDone
+from kv_transfer.base import Direction, PageWrite, Transport, WriteDone
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -38,10 +38,12 @@ pool_of, on_device, layout_of, digest = (_peer_code[name] for name in ("pool_of"
 class Peer:
     """A decode-side process."""
 
-    def __init__(self, incarnation: int = 1, seed: int = 2, device: str = "cpu") -> None:
+    def __init__(
+        self, direction: Direction = Direction.WRITE, incarnation: int = 1, seed: int = 2, device: str = "cpu"
+    ) -> None:
         self.ref = PeerRef("decode-0", incarnation)
         self.initial = pool_of(seed, PAGES, PAGE_FLOATS)
-        arguments = [self.ref.worker_id, str(incarnation), str(PAGES), str(PAGE_FLOATS), str(seed), device]
+        arguments = [self.ref.worker_id, str(incarnation), str(PAGES), str(PAGE_FLOATS), str(seed), device, direction]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             [sys.executable, str(PEER), *arguments],
@@ -55,6 +57,14 @@ class Peer:
         self.description = PeerDescription(
             self.ref, metadata, base, PAGE_FLOATS * 4, PAGES, 0, MEMORY[device], host_id()
         )
+
+    def meets(self, prefill: "Prefill") -> None:
+        """Introduce the two to each other, as workers are, and let this one listen closely."""
+        mine = prefill.transport.describe()
+        facts = {"worker_id": mine.peer.worker_id, "incarnation": mine.peer.incarnation, "base": mine.base_address}
+        self.ask("know", peer=facts | {"metadata": mine.agent_metadata.hex(), "memory": mine.memory, "host": mine.host})
+        self.ask("expect", leases=1)
+        prefill.transport.add_peer(self.description)
 
     def read(self) -> Any:
         assert self.process.stdout is not None
@@ -83,11 +93,12 @@ class Peer:
 class Prefill:
     """This process's pool and transport."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, direction: Direction = Direction.WRITE, device: str = "cpu") -> None:
+        self.direction = direction
         self.pool = pool_of(1, PAGES, PAGE_FLOATS)
         self.device_pool = on_device(self.pool, device)
         layout = layout_of(self.device_pool)
-        self.transport: Transport = open_transport("nixl", layout, ME, lambda notice: None)
+        self.transport: Transport = open_transport("nixl", layout, ME, lambda notice: None, direction)
 
     def notice(self, epoch: int, local: list[int], first_remote: int) -> TransferNotice:
         content = bytes.fromhex(digest(self.pool[local]))
@@ -113,19 +124,24 @@ def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+@pytest.fixture(params=Direction)
+def direction(request: pytest.FixtureRequest) -> Direction:
+    return Direction(request.param)
+
+
 @pytest.fixture
-def prefill() -> Iterator[Prefill]:
-    prefill = Prefill()
+def prefill(direction: Direction) -> Iterator[Prefill]:
+    prefill = Prefill(direction)
     yield prefill
     prefill.transport.close()
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
+def start_peer(direction: Direction) -> Iterator[Callable[..., Peer]]:
     peers: list[Peer] = []
 
     def start(**arguments: Any) -> Peer:
-        peers.append(Peer(**arguments))
+        peers.append(Peer(direction, **arguments))
         return peers[-1]
 
     yield start
@@ -137,8 +153,7 @@ def start_peer() -> Iterator[Callable[..., Peer]]:
 @pytest.fixture
 def peer(wire: str, prefill: Prefill, start_peer: Callable[..., Peer]) -> Peer:
     peer = start_peer()
-    peer.ask("expect", leases=1)
-    prefill.transport.add_peer(peer.description)
+    peer.meets(prefill)
     return peer
 
 
@@ -152,11 +167,16 @@ def test_every_byte_arrives_and_no_other_page_changes(prefill: Prefill, peer: Pe
     assert peer.ask("digests") == [digest(page) for page in expected]
     assert done.bytes == 50 * PAGE_FLOATS * 4
     assert done.duration_nanos > 0
-    name = prefill.transport.transport_name()
-    assert name == "UCX (tcp)" if wire == "tcp" else name.startswith("UCX")
+    name, *warnings = [prefill.transport.transport_name(), *prefill.transport.warnings()]
+    if prefill.direction is Direction.READ:
+        assert (name, warnings) == ("UCX read", [])
+        name, *warnings = peer.ask("wire")
+    assert name.startswith(f"UCX {prefill.direction}")
     if wire == "tcp":
-        (warning,) = prefill.transport.warnings()
-        assert "decode-0 over TCP though both workers are on this host" in warning
+        assert name == f"UCX {prefill.direction} (tcp)"
+        (warning,) = warnings
+        way = "go to decode-0" if prefill.direction is Direction.WRITE else "come from prefill-0"
+        assert f"KV pages {way} over TCP though both workers are on this host" in warning
         assert "UCX_TLS=tcp" in warning
     assert peer.end() == 0
 
@@ -198,6 +218,9 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
     futures[0].result(timeout=20)
     peer.process.kill()
     peer.process.wait()
+    if prefill.direction is Direction.READ:
+        # Whoever was asked to read may read until its process is known to be over.
+        prefill.transport.remove_peer(peer.ref)
     futures += [prefill.write(peer, every, every) for _ in range(6)]
     settled, moving = wait(futures, timeout=5)
     assert not moving
@@ -207,8 +230,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
         prefill.write(peer, [0], [0]).result(timeout=5)
 
     reborn = start_peer(incarnation=2, seed=3)
-    reborn.ask("expect", leases=1)
-    prefill.transport.add_peer(reborn.description)
+    reborn.meets(prefill)
     prefill.transport.add_peer(peer.description)
     prefill.write(reborn, [4, 9], [1, 0], prefill.notice(5, [9, 4], 0)).result(timeout=5)
     assert reborn.hears(1) == [{"epoch": 5, "whole": True}]
@@ -250,8 +272,7 @@ class TestStoppedPeer:
             stuck.result(timeout=2)
         peer.process.kill()
         reborn = start_peer(incarnation=2)
-        reborn.ask("expect", leases=1)
-        prefill.transport.add_peer(reborn.description)
+        reborn.meets(prefill)
         prefill.write(reborn, [1], [1]).result(timeout=5)
 
     def test_close_is_bounded_with_a_write_in_flight(
@@ -318,10 +339,11 @@ class TestEdges:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("here", "there"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
-def test_device_memory_goes_the_same_way(start_peer: Callable[..., Peer], here: str, there: str) -> None:
-    prefill, peer = Prefill(here), start_peer(device=there)
-    peer.ask("expect", leases=1)
-    prefill.transport.add_peer(peer.description)
+def test_device_memory_goes_the_same_way(
+    direction: Direction, start_peer: Callable[..., Peer], here: str, there: str
+) -> None:
+    prefill, peer = Prefill(direction, here), start_peer(device=there)
+    peer.meets(prefill)
     expected = peer.initial.copy()
     shuffle = random.Random(8)
     for epoch in range(1, 21):

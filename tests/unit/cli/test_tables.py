@@ -71,7 +71,7 @@ def test_status() -> None:
     started = int(datetime(2026, 3, 1, 12).timestamp() * 1e9) + 7
     worker = inference_pb2.WorkerStatus(
         worker_id="decode-0", role="decode", incarnation=started, connected=True, requests=2, pages_used=3,
-        pages_total=9, transport="UCX (cma)", device="cpu",
+        pages_total=9, transport="UCX write (cma)", device="cpu",
     )  # fmt: skip
     view = ServerView(
         inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker]),
@@ -79,7 +79,7 @@ def test_status() -> None:
         inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048),
     )
     shown = text(worker_table(view))
-    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX (cma)", "cpu"):
+    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX write (cma)", "cpu"):
         assert word in shown
     line = summary("127.0.0.1:5", view)
     assert "2 running, 4 waiting" in line

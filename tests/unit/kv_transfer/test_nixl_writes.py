@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import nixl_writes
+from kv_transfer import nixl_moves
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState
+from kv_transfer.nixl_mover import Flight
 from kv_transfer.nixl_peers import Links
-from kv_transfer.nixl_writes import Flight, Writes
+from kv_transfer.nixl_writes import Writes
 from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
 from wire.errors import TransferFailed
 from wire.messages import PeerDescription, PeerRef
@@ -58,7 +59,7 @@ class Bench:
         self.agent = Agent()
         agent: Any = self.agent
         self.links = Links(agent)
-        self.writes = Writes(agent, self.links, LAYOUT)
+        self.writes = Writes(agent, self.links, LAYOUT, lambda sender, notice: None)
         self.links.add(PeerDescription(PEER, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
 
     def post(self) -> "Future[WriteDone]":
@@ -79,7 +80,7 @@ def test_a_failed_write_rests_before_it_counts_as_quiet(bench: Bench, monkeypatc
     future = bench.post()
     bench.agent.states[0] = TransferState.FAILED
     bench.writes.poll()
-    now += nixl_writes.ERROR_REST_S - 0.01
+    now += nixl_moves.ERROR_REST_S - 0.01
     bench.writes.poll()
     assert not future.done()
     now += 0.02
@@ -92,7 +93,7 @@ def test_a_failed_write_rests_before_it_counts_as_quiet(bench: Bench, monkeypatc
 def test_a_broken_connection_is_rebuilt_when_its_last_write_rests(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nixl_writes, "ERROR_REST_S", 0.0)
+    monkeypatch.setattr(nixl_moves, "ERROR_REST_S", 0.0)
     first, second = bench.post(), bench.post()
     bench.agent.states[0] = TransferState.FAILED
     bench.writes.poll()
@@ -109,7 +110,7 @@ def test_a_broken_connection_is_rebuilt_when_its_last_write_rests(
 
 
 def test_a_peer_out_of_reach_fails_the_write_and_is_tried_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_writes, "ERROR_REST_S", 0.0)
+    monkeypatch.setattr(nixl_moves, "ERROR_REST_S", 0.0)
     bench.post()
     bench.agent.states[0] = TransferState.FAILED
     bench.writes.poll()

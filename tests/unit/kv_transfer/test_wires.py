@@ -27,15 +27,15 @@ def wires() -> Wires:
 
 def test_each_peer_is_logged_once_with_its_wire(caplog: pytest.LogCaptureFixture) -> None:
     known = wires()
-    assert (known.name, known.warnings) == ("UCX", ())
+    assert (known.name, known.warnings) == ("UCX write", ())
     with caplog.at_level(logging.INFO):
         known.learn(peer("decode-0"), CMA, {})
         known.learn(peer("decode-1"), CMA, {})
     assert [record.message for record in caplog.records] == [
-        "KV pages go to decode-0 by UCX (cma)",
-        "KV pages go to decode-1 by UCX (cma)",
+        "KV pages go to decode-0 by UCX write (cma)",
+        "KV pages go to decode-1 by UCX write (cma)",
     ]
-    assert (known.name, known.warnings) == ("UCX (cma)", ())
+    assert (known.name, known.warnings) == ("UCX write (cma)", ())
 
 
 @pytest.mark.parametrize("ucx_log", [CMA + TCP_AWAY, TCP_AWAY + CMA])
@@ -43,24 +43,24 @@ def test_peers_on_this_host_and_on_others_have_tables_of_their_own(ucx_log: str)
     known = wires()
     known.learn(peer("decode-1", "another host"), ucx_log, {})
     known.learn(peer("decode-0"), ucx_log, {})
-    assert known.name == "UCX (cma to decode-0, tcp to decode-1)"
+    assert known.name == "UCX write (cma to decode-0, tcp to decode-1)"
     assert known.warnings == ()
     known.forget(PeerRef("decode-1", 1))
-    assert known.name == "UCX (cma)"
+    assert known.name == "UCX write (cma)"
     known.forget(PeerRef("decode-1", 1))
 
 
 def test_a_process_that_writes_to_itself_is_on_this_host() -> None:
     known = wires()
     known.learn(peer("decode-0"), CMA.replace("intra-node", "self") + TCP_AWAY, {})
-    assert known.name == "UCX (cma)"
+    assert known.name == "UCX write (cma)"
 
 
 def test_hosts_that_ucx_judges_otherwise_still_have_a_wire() -> None:
     """Two network namespaces of one machine."""
     known = wires()
     known.learn(peer("decode-0"), TCP_AWAY, {})
-    assert known.name == "UCX (tcp)"
+    assert known.name == "UCX write (tcp)"
 
 
 def test_tcp_on_one_host_is_a_loud_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -84,8 +84,8 @@ def test_tcp_on_one_host_is_a_loud_warning(caplog: pytest.LogCaptureFixture) -> 
     ],
 )
 def test_the_warning_says_what_to_do(wire: str, near: bool, on_gpu: bool, words: str) -> None:
-    assert words in slow_wire(wire, "decode-0", near=near, on_gpu=on_gpu, environment={})
-    asked = slow_wire(wire, "decode-0", near=near, on_gpu=on_gpu, environment={"UCX_TLS": "tcp,cuda_copy"})
+    assert words in slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={})
+    asked = slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={"UCX_TLS": "tcp,cuda_copy"})
     assert "UCX_TLS=tcp,cuda_copy asks for it: unset it" in asked
 
 
@@ -94,7 +94,7 @@ def test_the_warning_says_what_to_do(wire: str, near: bool, on_gpu: bool, words:
     [("tcp", False, False), ("cma", True, False), ("cuda_ipc", True, True), ("rc_mlx5", False, True), ("", True, True)],
 )
 def test_what_is_as_fast_as_it_can_be_is_no_warning(wire: str, near: bool, on_gpu: bool) -> None:
-    assert slow_wire(wire, "decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
+    assert slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
 
 
 def test_pages_on_either_s_gpu_count() -> None:
@@ -108,14 +108,14 @@ def test_pages_on_either_s_gpu_count() -> None:
 def test_a_peer_that_does_not_say_where_it_lives_is_not_judged_by_it() -> None:
     known = wires()
     known.learn(peer("decode-0", ""), TCP_HERE, {})
-    assert (known.name, known.warnings) == ("UCX (tcp)", ())
+    assert (known.name, known.warnings) == ("UCX write (tcp)", ())
 
 
 def test_an_unknown_wire_is_not_guessed(caplog: pytest.LogCaptureFixture) -> None:
     known = wires()
     with caplog.at_level(logging.INFO):
         known.learn(peer("decode-0"), "", {})
-    assert known.name == "UCX"
+    assert known.name == "UCX write"
     assert "UCX does not say which wire" in caplog.text
 
 

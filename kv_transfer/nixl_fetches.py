@@ -1,0 +1,155 @@
+"""Direction `read`, at the receiver's: transfers that peers have asked this worker to carry out.
+
+    unknown ──order──► moving ──at rest──► ended: LANDED, after the notice was delivered
+       │                 │ cancel
+       │ cancel          ▼
+       ▼               withheld ──at rest──► ended: WITHHELD
+     ended: NOT_BEGUN                       (either way FAILED, if the connection failed)
+
+Each order is carried out once, however often it comes, and each transfer has one end, which is told as often as it is
+asked for: so an answer that is lost costs time and nothing else. Sender and receiver always agree, since only this end
+decides: a cancel that comes too late hears LANDED, and the sender goes on as the receiver does.
+
+Ends are remembered until the sender says, with each note, below which number all is over for it; what comes after that
+for such a number is late, or a duplicate, and is dropped. All of it belongs to one run of the sender and to one of this
+worker, and is forgotten with either.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_agent import agent_name
+from kv_transfer.nixl_mover import Deliver, misfit
+from kv_transfer.nixl_moves import Moves
+from kv_transfer.nixl_peers import Link, Links
+from wire.convert import encode_read_note
+from wire.errors import TransferFailed
+from wire.read_notes import ReadAnswer, ReadCancel, ReadEnd, ReadOrder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A transfer that moves."""
+
+    order: ReadOrder
+    withheld: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Ledger:
+    """What is known of one sender's transfers from number `oldest` on."""
+
+    oldest: int = 0
+    transfers: dict[int, _Fetch | ReadEnd] = field(default_factory=dict)
+
+    def forget_below(self, oldest: int) -> None:
+        if oldest > self.oldest:
+            self.oldest = oldest
+            for one in self.transfers.values():
+                if isinstance(one, _Fetch) and one.order.number < oldest:
+                    one.withheld = True
+            self.transfers = {number: one for number, one in self.transfers.items() if number >= oldest}
+
+
+class Fetches:
+    """All that peers have asked this worker to read. For the transport's thread alone.
+
+    It begins transfers among `moves`, which somebody else polls.
+    """
+
+    def __init__(self, links: Links, layout: KVLayout, moves: Moves, deliver: Deliver) -> None:
+        self._links, self._layout, self._moves, self._deliver = links, layout, moves, deliver
+        self._ledgers: dict[Link, _Ledger] = {}
+        self._leaving = False
+        self.dropped = 0
+        """Notes that named a transfer that was over."""
+
+    def order(self, link: Link, order: ReadOrder) -> None:
+        """Carry a transfer out, unless it is known."""
+        ledger = self._current(link, order)
+        if ledger is None:
+            return
+        known = ledger.transfers.get(order.number)
+        if known is None:
+            self._begin(link, ledger, order)
+        elif isinstance(known, ReadEnd):
+            self._answer(link, order.number, known)
+
+    def cancel(self, link: Link, cancel: ReadCancel) -> None:
+        """Do not begin a transfer, or do not deliver its notice; too late if it has ended."""
+        ledger = self._current(link, cancel)
+        if ledger is None:
+            return
+        known = ledger.transfers.get(cancel.number)
+        if isinstance(known, _Fetch):
+            known.withheld = True
+        elif known is None:
+            self._end(link, ledger, cancel.number, ReadEnd.NOT_BEGUN)
+        else:
+            self._answer(link, cancel.number, known)
+
+    def abandon(self, link: Link) -> None:
+        """That sender's process is gone: nothing of it is delivered or answered any more."""
+        self._ledgers.pop(link, None)
+        self._moves.abandon(link)
+
+    def leave(self) -> None:
+        """Begin nothing any more."""
+        self._leaving = True
+
+    def _current(self, link: Link, note: ReadOrder | ReadCancel) -> _Ledger | None:
+        """The sender's ledger, or None for a note about what is over."""
+        ledger = self._ledgers.setdefault(link, _Ledger())
+        ledger.forget_below(note.oldest)
+        if note.number >= ledger.oldest:
+            return ledger
+        self.dropped += 1
+        log.info("a note of %s about transfer %d, which is over, was dropped", _name(link), note.number)
+        return None
+
+    def _begin(self, link: Link, ledger: _Ledger, order: ReadOrder) -> None:
+        wrong = misfit(order.target_pages, self._layout.pages, order.source_pages, link.description.pages)
+        if wrong or self._leaving:
+            log.warning("transfer %d of %s is not begun: %s", order.number, _name(link), wrong or "this worker ends")
+            self._end(link, ledger, order.number, ReadEnd.NOT_BEGUN)
+            return
+        fetch = ledger.transfers[order.number] = _Fetch(order)
+        ended = partial(self._at_rest, link, ledger, fetch)
+        if not order.target_pages:
+            ended(True)
+            return
+        try:
+            self._moves.begin(link, order.target_pages, order.source_pages, b"", ended)
+        except TransferFailed as error:
+            log.info("transfer %d of %s: %s", order.number, _name(link), error.message)
+            ended(False)
+
+    def _at_rest(self, link: Link, ledger: _Ledger, fetch: _Fetch, whole: bool) -> None:
+        order, end = fetch.order, ReadEnd.LANDED
+        if not whole:
+            end = ReadEnd.FAILED
+        elif fetch.withheld:
+            end = ReadEnd.WITHHELD
+        elif order.notice is not None:
+            self._deliver(_name(link), order.notice)
+        self._end(link, ledger, order.number, end)
+
+    def _end(self, link: Link, ledger: _Ledger, number: int, end: ReadEnd) -> None:
+        if number >= ledger.oldest:
+            ledger.transfers[number] = end
+        self._answer(link, number, end)
+
+    def _answer(self, link: Link, number: int, end: ReadEnd) -> None:
+        answer = ReadAnswer(number, link.description.peer.incarnation, end)
+        try:
+            self._links.tell(link, encode_read_note(answer))
+        except TransferFailed as error:
+            log.info("%s does not hear yet that transfer %d is over: %s", _name(link), number, error.message)
+
+
+def _name(link: Link) -> str:
+    return agent_name(link.description.peer)

@@ -1,0 +1,125 @@
+"""What both directions of a NIXL transport share: the write that was asked for, and the seam behind which either is."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.nixl_peers import Link
+from wire.errors import TransferFailed
+from wire.messages import PeerDescription, TransferNotice
+
+Deliver = Callable[[str, TransferNotice], None]
+"""(agent name of the sender, its notice): hands it to the worker, or drops one that is not that sender's."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A write from the call that asked for it to the end of its future. Times are monotonic seconds."""
+
+    write: PageWrite
+    asked_at: float
+    deadline: float
+    future: "Future[WriteDone]"
+
+    @property
+    def told(self) -> bool:
+        """Whether the caller knows how it ended."""
+        return self.future.done()
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def fail(self, why: str) -> None:
+        if not self.told:
+            error = TransferFailed(f"write to {self.write.peer.worker_id}: {why}; prefill again")
+            self.future.set_exception(error)
+
+    def land(self, moved: int) -> None:
+        """All `moved` bytes are there; too late all the same, unless a notice has left.
+
+        That cannot be called back: the peer goes on with the request, so the write was a success.
+        """
+        if self.late and self.write.notice is None:
+            self.fail("it came to rest after its deadline")
+        elif not self.told:
+            self.future.set_result(WriteDone(moved, int((time.monotonic() - self.asked_at) * 1e9)))
+
+    def wrong(self, link: Link | None, pages_here: int) -> str:
+        """Why it cannot begin, over the link to its peer from a pool of so many pages; "" = it can."""
+        write = self.write
+        if link is None:
+            return "that peer is not known here; introduce it first"
+        if self.late:
+            return "it was past its deadline before it began"
+        if not write.local_pages and not write.remote_pages and write.notice is None:
+            return "it has neither pages nor a notice"
+        return misfit(write.local_pages, pages_here, write.remote_pages, link.description.pages)
+
+
+def misfit(local: Sequence[int], pages_here: int, remote: Sequence[int], pages_there: int) -> str:
+    """Why pages of this pool and of a peer's cannot pair one to one; "" = they can."""
+    if len(local) != len(remote):
+        return f"{len(local)} pages do not go onto {len(remote)}"
+    for side, pages, total in (("local", local, pages_here), ("remote", remote, pages_there)):
+        outside = [page for page in pages if not 0 <= page < total]
+        if outside:
+            return f"{side} page {outside[0]} is outside a pool of {total}"
+    return ""
+
+
+class Mover(ABC):
+    """Carries writes out, in one direction. For the transport's thread alone."""
+
+    @property
+    @abstractmethod
+    def unfinished(self) -> bool:
+        """Whether anything has not come to rest, or is not known to."""
+
+    @property
+    @abstractmethod
+    def waited_for(self) -> bool:
+        """Whether somebody waits for any of that."""
+
+    @property
+    @abstractmethod
+    def handles(self) -> list[Any]:
+        """NIXL's handles of all that has not come to rest."""
+
+    @property
+    @abstractmethod
+    def next_look_s(self) -> float:
+        """How long to wait before the next `poll`."""
+
+    @property
+    @abstractmethod
+    def reached(self) -> list[PeerDescription]:
+        """Peers of connections whose first transfer has ended well, for whoever takes them off."""
+
+    @abstractmethod
+    def post(self, flight: Flight) -> None:
+        """Begin a write, or fail it when it is late, impossible or its peer is out of reach: nothing moved then."""
+
+    @abstractmethod
+    def poll(self) -> None:
+        """Make progress and end what has come to rest."""
+
+    @abstractmethod
+    def hear(self, sender: str, data: bytes) -> None:
+        """A notification from the agent `sender`. google.protobuf.message.DecodeError when it cannot be read."""
+
+    @abstractmethod
+    def abandon(self, link: Link, why: str) -> None:
+        """Fail every write to a peer whose memory is gone."""
+
+    @abstractmethod
+    def abandon_all(self, why: str) -> None:
+        """Fail every write: the transport ends."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Begin nothing any more: the transport is about to end."""

@@ -1,0 +1,127 @@
+"""NIXL transfers in flight, writes or reads, and when each is known to be quiet.
+
+A put or a get of UCX cannot be taken back: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent
+closes the endpoint with a flush. So one is quiet only
+- when NIXL says DONE: every byte is in its place (after puts NIXL flushes the endpoint);
+- `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card or a
+  copy engine had begun ends within microseconds, what lies in socket buffers arrives in that time or never;
+- when its peer is removed: its process, and so the memory at that end, is gone.
+A deadline therefore ends none in flight; it decides how it ends when it has come to rest. And one to a removed peer is
+over at once for whoever asked, but is looked after until UCX is done with it: before that its handle, the peer's
+metadata and the endpoint may not be freed (UCX still follows their pointers).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kv_transfer.nixl_agent import PoolAgent, TransferState
+from kv_transfer.nixl_peers import Link, Links
+from kv_transfer.pace import LAST_LOOK_S, Pace
+from wire.errors import TransferFailed
+from wire.messages import PeerDescription
+
+ERROR_REST_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    """`rests_at`: when it will be quiet after its failure; `abandoned`: nobody wants to hear of its end."""
+
+    link: Link
+    handle: Any
+    bytes: int
+    on_end: Callable[[bool], None]
+    rests_at: float | None = None
+    abandoned: bool = False
+
+
+class Moves:
+    """All transfers that this agent has posted, in its direction. For the transport's thread alone."""
+
+    def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
+        self._agent, self._links, self._page_bytes = agent, links, page_bytes
+        self._moves: list[_Move] = []
+        self._pace = Pace()
+        self.reached: list[PeerDescription] = []
+        """Peers of connections whose first transfer has ended well, for whoever takes them off."""
+
+    def __len__(self) -> int:
+        return len(self._moves)
+
+    @property
+    def waited_for(self) -> bool:
+        return any(not move.abandoned for move in self._moves)
+
+    @property
+    def handles(self) -> list[Any]:
+        return [move.handle for move in self._moves]
+
+    @property
+    def next_look_s(self) -> float:
+        return self._pace.wait_s(self._moves[0].bytes) if self._moves else LAST_LOOK_S
+
+    def begin(
+        self, link: Link, local: Sequence[int], remote: Sequence[int], notice: bytes, on_end: Callable[[bool], None]
+    ) -> None:
+        """Post one; `on_end` hears once that it is quiet, and whether every byte is there: perhaps before this returns.
+
+        TransferFailed when the peer is out of reach or NIXL refuses: nothing moved, and `on_end` hears nothing.
+        """
+        connection = self._links.connected(link)
+        try:
+            handle = self._agent.prepare(connection, local, remote, notice)
+        except Exception as error:
+            link.broken = True
+            peer = link.description.peer.worker_id
+            raise TransferFailed(
+                f"pages of {peer}: NIXL does not take the transfer: {error!r}; prefill again"
+            ) from error
+        link.in_flight += 1
+        self._pace.began(len(self._moves))
+        move = _Move(link, handle, len(local) * self._page_bytes, on_end)
+        self._moves.append(move)
+        self._note(move, self._agent.start(handle))
+
+    def poll(self) -> None:
+        """Make progress and end what has come to rest."""
+        before = len(self._moves)
+        for move in list(self._moves):
+            if move.rests_at is None:
+                self._note(move, self._agent.state(move.handle))
+            elif time.monotonic() >= move.rests_at:
+                self._end(move, whole=False)
+        if len(self._moves) == before:
+            self._pace.in_vain()
+
+    def abandon(self, link: Link) -> None:
+        """Nobody wants to hear of those over `link`."""
+        for move in self._moves:
+            move.abandoned |= move.link is link
+
+    def abandon_all(self) -> None:
+        """Nobody wants to hear of any."""
+        for move in self._moves:
+            move.abandoned = True
+
+    def _note(self, move: _Move, state: TransferState) -> None:
+        if state is TransferState.MOVING:
+            return
+        self._agent.release(move.handle)
+        if state is TransferState.FAILED:
+            move.link.broken = True
+            move.rests_at = time.monotonic() + (0.0 if move.abandoned else ERROR_REST_S)
+            return
+        if not move.abandoned:
+            self._pace.ended(move.bytes)
+            if not move.link.reached:
+                move.link.reached = True
+                self.reached.append(move.link.description)
+        self._end(move, whole=True)
+
+    def _end(self, move: _Move, *, whole: bool) -> None:
+        self._moves.remove(move)
+        move.link.in_flight -= 1
+        if not move.abandoned:
+            move.on_end(whole)
