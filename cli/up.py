@@ -41,6 +41,9 @@ def up(
     kv_checksum_rate: Annotated[
         float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
     ] = 0.05,
+    kv_direction: Annotated[
+        str, typer.Option(help="Who moves KV pages: write = the prefill worker, read = the decode worker.")
+    ] = "write",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
@@ -80,6 +83,7 @@ def up(
         max_step_tokens=max_step_tokens,
         max_batch_requests=max_batch_requests,
         kv_checksum_rate=kv_checksum_rate,
+        kv_direction=kv_direction,
         threads=threads,
         host=host,
         grpc_port=grpc_port,

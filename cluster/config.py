@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kv_transfer.base import Direction
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
 
@@ -63,6 +64,8 @@ class ClusterConfig:
     seconds; None = 60 on GPUs, 600 on CPUs."""
     kv_checksum_rate: float = 0.05
     """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
+    kv_direction: str = Direction.WRITE
+    """Who moves KV pages: `write`, the prefill worker, or `read`, the decode worker."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
 
@@ -79,6 +82,8 @@ class ClusterConfig:
             raise InvalidArgument("--memory-fraction", f"{self.memory_fraction:g} is not above 0 and at most 1")
         if not 0 <= self.kv_checksum_rate <= 1:
             raise InvalidArgument("--kv-checksum-rate", f"{self.kv_checksum_rate:g} is not between 0 and 1")
+        if self.kv_direction not in list(Direction):
+            raise InvalidArgument("--kv-direction", f"{self.kv_direction!r} is none of {', '.join(Direction)}")
         for option, number in (
             ("--max-step-tokens", self.max_step_tokens),
             ("--max-batch-requests", self.batch_requests),

@@ -48,6 +48,7 @@ class WorkerActors:
 
     def _config(self, slot: Slot) -> "WorkerConfig":
         from engine.config import EngineConfig
+        from kv_transfer.base import Direction
         from worker.config import WorkerConfig
 
         cluster = self._cluster
@@ -72,5 +73,6 @@ class WorkerActors:
             token=self._token,
             step_deadline_s=cluster.step_deadline_s,
             kv_checksum_rate=cluster.kv_checksum_rate,
+            kv_direction=Direction(cluster.kv_direction),
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

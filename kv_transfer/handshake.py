@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Grows with each change of meaning in the messages or bytes two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]
@@ -74,4 +74,4 @@ def _refusal(mine: Handshake, theirs: Handshake) -> str:
     ]
     if not differing:
         return "compatibility hashes differ though the facts read the same; run the same release of Tandem on both"
-    return f"KV pages do not fit: {'; '.join(differing)}; start both workers with the same model and page settings"
+    return f"KV pages do not fit: {'; '.join(differing)}; start both workers with the same model, page and transfer settings"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.config import EngineConfig
+from kv_transfer.base import Direction
 from wire.messages import Role
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
@@ -42,6 +43,9 @@ class WorkerConfig:
     The same for all workers of a cluster: the handshake refuses others."""
     transfer_backend: str = "nixl"
     """What moves KV pages: `nixl`."""
+    kv_direction: Direction = Direction.WRITE
+    """Who moves them: `write`, the prefill worker into the decode worker's memory, or `read`, the decode worker out of
+    the prefill worker's. The same for all workers of a cluster: the handshake refuses others."""
     rpc_timeout_s: float = 5.0
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0

@@ -98,7 +98,10 @@ class WorkerProcess:
 
     async def _open(self, engine: ModelRunner) -> WorkerInfo:
         layout = layout_of(engine.cache)
-        open_here = partial(open_transport, self._config.transfer_backend, layout, self._me)
+        settings = self._config
+        open_here = partial(
+            open_transport, settings.transfer_backend, layout, self._me, direction=settings.kv_direction
+        )
         self._worker = Worker(self._config, self._me, engine, layout, open_here)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
         self._server = rpc.open_server(tokens=frozenset({self._config.token} - {""}))

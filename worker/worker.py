@@ -95,7 +95,7 @@ class Worker:
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
         self.admission = self._make_admission(engine)
         self.transport = open_transport(self.admission.notice)
-        facts = (*_engine_facts(engine, layout), *self._checks.facts())
+        facts = (*_engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
         mine = make_handshake(self.transport.describe(), facts, layout)
         self.peers = Peers(mine, self.transport, config.token, config.rpc_timeout_s)
         self._decode = DecodeHalf(

@@ -28,6 +28,7 @@ from wire.messages import Role
         ({"device": "cpu:7"}, "--device"),
         ({"memory_fraction": 0.0}, "--memory-fraction"),
         ({"memory_fraction": 1.1}, "--memory-fraction"),
+        ({"kv_direction": "push"}, "--kv-direction"),
         ({"kv_checksum_rate": -0.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": 1.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": float("nan")}, "--kv-checksum-rate"),
