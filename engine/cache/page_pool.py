@@ -4,15 +4,20 @@ A page is in exactly one state:
 
     free         nobody's; the pool alone hands it out
     owned        one attempt's at one request: it alone writes the page, and its scheduler frees it
-    shared       read-only and counted: each `retain` is undone by one `release`, the last of which frees it
+    shared       read-only and counted: each `retain` is undone by one `release`, after the last of which it is cached
+    cached       nobody reads it, but the prefix cache knows what it holds: room that is still worth something
     advertised   a lease's: the prefill worker named there may write it at any moment, nobody else touches it
     quarantined  a dead lease's whose late writes may still land: free again only by `free_quarantined`
 
 A promise is a credit without pages: it keeps so many free pages from everyone who has none.
+
+Cached pages are room like free ones, and are taken when none of those is left, the one that was read longest ago
+first: nobody is ever refused because of them.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
@@ -21,12 +26,13 @@ from wire.messages import Lease, RequestRef
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Pages by state; `promised` is the part of `free` that is spoken for."""
+    """Pages by state; `promised` of those that are `free` or `cached` are spoken for."""
 
     total: int
     free: int
     owned: int
     shared: int
+    cached: int
     advertised: int
     quarantined: int
     promised: int
@@ -41,29 +47,36 @@ class PagePool:
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
+        """For who must do several things at once: nothing changes while it is held. Held for microseconds."""
         # Taken from the end: the page freed last is the one the CPU's caches know best.
         self._free = list(range(total - 1, -1, -1))
         self._promised = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
         self._shared: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._on_taken: Callable[[int], None] = lambda _page: None
         self._advertised: dict[Lease, list[int]] = {}
         self._quarantined: dict[Lease, list[int]] = {}
 
+    def tell_of_taken(self, on_taken: Callable[[int], None]) -> None:
+        """`on_taken(page)` hears, under the lock, of each cached page that is about to hold something else."""
+        self._on_taken = on_taken
+
     def promise(self, pages: int) -> None:
         """Keeps `pages` free pages back for whoever spends the promise; undone by `unpromise` or spent page by page."""
-        with self._lock:
-            self._need(pages, len(self._free) - self._promised)
+        with self.lock:
+            self._need(pages)
             self._promised += pages
 
     def unpromise(self, pages: int) -> None:
         """Gives back what is left of a promise; the caller keeps that count."""
-        with self._lock:
+        with self.lock:
             self._spend(pages)
 
     def allocate(self, owner: RequestRef, pages: int, *, from_promise: bool = False) -> list[int]:
         """Free pages become the owner's, who frees them by `free`; a promise made before pays with `from_promise`."""
-        with self._lock:
+        with self.lock:
             taken = self._take(pages, from_promise)
             if taken:
                 self._owned.setdefault(owner, {}).update(dict.fromkeys(taken))
@@ -74,7 +87,7 @@ class PagePool:
 
         Ended by `adopt`, `quarantine` or `free_lease`.
         """
-        with self._lock:
+        with self.lock:
             if lease in self._quarantined:
                 raise StaleEpoch(f"Lease {_named(lease)} is over; ask for a new one.")
             taken = self._take(pages, from_promise)
@@ -84,79 +97,99 @@ class PagePool:
 
     def adopt(self, lease: Lease, owner: RequestRef) -> list[int]:
         """The lease's pages are written and quiet: they become the owner's, in the order they were advertised."""
-        with self._lock:
+        with self.lock:
             pages = self._pop(self._advertised, lease)
             self._owned.setdefault(owner, {}).update(dict.fromkeys(pages))
             return pages
 
     def quarantine(self, lease: Lease) -> list[int]:
         """The lease is over and late writes may still land: nobody gets its pages until `free_quarantined`."""
-        with self._lock:
+        with self.lock:
             pages = self._pop(self._advertised, lease)
             self._quarantined[lease] = pages
             return list(pages)
 
     def free_lease(self, lease: Lease) -> int:
         """Frees advertised pages that nobody writes or will write: the prefill worker said so. Returns how many."""
-        with self._lock:
+        with self.lock:
             return self._give_back(self._pop(self._advertised, lease))
 
     def free_quarantined(self, lease: Lease) -> int:
         """Frees quarantined pages once their writer is known to be quiet, or dead for long enough. Returns how many."""
-        with self._lock:
+        with self.lock:
             return self._give_back(self._pop(self._quarantined, lease))
 
     def free(self, owner: RequestRef, pages: Sequence[int] | None = None) -> int:
         """Frees these pages of the owner, or all it has (perhaps none). Returns how many."""
-        with self._lock:
+        with self.lock:
             held = self._owned.get(owner, {})
             return self._give_back(self._disown(owner, list(held) if pages is None else pages))
 
     def share(self, owner: RequestRef, pages: Sequence[int]) -> None:
-        """The owner's pages become shared with a count of 1, which the caller now holds and must `release`."""
-        with self._lock:
+        """The owner's pages become shared, read by the caller, who must `release` each."""
+        with self.lock:
             self._shared.update(dict.fromkeys(self._disown(owner, pages), 1))
 
-    def retain(self, pages: Sequence[int]) -> None:
-        """One more reader of each shared page; each must `release`."""
-        with self._lock:
-            self._need_shared(pages)
-            for page in pages:
-                self._shared[page] += 1
+    def retain(self, pages: Sequence[int]) -> int:
+        """One more reader of each of these shared or cached pages, who must `release` it. A cached page is room no
+        longer: only as many of the first pages are retained as promises leave room for. Returns how many.
+        """
+        with self.lock:
+            self._need_known(pages, (self._shared, self._cached))
+            room = self._room
+            for count, page in enumerate(pages):
+                if page in self._cached:
+                    if not room:
+                        return count
+                    room -= 1
+                    del self._cached[page]
+                self._shared[page] = self._shared.get(page, 0) + 1
+            return len(pages)
 
     def release(self, pages: Sequence[int]) -> int:
-        """One reader less of each shared page; pages without readers are free. Returns how many were freed."""
-        with self._lock:
-            self._need_shared(pages)
-            unread = []
+        """One reader less of each shared page; those without readers are cached, the first of them to be taken first.
+
+        Returns how many those are.
+        """
+        with self.lock:
+            self._need_known(pages, (self._shared,))
+            cached = 0
             for page in pages:
                 self._shared[page] -= 1
                 if self._shared[page] == 0:
                     del self._shared[page]
-                    unread.append(page)
-            return self._give_back(unread)
+                    self._cached[page] = None
+                    cached += 1
+            return cached
 
     def counts(self) -> PageCounts:
         """Pages by state, all of one moment."""
-        with self._lock:
+        with self.lock:
             return PageCounts(
                 total=self._total,
                 free=len(self._free),
                 owned=_sum(self._owned.values()),
                 shared=len(self._shared),
+                cached=len(self._cached),
                 advertised=_sum(self._advertised.values()),
                 quarantined=_sum(self._quarantined.values()),
                 promised=self._promised,
             )
 
+    def readers(self) -> dict[int, int]:
+        """How many read each shared or cached page; cached ones, which nobody reads, in the order they are taken."""
+        with self.lock:
+            return self._shared | dict.fromkeys(self._cached, 0)
+
     def check_integrity(self) -> None:
         """Raises Internal, in words, unless every page is in exactly one state and the promises can be kept."""
-        with self._lock:
-            faults = list(self._faults())
+        with self.lock:
+            faults = list(self.faults())
         if faults:
             raise Internal(f"The page pool is inconsistent: {'; '.join(faults)}.")
 
-    def _faults(self) -> Iterable[str]:
+    def faults(self) -> Iterable[str]:
+        """What is wrong, in words; under the lock."""
         places: dict[int, list[str]] = {page: [] for page in range(self._total)}
         for place, page in self._places():
             places.setdefault(page, []).append(place)
@@ -167,13 +200,15 @@ class PagePool:
                 yield f"page {page} is lost: in no state"
             elif len(found) > 1:
                 yield f"page {page} is in {len(found)} states: {', '.join(found)}"
-        if not 0 <= self._promised <= len(self._free):
-            yield f"{self._promised} pages are promised and {len(self._free)} are free"
+        there = len(self._free) + len(self._cached)
+        if not 0 <= self._promised <= there:
+            yield f"{self._promised} pages are promised and {there} are free"
         yield from (f"shared page {page} has {count} readers" for page, count in self._shared.items() if count < 1)
 
     def _places(self) -> Iterable[tuple[str, int]]:
         yield from (("free", page) for page in self._free)
         yield from (("shared", page) for page in self._shared)
+        yield from (("cached", page) for page in self._cached)
         for owner, held in self._owned.items():
             yield from ((f"owned by {owner.request_id}#{owner.attempt}", page) for page in held)
         for state, leases in (("advertised", self._advertised), ("quarantined", self._quarantined)):
@@ -184,7 +219,11 @@ class PagePool:
         if from_promise:
             self._spend(pages)
         else:
-            self._need(pages, len(self._free) - self._promised)
+            self._need(pages)
+        while len(self._free) < pages:
+            page, _ = self._cached.popitem(last=False)
+            self._on_taken(page)
+            self._free.append(page)
         return [self._free.pop() for _ in range(pages)]
 
     def _spend(self, pages: int) -> None:
@@ -192,16 +231,22 @@ class PagePool:
             raise Internal(f"{pages} promised pages were spent or given back, {self._promised} are promised.")
         self._promised -= pages
 
-    def _need(self, pages: int, there: int) -> None:
+    def _need(self, pages: int) -> None:
         if pages < 0:
             raise Internal(f"{pages} pages were asked for.")
-        if pages > there:
+        if pages > self._room:
             raise ResourceExhausted(
-                f"{pages} KV pages are needed and {there} of {self._total} are free; try again soon."
+                f"{pages} KV pages are needed and {self._room} of {self._total} are free; try again soon."
             )
 
-    def _need_shared(self, pages: Sequence[int]) -> None:
-        strangers = [page for page in pages if page not in self._shared]
+    @property
+    def _room(self) -> int:
+        """Pages that may be handed out without a promise."""
+        return len(self._free) + len(self._cached) - self._promised
+
+    @staticmethod
+    def _need_known(pages: Sequence[int], states: Sequence[Container[int]]) -> None:
+        strangers = [page for page in pages if not any(page in state for state in states)]
         if strangers or len(set(pages)) != len(pages):
             raise Internal(f"Pages {strangers or list(pages)} are not shared, or named twice.")
 

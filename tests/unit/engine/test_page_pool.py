@@ -14,7 +14,7 @@ LEASE = Lease("alice", 1, 7)
 
 def counts(pool: PagePool, **held: int) -> PageCounts:
     free = pool.counts().total - sum(count for state, count in held.items() if state != "promised")
-    empty = dict.fromkeys(("owned", "shared", "advertised", "quarantined", "promised"), 0)
+    empty = dict.fromkeys(("owned", "shared", "cached", "advertised", "quarantined", "promised"), 0)
     return PageCounts(total=pool.counts().total, free=free, **(empty | held))
 
 
@@ -104,17 +104,56 @@ def test_another_epoch_is_another_lease() -> None:
     assert pool.free_lease(LEASE) == 1
 
 
-def test_shared_pages_are_free_after_their_last_reader() -> None:
+def test_shared_pages_are_cached_after_their_last_reader() -> None:
     pool = PagePool(4)
     pages = pool.allocate(ALICE, 3)
     pool.share(ALICE, pages[:2])
-    pool.retain(pages[:1])
+    assert pool.retain(pages[:1]) == 1
     assert pool.counts() == counts(pool, owned=1, shared=2)
     assert pool.release(pages[:2]) == 1
     assert pool.release(pages[:1]) == 1
-    assert pool.counts() == counts(pool, owned=1)
+    assert pool.counts() == counts(pool, owned=1, cached=2)
     with pytest.raises(Internal):
         pool.release(pages[:1])
+    assert pool.retain(pages[:2]) == 2
+    assert pool.counts() == counts(pool, owned=1, shared=2)
+    pool.check_integrity()
+
+
+def cached(pool: PagePool, count: int) -> list[int]:
+    """So many cached pages, in the order in which they are to be taken."""
+    pages = pool.allocate(BOB, count)
+    pool.share(BOB, pages)
+    pool.release(pages)
+    return pages
+
+
+def test_cached_pages_are_room_and_are_taken_in_the_order_they_were_left() -> None:
+    pool = PagePool(4)
+    taken: list[int] = []
+    pool.tell_of_taken(taken.append)
+    first, second, third = cached(pool, 3)
+    pool.retain([first])
+    pool.release([first])
+    pool.promise(3)
+    pool.allocate(ALICE, 1)
+    assert taken == []
+    assert set(pool.advertise(LEASE, 2)) == {second, third}
+    assert taken == [second, third]
+    assert pool.counts() == counts(pool, owned=1, advertised=2, cached=1, promised=1)
+    with pytest.raises(ResourceExhausted, match="0 of 4 are free"):
+        pool.allocate(ALICE, 1)
+    pool.check_integrity()
+
+
+def test_a_cached_page_that_is_promised_to_somebody_is_not_retained() -> None:
+    pool = PagePool(4)
+    pages = cached(pool, 3)
+    pool.promise(2)
+    assert pool.retain(pages) == 2
+    assert pool.counts() == counts(pool, shared=2, cached=1, promised=2)
+    assert pool.retain(pages[:1]) == 1, "it is read already"
+    assert len(pool.allocate(ALICE, 2, from_promise=True)) == 2
     pool.check_integrity()
 
 

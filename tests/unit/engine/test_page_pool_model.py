@@ -21,10 +21,21 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = PagePool(TOTAL)
         self.state: dict[int, object] = dict.fromkeys(range(TOTAL), "free")
         self.readers: dict[int, int] = {}
+        self.unread: list[int] = []
+        """The cached pages, the one that was read longest ago first."""
         self.promised = 0
+        self.pool.tell_of_taken(self.taken)
 
     def held(self, state: object) -> list[int]:
         return [page for page, each in self.state.items() if each == state]
+
+    def taken(self, page: int) -> None:
+        assert not self.held("free")
+        assert page == self.unread.pop(0)
+        self.state[page] = "free"
+
+    def room(self) -> int:
+        return len(self.held("free")) + len(self.unread) - self.promised
 
     def handed_out(self, pages: list[int], size: int, state: object) -> None:
         assert len(pages) == size
@@ -34,7 +45,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(size=sizes)
     def promise(self, size: int) -> None:
-        if size > len(self.held("free")) - self.promised:
+        if size > self.room():
             with pytest.raises(ResourceExhausted):
                 self.pool.promise(size)
         else:
@@ -55,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
         if promised and size > self.promised:
             with pytest.raises(Internal):
                 self.pool.allocate(owner, size, from_promise=True)
-        elif not promised and size > len(self.held("free")) - self.promised:
+        elif not promised and size > self.room():
             with pytest.raises(ResourceExhausted):
                 self.pool.allocate(owner, size)
         else:
@@ -121,17 +132,29 @@ class PoolMachine(RuleBasedStateMachine):
         self.state |= dict.fromkeys(pages, "shared")
         self.readers |= dict.fromkeys(pages, 1)
 
-    @rule(count=sizes, more=st.booleans())
-    def read(self, count: int, more: bool) -> None:
-        pages = self.held("shared")[:count]
-        for page in pages:
-            self.readers[page] += 1 if more else -1
-        gone = [page for page in pages if self.readers[page] == 0]
+    @rule(data=st.data(), more=st.booleans())
+    def read(self, data: st.DataObject, more: bool) -> None:
+        known = [*self.held("shared"), *(self.unread if more else ())]
+        pages = data.draw(st.lists(st.sampled_from(known), unique=True, max_size=4)) if known else []
         if more:
-            self.pool.retain(pages)
+            room, fit = self.room(), 0
+            for page in pages:
+                room -= page in self.unread
+                if room < 0:
+                    break
+                fit += 1
+            assert self.pool.retain(pages) == fit
+            for page in pages[:fit]:
+                self.readers[page] = self.readers.get(page, 0) + 1
+            self.unread = [page for page in self.unread if page not in pages[:fit]]
+            self.state |= dict.fromkeys(pages[:fit], "shared")
         else:
+            for page in pages:
+                self.readers[page] -= 1
+            gone = [page for page in pages if self.readers[page] == 0]
             assert self.pool.release(pages) == len(gone)
-        self.state |= dict.fromkeys(gone, "free")
+            self.unread += gone
+            self.state |= dict.fromkeys(gone, "cached")
 
     @invariant()
     def agrees(self) -> None:
@@ -140,6 +163,8 @@ class PoolMachine(RuleBasedStateMachine):
         kinds = [each[0] if isinstance(each, tuple) else each for each in self.state.values()]
         assert counts.free == kinds.count("free")
         assert counts.shared == kinds.count("shared")
+        assert counts.cached == kinds.count("cached")
+        assert self.pool.readers() == {p: self.readers[p] for p in self.held("shared")} | dict.fromkeys(self.unread, 0)
         assert counts.advertised == kinds.count("advertised")
         assert counts.quarantined == kinds.count("quarantined")
         assert counts.owned == sum(isinstance(kind, RequestRef) for kind in kinds)

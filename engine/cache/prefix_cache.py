@@ -1,0 +1,207 @@
+"""Which pages hold the KV of which prefix, so that nobody computes or sends it again.
+
+Only full pages are known here, each by a digest that stands for its tokens and all before them
+(`wire/page_digests.py`). The digests of one prefix are a path in a tree, and everyone who reads a page reads those
+before it as well, so the pages of a path have fewer and fewer readers. A path is let go from its end: the page that the
+pool takes first, the one that was let go longest ago, is always a leaf, and no page is ever left behind that no path
+leads to.
+
+A request has one `Prefix`:
+
+    promise, allocate   the pages that are known are read from now on, as many as its tokens fill but one token: a step
+                        has to compute something. What is missing is promised to it, or its own
+    publish             its own full pages are computed and known to all. Where somebody else was first, the page stays
+                        its own, and the other one is read as well, unused: the path to the pages behind stays whole
+    leave               it reads nothing any more; what is still its own is free
+
+Nobody writes to a page once it is published: a prefix has no room left.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.cache.page_pool import PagePool
+from wire.errors import Internal, TandemError
+from wire.messages import RequestRef
+from wire.page_digests import page_digests, root_digest
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """One request's path: the names of its full pages, and which of the cache's pages it reads."""
+
+    root: bytes
+    digests: list[bytes] = field(default_factory=list)
+    readable: int = 0
+    """How many of them may be read instead of computed."""
+    pages: list[int] = field(default_factory=list)
+    """The cache's pages of the first digests, each retained for this request once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A page that is known: `number` in its path, from 0, and the digest of the one before it, or the root's."""
+
+    page: int
+    number: int
+    parent: bytes
+
+
+class PrefixCache:
+    """Owns no page: all are the pool's, shared as long as somebody reads them, cached as long as there is room.
+
+    Safe from any thread, under the pool's lock; every call takes time in proportion to its pages.
+    """
+
+    def __init__(self, pool: PagePool, page_tokens: int, *, enabled: bool = True) -> None:
+        """Not `enabled`, nothing is ever known, and all else works as ever."""
+        self.pool = pool
+        self.page_tokens = page_tokens
+        self._enabled = enabled
+        self._nodes: dict[bytes, _Node] = {}
+        self._digests: dict[int, bytes] = {}
+        self.query_tokens = 0
+        """Tokens of all prompts that were looked up."""
+        self.hit_tokens = 0
+        """Those of them whose KV was there."""
+        pool.tell_of_taken(self._forget)
+
+    # ---- a request's path ----
+
+    def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
+        """The names of a prompt's pages; hashes all its tokens and holds nothing yet."""
+        root = root_digest(salt)
+        if not self._enabled:
+            return Prefix(root)
+        digests = page_digests(token_ids, self.page_tokens, root)
+        return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens)
+
+    def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
+        """`token_ids` are those behind the pages that have a name: the full pages among them get one too."""
+        if self._enabled:
+            parent = prefix.digests[-1] if prefix.digests else prefix.root
+            prefix.digests += page_digests(token_ids, self.page_tokens, parent)
+
+    def promise(self, prefix: Prefix, pages: int, prompt_tokens: int) -> int:
+        """Read what is known and have the rest of `pages` promised; returns how many are promised.
+
+        ResourceExhausted: nothing has changed.
+        """
+        with self.pool.lock:
+            self._read(prefix)
+            try:
+                self.pool.promise(pages - len(prefix.pages))
+            except TandemError:
+                self._let_go(prefix)
+                raise
+            self._count(prefix, prompt_tokens)
+            return pages - len(prefix.pages)
+
+    def allocate(self, owner: RequestRef, prefix: Prefix, pages: int, prompt_tokens: int) -> list[int]:
+        """`pages` pages in the order of the prompt: those that are known, which are read-only, and new ones, the
+        owner's. ResourceExhausted: nothing has changed.
+        """
+        with self.pool.lock:
+            self._read(prefix)
+            try:
+                new = self.pool.allocate(owner, pages - len(prefix.pages))
+            except TandemError:
+                self._let_go(prefix)
+                raise
+            self._count(prefix, prompt_tokens)
+            return [*prefix.pages, *new]
+
+    def join(self, prefix: Prefix, pages: int) -> None:
+        """Read the first `pages` pages, which somebody else is reading as well. Internal if they are not known."""
+        with self.pool.lock:
+            known = prefix.digests[:pages]
+            if len(known) < pages or any(digest not in self._nodes for digest in known):
+                raise Internal(f"{pages} cached pages were to be read, and not all are there; prefill again")
+            self._retain(prefix, known)
+
+    def publish(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
+        """`pages`, the request's own but for those it reads, hold the KV of all its digests: everyone may read them."""
+        with self.pool.lock:
+            for number in range(len(prefix.pages), len(prefix.digests)):
+                digest = prefix.digests[number]
+                if digest in self._nodes:
+                    self._retain(prefix, (digest,))
+                    if len(prefix.pages) == number:
+                        return  # no room to read it: what would come behind it could not be found
+                else:
+                    self.pool.share(owner, (pages[number],))
+                    parent = prefix.digests[number - 1] if number else prefix.root
+                    self._nodes[digest] = _Node(pages[number], number, parent)
+                    self._digests[pages[number]] = digest
+                    prefix.pages.append(pages[number])
+
+    def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
+        """Of `pages`, in the order of the prompt, those that are the owner's own are free, the others are let go."""
+        with self.pool.lock:
+            read = prefix.pages
+            self.pool.free(owner, [page for number, page in enumerate(pages) if page not in read[number : number + 1]])
+            self._let_go(prefix)
+
+    def let_go(self, prefix: Prefix) -> None:
+        """Read nothing any more."""
+        with self.pool.lock:
+            self._let_go(prefix)
+
+    # ---- facts ----
+
+    def __len__(self) -> int:
+        """Pages that are known."""
+        return len(self._nodes)
+
+    def check_integrity(self) -> None:
+        """As `PagePool.check_integrity`, and that the pool's shared and cached pages are those that are known here, on
+        paths without gaps, of which the pool takes leaves first.
+        """
+        with self.pool.lock:
+            faults = [*self.pool.faults(), *self._faults()]
+        if faults:
+            raise Internal(f"The page pool is inconsistent: {'; '.join(faults)}.")
+
+    # ---- inside, under the lock ----
+
+    def _read(self, prefix: Prefix) -> None:
+        known: list[bytes] = []
+        for digest in prefix.digests[: prefix.readable]:
+            if digest not in self._nodes:
+                break
+            known.append(digest)
+        self._retain(prefix, known)
+
+    def _retain(self, prefix: Prefix, digests: Sequence[bytes]) -> None:
+        pages = [self._nodes[digest].page for digest in digests]
+        prefix.pages += pages[: self.pool.retain(pages)]
+
+    def _let_go(self, prefix: Prefix) -> None:
+        """From the end: the pool takes what it got first, and that must be a leaf."""
+        self.pool.release(prefix.pages[::-1])
+        prefix.pages.clear()
+
+    def _count(self, prefix: Prefix, prompt_tokens: int) -> None:
+        self.query_tokens += prompt_tokens
+        self.hit_tokens += len(prefix.pages) * self.page_tokens
+
+    def _forget(self, page: int) -> None:
+        """The pool takes a cached page."""
+        del self._nodes[self._digests.pop(page)]
+
+    def _faults(self) -> Iterable[str]:
+        readers = self.pool.readers()
+        if readers.keys() != self._digests.keys() or {n.page: d for d, n in self._nodes.items()} != self._digests:
+            yield f"{len(readers)} pages are shared or cached and {len(self._nodes)} are known to the prefix cache"
+            return
+        order = {page: place for place, page in enumerate(readers)}
+        for node in self._nodes.values():
+            if not node.number:
+                continue
+            before = self._nodes.get(node.parent)
+            if before is None or before.number != node.number - 1:
+                yield f"no path leads to page {node.page}, number {node.number} of its prefix"
+            elif readers[before.page] < readers[node.page]:
+                yield f"page {node.page} has more readers than page {before.page} before it"
+            elif not readers[before.page] and order[before.page] < order[node.page]:
+                yield f"page {before.page} is to be taken before page {node.page} behind it"

@@ -1,0 +1,235 @@
+"""The prefix cache: whose pages are read by whom, what is let go first, and what it costs."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import Prefix, PrefixCache
+from wire.errors import Internal, ResourceExhausted
+from wire.messages import Lease, RequestRef
+from wire.page_digests import page_digests, root_digest
+
+PAGE = 2
+PROMPT = [1, 2, 3, 4, 5, 6, 7]
+"""Three full pages and a token."""
+
+
+def ref(name: str) -> RequestRef:
+    return RequestRef(name, 1)
+
+
+class Desk:
+    """Requests over a cache, by name."""
+
+    def __init__(self, pages: int = 16, *, enabled: bool = True) -> None:
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool, PAGE, enabled=enabled)
+        self.open: dict[str, tuple[Prefix, list[int]]] = {}
+
+    def begin(self, name: str, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
+        """Returns how many tokens need not be computed."""
+        prefix = self.cache.prefix(prompt, salt)
+        pages = self.cache.allocate(ref(name), prefix, -(-len(prompt) // PAGE), len(prompt))
+        self.open[name] = prefix, pages
+        self.cache.check_integrity()
+        return len(prefix.pages) * PAGE
+
+    def publish(self, name: str) -> None:
+        self.cache.publish(ref(name), *self.open[name])
+        self.cache.check_integrity()
+
+    def end(self, name: str) -> None:
+        self.cache.leave(ref(name), *self.open.pop(name))
+        self.cache.check_integrity()
+
+    def run(self, name: str, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
+        hit = self.begin(name, prompt, salt)
+        self.publish(name)
+        self.end(name)
+        return hit
+
+    def pages(self, name: str) -> list[int]:
+        return self.open[name][1]
+
+
+def test_the_next_request_reads_what_the_last_one_has_computed() -> None:
+    desk = Desk()
+    assert desk.begin("a") == 0
+    assert desk.begin("b") == 0, "nothing is known before it is computed"
+    desk.publish("a")
+    assert desk.begin("c") == 6
+    assert desk.pages("c")[:3] == desk.pages("a")[:3]
+    assert desk.pages("c")[3] != desk.pages("a")[3], "what is not full is its own"
+    counts = desk.pool.counts()
+    assert (counts.owned, counts.shared, counts.cached) == (6, 3, 0)
+    for name in "abc":
+        desk.end(name)
+    counts = desk.pool.counts()
+    assert (counts.free, counts.shared, counts.cached) == (13, 0, 3)
+    assert (desk.cache.query_tokens, desk.cache.hit_tokens) == (21, 6)
+
+
+def test_at_least_one_token_is_computed() -> None:
+    desk = Desk()
+    desk.run("a", [1, 2, 3, 4])
+    assert desk.run("b", [1, 2, 3, 4]) == 2
+    assert desk.run("c", [1, 2, 3, 4, 5]) == 4
+    assert desk.run("d", [1, 2]) == 0
+    assert desk.run("e", [1]) == 0
+
+
+def test_a_page_counts_behind_the_same_prefix_alone() -> None:
+    desk = Desk()
+    desk.run("a", PROMPT)
+    assert desk.run("b", [9, 2, 3, 4, 5, 6, 7]) == 0
+    assert desk.run("c", [1, 2, 9, 9, 5, 6, 7]) == 2
+    assert desk.run("d", [3, 4, 5, 6, 7]) == 0
+
+
+def test_a_salt_hides_all_pages() -> None:
+    desk = Desk(32)
+    desk.run("a", PROMPT, "alice")
+    assert desk.run("b", PROMPT, "bob") == 0
+    assert desk.run("c", PROMPT, "") == 0
+    assert desk.run("d", PROMPT, "alice") == 6
+    assert root_digest("a") != root_digest("b") != page_digests([1, 2], PAGE, root_digest("b"))[0]
+
+
+def test_the_second_writer_keeps_its_page_and_reads_the_first_one_s() -> None:
+    desk = Desk()
+    desk.begin("a")
+    desk.begin("b")
+    desk.publish("a")
+    desk.publish("b")
+    assert desk.pool.counts().shared == 3
+    assert set(desk.pages("a")).isdisjoint(desk.pages("b"))
+    desk.end("a")
+    assert desk.pool.counts().shared == 3, "b still keeps the path whole"
+    desk.end("b")
+    assert (desk.pool.counts().cached, desk.pool.counts().owned) == (3, 0)
+
+
+def test_an_answer_s_pages_are_known_behind_the_prompt_s() -> None:
+    desk = Desk()
+    desk.begin("a")
+    desk.publish("a")
+    prefix, pages = desk.open["a"]
+    pages += desk.pool.allocate(ref("a"), 1)
+    desk.cache.extend(prefix, [7, 8, 9, 10])
+    desk.publish("a")
+    desk.end("a")
+    assert desk.run("b", [*PROMPT, 8, 9, 10, 11]) == 10
+
+
+def test_room_is_made_from_the_ends_of_what_nobody_reads() -> None:
+    desk = Desk(8)
+    desk.run("a", [1, 2, 3, 4, 5])
+    desk.run("b", [1, 2, 6, 7, 8])
+    assert desk.pool.counts().cached == 3
+    desk.pool.allocate(ref("x"), 6)
+    desk.pool.free(ref("x"))
+    assert desk.begin("c", [1, 2, 3, 4, 5]) == 2, "the longest unread end is gone, what both began with is not"
+    assert desk.begin("d", [1, 2, 6, 7, 8]) == 4
+    desk.cache.check_integrity()
+
+
+def test_what_is_read_is_never_taken() -> None:
+    desk = Desk(8)
+    desk.run("a")
+    desk.begin("b")
+    assert desk.pool.counts().shared == 3
+    with pytest.raises(ResourceExhausted):
+        desk.pool.allocate(ref("x"), 5)
+    assert len(desk.pool.allocate(ref("x"), 4)) == 4
+    desk.cache.check_integrity()
+
+
+def test_what_was_promised_is_not_read_away() -> None:
+    desk = Desk(8)
+    desk.run("a")
+    desk.pool.promise(7)
+    assert desk.cache.prefix(PROMPT, "").digests
+    with pytest.raises(ResourceExhausted):
+        desk.begin("b")
+    assert desk.begin("c", [1, 2]) == 0
+    desk.cache.check_integrity()
+
+
+def test_a_promise_is_for_what_is_missing() -> None:
+    desk = Desk(8)
+    desk.run("a")
+    prefix = desk.cache.prefix(PROMPT, "")
+    assert desk.cache.promise(prefix, 5, len(PROMPT)) == 2
+    assert (desk.pool.counts().shared, desk.pool.counts().promised) == (3, 2)
+    own = desk.pool.advertise(Lease("q", 1, 1), 2)
+    desk.pool.adopt(Lease("q", 1, 1), ref("q"))
+    desk.cache.leave(ref("q"), prefix, [*prefix.pages, *own])
+    assert (desk.pool.counts().owned, desk.pool.counts().shared) == (0, 0)
+    full = desk.cache.prefix(PROMPT, "")
+    with pytest.raises(ResourceExhausted):
+        desk.cache.promise(full, 9, len(PROMPT))
+    assert full.pages == []
+    assert desk.pool.counts().shared == 0
+    assert desk.cache.query_tokens == 2 * len(PROMPT), "what was refused counts when it comes back"
+
+
+def test_joining_needs_pages_that_are_there() -> None:
+    desk = Desk()
+    desk.begin("a")
+    desk.publish("a")
+    other = desk.cache.prefix(PROMPT, "")
+    desk.cache.join(other, 2)
+    assert other.pages == desk.pages("a")[:2]
+    with pytest.raises(Internal):
+        desk.cache.join(desk.cache.prefix(PROMPT, "bob"), 1)
+    with pytest.raises(Internal):
+        desk.cache.join(desk.cache.prefix([1], ""), 1)
+    desk.cache.let_go(other)
+    desk.end("a")
+    desk.cache.check_integrity()
+
+
+def test_a_cache_that_is_off_knows_nothing() -> None:
+    desk = Desk(enabled=False)
+    assert desk.run("a") == desk.run("b") == 0
+    assert desk.pool.counts().free == 16
+    assert desk.cache.query_tokens == 14
+
+
+def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is cached: costs are counted, not timed."""
+    desk = Desk(1024)
+    for first in range(60):
+        desk.run(f"q{first}", [first, *range(20)])
+    asked: list[object] = []
+
+    class Counted(dict):  # type: ignore[type-arg]
+        def __contains__(self, key: object) -> bool:
+            asked.append(key)
+            return super().__contains__(key)
+
+    desk.cache._nodes = Counted(desk.cache._nodes)
+    assert desk.begin("again", [7, *range(20)]) == 20
+    assert len(asked) == 10
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda desk: desk.cache._digests.popitem(), "are shared or cached and"),
+        (lambda desk: desk.pool.retain(desk.pages("b")[1:2]), "more readers than page"),
+        (lambda desk: desk.cache._nodes.pop(desk.open["b"][0].digests[0]), "are shared or cached and"),
+        (lambda desk: desk.pool._cached.move_to_end(next(reversed(desk.pool._cached)), last=False), "to be taken"),
+        (lambda desk: desk.pool._free.pop(), "lost"),
+    ],
+)
+def test_integrity_names_the_fault(damage, words: str) -> None:
+    desk = Desk()
+    desk.run("a")
+    desk.run("other", [9, 9, 8, 8, 7, 7, 6])
+    desk.begin("b")
+    desk.cache.check_integrity()
+    damage(desk)
+    with pytest.raises(Internal, match=words):
+        desk.cache.check_integrity()

@@ -1,0 +1,158 @@
+"""The prefix cache against a reference that knows everything: prefixes are tuples of tokens, and what is to be taken
+next is found by looking at all of them.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import Prefix, PrefixCache
+from wire.errors import ResourceExhausted
+from wire.messages import RequestRef
+
+TOTAL, PAGE = 12, 2
+Path = tuple[object, ...]
+"""A salt, and the tokens of full pages behind it."""
+
+
+@dataclass
+class Reference:
+    """What is known, who reads it, and when each path was let go."""
+
+    readers: dict[Path, int] = field(default_factory=dict)
+    left: dict[Path, tuple[int, int]] = field(default_factory=dict)
+    owned: int = 0
+    promised: int = 0
+    clock: int = 0
+
+    @property
+    def room(self) -> int:
+        return TOTAL - self.owned - sum(count > 0 for count in self.readers.values()) - self.promised
+
+    def read(self, paths: list[Path]) -> list[Path]:
+        """One more reader of the first of these, as far as they are known and there is room."""
+        read: list[Path] = []
+        for path in paths:
+            if path not in self.readers or (not self.readers[path] and not self.room):
+                break
+            self.readers[path] += 1
+            read.append(path)
+        return read
+
+    def let_go(self, paths: list[Path]) -> None:
+        self.clock += 1
+        for path in paths:
+            self.readers[path] -= 1
+            self.left[path] = (self.clock, -len(path))
+
+    def take(self, pages: int) -> None:
+        """Make room by forgetting unread ends of paths, those first that were let go longest ago."""
+        self.owned += pages
+        while self.owned + len(self.readers) > TOTAL:
+            ends = [
+                path
+                for path, count in self.readers.items()
+                if not count and not any(other[:-PAGE] == path for other in self.readers)
+            ]
+            del self.readers[min(ends, key=lambda path: self.left[path])]
+
+
+@dataclass
+class Request:
+    ref: RequestRef
+    prefix: Prefix
+    pages: list[int]
+    paths: list[Path]
+    read: list[Path]
+    owned: int
+    published: bool = False
+
+
+class CacheMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(TOTAL)
+        self.cache = PrefixCache(self.pool, PAGE)
+        self.reference = Reference()
+        self.requests: list[Request] = []
+        self.started = 0
+        self.queries = self.hits = 0
+
+    @rule(salt=st.sampled_from(["", "s"]), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
+    def begin(self, salt: str, tokens: list[int]) -> None:
+        self.started += 1
+        ref = RequestRef(f"q{self.started}", 1)
+        prefix = self.cache.prefix(tokens, salt)
+        paths: list[Path] = [(salt, *tokens[: PAGE * n]) for n in range(1, len(tokens) // PAGE + 1)]
+        needed = -(-len(tokens) // PAGE)
+        read = self.reference.read(paths[: (len(tokens) - 1) // PAGE])
+        if needed - len(read) > self.reference.room:
+            with pytest.raises(ResourceExhausted):
+                self.cache.allocate(ref, prefix, needed, len(tokens))
+            self.reference.let_go(read)
+            return
+        pages = self.cache.allocate(ref, prefix, needed, len(tokens))
+        self.reference.take(needed - len(read))
+        assert len(prefix.pages) == len(read)
+        self.requests.append(Request(ref, prefix, pages, paths, read, needed - len(read)))
+        self.queries += len(tokens)
+        self.hits += len(read) * PAGE
+
+    @precondition(lambda self: any(not request.published for request in self.requests))
+    @rule(data=st.data())
+    def publish(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([each for each in self.requests if not each.published]))
+        request.published = True
+        self.cache.publish(request.ref, request.prefix, request.pages)
+        for path in request.paths[len(request.read) :]:
+            if path not in self.reference.readers:
+                self.reference.readers[path] = 1
+                self.reference.owned -= 1
+                request.owned -= 1
+                request.read.append(path)
+            elif read := self.reference.read([path]):
+                request.read += read
+            else:
+                break
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        self.requests.remove(request)
+        self.cache.leave(request.ref, request.prefix, request.pages)
+        self.reference.owned -= request.owned
+        self.reference.let_go(request.read)
+
+    @rule(pages=st.integers(0, 3))
+    def promise(self, pages: int) -> None:
+        if pages > self.reference.room:
+            with pytest.raises(ResourceExhausted):
+                self.pool.promise(pages)
+        else:
+            self.pool.promise(pages)
+            self.reference.promised += pages
+
+    @rule()
+    def unpromise(self) -> None:
+        self.pool.unpromise(self.reference.promised)
+        self.reference.promised = 0
+
+    @invariant()
+    def agrees(self) -> None:
+        self.cache.check_integrity()
+        counts, reference = self.pool.counts(), self.reference
+        assert len(self.cache) == len(reference.readers)
+        assert counts.shared == sum(count > 0 for count in reference.readers.values())
+        assert (counts.owned, counts.promised) == (reference.owned, reference.promised)
+        assert (self.cache.query_tokens, self.cache.hit_tokens) == (self.queries, self.hits)
+        for request in self.requests:
+            assert len(request.prefix.pages) == len(request.read)
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
