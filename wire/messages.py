@@ -10,6 +10,7 @@ from enum import IntEnum, StrEnum
 
 import numpy as np
 
+from wire.prefixes import PrefixChanges
 from wire.timeline import EdgeStamp, TransferStats
 
 
@@ -109,10 +110,13 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class GrantedLease:
-    """A lease and how many seconds it lives without a heartbeat."""
+    """A lease, how many seconds it lives without a heartbeat, and how many of the prompt's first tokens need not be
+    sent.
+    """
 
     lease: Lease
     duration_s: float
+    held_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,7 @@ class _Continued:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     answered: int = field(default=0, kw_only=True)
+    cache_salt: str = field(default="", kw_only=True)
 
     @property
     def question_tokens(self) -> int:
@@ -189,6 +194,7 @@ class RequestEvent:
     edges: tuple[EdgeStamp, ...] = ()
     transfer: TransferStats | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +214,8 @@ class WorkerLoad:
     decode_requests: int
     pages_used: int
     pages_total: int
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +225,7 @@ class StepEvents:
     step: int
     events: tuple[RequestEvent, ...]
     load: WorkerLoad
+    prefixes: tuple[PrefixChanges, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +306,8 @@ class PageChecksum:
 class TransferNotice:
     """Goes with the last write: what arrived, stamped, and how to go on (the token that was drawn, next random draw).
 
+    The first `skipped` of the `pages` were not sent; what they hold is the receiver's own to know.
+
     `token_hash` is of all tokens that were prefilled, the prompt and the `answered` tokens behind it; `first_token_id`
     is the answer's token number `answered`, the first of this attempt.
     """
@@ -308,6 +319,7 @@ class TransferNotice:
     first_token_id: int
     next_draw: int
     checksums: tuple[PageChecksum, ...] = ()
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +340,9 @@ class WorkerInspection:
     fenced: int
     checksums_equal: int = 0
     checksum_failures: int = 0
+    pages_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:

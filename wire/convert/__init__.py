@@ -10,6 +10,12 @@ from wire.convert.cluster import (
     worker_info_from_proto,
     worker_info_to_proto,
 )
+from wire.convert.prefixes import (
+    prefix_changes_from_proto,
+    prefix_changes_to_proto,
+    prefix_list_from_proto,
+    prefix_list_to_proto,
+)
 from wire.convert.reads import decode_read_note, encode_read_note, read_note_from_proto, read_note_to_proto
 from wire.convert.transfer import (
     decode_notice,
@@ -93,6 +99,10 @@ __all__ = [
     "notice_to_proto",
     "prefill_task_from_proto",
     "prefill_task_to_proto",
+    "prefix_changes_from_proto",
+    "prefix_changes_to_proto",
+    "prefix_list_from_proto",
+    "prefix_list_to_proto",
     "read_note_from_proto",
     "read_note_to_proto",
     "ref_from_proto",

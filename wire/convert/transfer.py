@@ -60,6 +60,7 @@ def notice_to_proto(value: TransferNotice) -> worker_pb2.TransferNotice:
         first_token_id=value.first_token_id,
         next_draw=value.next_draw,
         checksums=[worker_pb2.PageChecksum(page=each.page, value=each.value) for each in value.checksums],
+        skipped=value.skipped,
     )
 
 
@@ -72,6 +73,7 @@ def notice_from_proto(message: worker_pb2.TransferNotice) -> TransferNotice:
         first_token_id=message.first_token_id,
         next_draw=message.next_draw,
         checksums=tuple(PageChecksum(each.page, each.value) for each in message.checksums),
+        skipped=message.skipped,
     )
 
 

@@ -1,5 +1,6 @@
 """Between routers and workers: references, leases, reservations, tasks, events, loads."""
 
+from wire.convert.prefixes import prefix_changes_from_proto, prefix_changes_to_proto
 from wire.convert.types import (
     edges_from_proto,
     edges_to_proto,
@@ -55,6 +56,7 @@ def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
         prefill_worker_id=value.prefill.worker_id,
         prefill_incarnation=value.prefill.incarnation,
         answered=value.answered,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -66,15 +68,18 @@ def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
         sampling=sampling_from_proto(message.sampling),
         prefill=PeerRef(message.prefill_worker_id, message.prefill_incarnation),
         answered=message.answered,
+        cache_salt=message.cache_salt,
     )
 
 
 def granted_to_proto(value: GrantedLease) -> worker_pb2.ReserveResponse:
-    return worker_pb2.ReserveResponse(lease=lease_to_proto(value.lease), duration_s=value.duration_s)
+    return worker_pb2.ReserveResponse(
+        lease=lease_to_proto(value.lease), duration_s=value.duration_s, held_tokens=value.held_tokens
+    )
 
 
 def granted_from_proto(message: worker_pb2.ReserveResponse) -> GrantedLease:
-    return GrantedLease(lease_from_proto(message.lease), message.duration_s)
+    return GrantedLease(lease_from_proto(message.lease), message.duration_s, message.held_tokens)
 
 
 def destination_to_proto(value: Destination) -> worker_pb2.Destination:
@@ -101,6 +106,7 @@ def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
         sampling=sampling_to_proto(value.sampling),
         destination=None if value.destination is None else destination_to_proto(value.destination),
         answered=value.answered,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -112,6 +118,7 @@ def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
         sampling=sampling_from_proto(message.sampling),
         destination=destination_from_proto(message.destination) if message.HasField("destination") else None,
         answered=message.answered,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -134,6 +141,7 @@ def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
         edges=edges_to_proto(value.edges),
         transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
         logprobs=[token_logprobs_to_proto(each) for each in value.logprobs],
+        cached_tokens=value.cached_tokens,
     )
 
 
@@ -147,6 +155,7 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
         edges=edges_from_proto(message.edges),
         transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
         logprobs=tuple(token_logprobs_from_proto(each) for each in message.logprobs),
+        cached_tokens=message.cached_tokens,
     )
 
 
@@ -157,6 +166,8 @@ def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
         decode_requests=value.decode_requests,
         pages_used=value.pages_used,
         pages_total=value.pages_total,
+        prefix_query_tokens=value.prefix_query_tokens,
+        prefix_hit_tokens=value.prefix_hit_tokens,
     )
 
 
@@ -167,17 +178,27 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
         message.decode_requests,
         message.pages_used,
         message.pages_total,
+        message.prefix_query_tokens,
+        message.prefix_hit_tokens,
     )
 
 
 def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
     return worker_pb2.StepEvents(
-        step=value.step, events=[event_to_proto(e) for e in value.events], load=load_to_proto(value.load)
+        step=value.step,
+        events=[event_to_proto(e) for e in value.events],
+        load=load_to_proto(value.load),
+        prefixes=[prefix_changes_to_proto(each) for each in value.prefixes],
     )
 
 
 def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
-    return StepEvents(message.step, tuple(event_from_proto(e) for e in message.events), load_from_proto(message.load))
+    return StepEvents(
+        message.step,
+        tuple(event_from_proto(e) for e in message.events),
+        load_from_proto(message.load),
+        tuple(prefix_changes_from_proto(each) for each in message.prefixes),
+    )
 
 
 def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
@@ -197,6 +218,9 @@ def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
         fenced=value.fenced,
         checksums_equal=value.checksums_equal,
         checksum_failures=value.checksum_failures,
+        pages_cached=value.pages_cached,
+        prefix_query_tokens=value.prefix_query_tokens,
+        prefix_hit_tokens=value.prefix_hit_tokens,
     )
 
 
@@ -216,4 +240,7 @@ def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspecti
         fenced=message.fenced,
         checksums_equal=message.checksums_equal,
         checksum_failures=message.checksum_failures,
+        pages_cached=message.pages_cached,
+        prefix_query_tokens=message.prefix_query_tokens,
+        prefix_hit_tokens=message.prefix_hit_tokens,
     )

@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import convert, messages, read_notes, timeline
+from wire import convert, messages, prefixes, read_notes, timeline
 from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
 
 
@@ -57,8 +57,12 @@ events = st.builds(
     edges,
     st.none() | transfers,
     st.lists(scores, max_size=2).map(tuple),
+    uint32,
 )
-loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32)
+loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32, uint64, uint64)
+digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
+runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)
+prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests)
 descriptions = st.builds(
     messages.PeerDescription,
     peers,
@@ -87,7 +91,9 @@ workers = st.builds(
     st.lists(text, max_size=2).map(tuple),
 )
 checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
-notices = st.builds(messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32, checksums)
+notices = st.builds(
+    messages.TransferNotice, leases, peers, st.binary(max_size=32), uint32, uint32, uint32, checksums, uint32
+)
 facts = st.dictionaries(text, text, max_size=3).map(lambda d: tuple(sorted(d.items())))
 
 CASES: dict[str, tuple[Any, type]] = {
@@ -98,24 +104,41 @@ CASES: dict[str, tuple[Any, type]] = {
     "ref": (refs, worker_pb2.RequestRef),
     "lease": (leases, worker_pb2.Lease),
     "reservation": (
-        st.builds(messages.Reservation, text, refs, token_ids, sampling, peers, answered=uint32),
+        st.builds(messages.Reservation, text, refs, token_ids, sampling, peers, answered=uint32, cache_salt=text),
         worker_pb2.ReserveRequest,
     ),
-    "granted": (st.builds(messages.GrantedLease, leases, st.floats(0, 60)), worker_pb2.ReserveResponse),
+    "granted": (st.builds(messages.GrantedLease, leases, st.floats(0, 60), uint32), worker_pb2.ReserveResponse),
     "destination": (destinations, worker_pb2.Destination),
     "prefill_task": (
-        st.builds(messages.PrefillTask, text, refs, token_ids, sampling, st.none() | destinations, answered=uint32),
+        st.builds(
+            messages.PrefillTask,
+            text,
+            refs,
+            token_ids,
+            sampling,
+            st.none() | destinations,
+            answered=uint32,
+            cache_salt=text,
+        ),
         worker_pb2.PrefillRequest,
     ),
     "token_logprobs": (scores, worker_pb2.TokenLogprobs),
     "event": (events, worker_pb2.RequestEvent),
     "load": (loads, worker_pb2.WorkerLoad),
     "step_events": (
-        st.builds(messages.StepEvents, uint64, st.lists(events, max_size=3).map(tuple), loads),
+        st.builds(
+            messages.StepEvents,
+            uint64,
+            st.lists(events, max_size=3).map(tuple),
+            loads,
+            st.lists(prefix_changes, max_size=2).map(tuple),
+        ),
         worker_pb2.StepEvents,
     ),
+    "prefix_changes": (prefix_changes, worker_pb2.PrefixChanges),
+    "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs), worker_pb2.ListPrefixesResponse),
     "inspection": (
-        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, uint64, uint64, uint64),
+        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, *[uint64] * 3, uint32, uint64, uint64),
         worker_pb2.InspectResponse,
     ),
     "description": (descriptions, worker_pb2.PeerDescription),

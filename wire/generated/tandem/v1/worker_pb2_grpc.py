@@ -70,6 +70,11 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.FromString,
                 _registered_method=True)
+        self.ListPrefixes = channel.unary_unary(
+                '/tandem.v1.Worker/ListPrefixes',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
+                _registered_method=True)
         self.ConnectPeer = channel.unary_unary(
                 '/tandem.v1.Worker/ConnectPeer',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.ConnectPeerRequest.SerializeToString,
@@ -141,6 +146,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrefixes(self, request, context):
+        """Router: the names of all pages whose KV this worker could use again, to begin with or after a gap in StepEvents.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ConnectPeer(self, request, context):
         """Prefill to decode: introduce yourselves before any transfer.
         """
@@ -199,6 +211,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.InspectResponse.SerializeToString,
+            ),
+            'ListPrefixes': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixes,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.SerializeToString,
             ),
             'ConnectPeer': grpc.unary_unary_rpc_method_handler(
                     servicer.ConnectPeer,
@@ -406,6 +423,33 @@ class Worker:
             '/tandem.v1.Worker/Inspect',
             tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.InspectResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ListPrefixes',
+            tandem_dot_v1_dot_worker__pb2.ListPrefixesRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.ListPrefixesResponse.FromString,
             options,
             channel_credentials,
             insecure,
