@@ -86,8 +86,9 @@ def _commit() -> str:
 def _command() -> str:
     """The command, without this machine's paths."""
     program = Path(sys.argv[0])
-    name = f"python -m benchmarks.{program.stem}" if program.parent.name == "benchmarks" else program.name
-    return " ".join([name, *sys.argv[1:]])
+    module = program.parent if program.name == "__main__.py" else program
+    name = f"python -m benchmarks.{module.stem}" if module.parent.name == "benchmarks" else program.name
+    return " ".join([name, *(Path(each).name if each.startswith("/") else each for each in sys.argv[1:])])
 
 
 def _file_name(text: str) -> str:

@@ -1,0 +1,155 @@
+"""One client process: sends its share of a workload when each request is due, and writes down what comes back.
+
+Requests are built and serialized before the start, so that while the load runs a client only sends, receives and looks
+at the clock. The clock is `time.monotonic`, which all processes of one host share.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import grpc.aio
+
+from benchmarks.load.record import WRONG_LENGTH, RequestRecord
+from benchmarks.load.workload import Arrival, prompt_ids
+from wire import convert
+from wire.generated.tandem.v1 import inference_pb2
+from wire.messages import FinishReason
+from wire.rpc import error_of, open_channel
+
+_GENERATE = "/tandem.v1.Inference/Generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one client sends, by number in the workload, and where. Nothing is waited for after `give_up_s`."""
+
+    address: str
+    api_key: str
+    seed: int
+    vocab_size: int
+    arrivals: tuple[tuple[int, Arrival], ...]
+    give_up_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShareResult:
+    """A record for each request of the share, and the part of one core that the client took meanwhile."""
+
+    records: tuple[RequestRecord, ...]
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A request on its way out: serialized, and what to compare the answer with."""
+
+    index: int
+    due_s: float
+    asked_tokens: int
+    message: bytes
+
+
+def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int) -> Ready:
+    """Greedy, and exactly as long as the workload says."""
+    ids = prompt_ids(arrival.prompt, seed, vocab_size).tolist()
+    options = inference_pb2.GenerationOptions(max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), options=options)
+    return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
+
+
+class LoadClient:
+    """One connection to a router."""
+
+    def __init__(self, address: str, api_key: str = "") -> None:
+        self._address = address
+        self._channel = open_channel(address, api_key)
+        self._generate: Any = self._channel.unary_stream(
+            _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
+        )
+
+    async def connected(self) -> None:
+        await self._channel.channel_ready()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+        """Send `ready` now; moments of the record count from `start`, a moment of `time.monotonic`."""
+        token_s: list[float] = []
+        chunks, error, complete = 0, "", inference_pb2.Complete()
+        sent_s = time.monotonic() - start
+        try:
+            async for reply in self._replies(ready.message, give_up_s - sent_s):
+                moment = time.monotonic() - start
+                if reply.HasField("complete"):
+                    complete = reply.complete
+                elif reply.chunk.token_ids:
+                    token_s += [moment] * len(reply.chunk.token_ids)
+                    chunks += 1
+        except grpc.aio.AioRpcError as failure:
+            error = error_of(failure, self._address).code
+        ended_s = time.monotonic() - start
+        finish = "" if error else _finish(complete)
+        whole = len(token_s) == complete.completion_tokens == ready.asked_tokens
+        return RequestRecord(
+            ready.index,
+            ready.due_s,
+            sent_s,
+            ended_s,
+            tuple(token_s),
+            ready.asked_tokens,
+            chunks,
+            finish,
+            error or ("" if whole and finish == FinishReason.LENGTH.name else WRONG_LENGTH),
+            complete.prompt_tokens,
+            complete.completion_tokens,
+            complete.cached_tokens,
+            complete.timeline.prefill_worker,
+            complete.timeline.decode_worker,
+        )
+
+    def _replies(self, message: bytes, timeout_s: float) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        replies: AsyncIterator[inference_pb2.GenerateResponse] = self._generate(message, timeout=timeout_s)
+        return replies
+
+
+def _finish(complete: inference_pb2.Complete) -> str:
+    reason = convert.finish_from_proto(complete.finish_reason)
+    return "" if reason is None else reason.name
+
+
+def run_share(pipe: Connection, share: Share) -> None:
+    """The whole process: says "ready", takes the common start, and sends its `ShareResult` when all is over."""
+    asyncio.run(_run_share(pipe, share))
+
+
+async def _run_share(pipe: Connection, share: Share) -> None:
+    client = LoadClient(share.address, share.api_key)
+    everything = [make_ready(i, arrival, share.seed, share.vocab_size) for i, arrival in share.arrivals]
+    await client.connected()
+    # What was built is never garbage: a collection that walks through it would stop the clock for tens of ms.
+    gc.collect()
+    gc.freeze()
+    pipe.send("ready")
+    start: float = await asyncio.to_thread(pipe.recv)
+    busy = time.process_time()
+    records = await _send_all(client, everything, start, share.give_up_s)
+    share_of_core = (time.process_time() - busy) / (time.monotonic() - start)
+    pipe.send(ShareResult(records, share_of_core))
+    await client.close()
+
+
+async def _send_all(
+    client: LoadClient, everything: list[Ready], start: float, give_up_s: float
+) -> tuple[RequestRecord, ...]:
+    """Each when it is due, never waiting for another."""
+    calls = []
+    for ready in everything:
+        await asyncio.sleep(start + ready.due_s - time.monotonic())
+        calls.append(asyncio.create_task(client.ask(ready, start, give_up_s)))
+    return tuple(await asyncio.gather(*calls))

@@ -1,0 +1,65 @@
+"""One request as its client saw it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WRONG_LENGTH = "WRONG_LENGTH"
+"""In place of an error code: the answer ended well, but not with as many tokens as were asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """Moments are seconds after the common start of all clients; `token_s` has one for each token of the answer.
+
+    Tokens that travelled together have one moment; `chunks` counts the messages. Without an end, as after an error,
+    `finish` is empty and what the cluster tells last is 0 or empty.
+    """
+
+    index: int
+    due_s: float
+    sent_s: float
+    ended_s: float
+    token_s: tuple[float, ...]
+    asked_tokens: int
+    chunks: int = 0
+    finish: str = ""
+    """Name of the FinishReason."""
+    error: str = ""
+    """Code of the typed error, empty for a whole answer."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+    @property
+    def lateness_s(self) -> float:
+        """How long after it was due the client sent it."""
+        return self.sent_s - self.due_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """To the first token from when the request was DUE; None without a token."""
+        return self.token_s[0] - self.due_s if self.token_s else None
+
+    @property
+    def end_to_end_s(self) -> float:
+        """From when it was due to its end, good or bad."""
+        return self.ended_s - self.due_s
+
+    @property
+    def gaps_s(self) -> tuple[float, ...]:
+        """Between each token and the next; 0 for tokens that travelled together."""
+        return tuple(b - a for a, b in zip(self.token_s, self.token_s[1:], strict=False))
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean gap; None with fewer than two tokens."""
+        return (self.token_s[-1] - self.token_s[0]) / (len(self.token_s) - 1) if len(self.token_s) > 1 else None
+
+    @property
+    def worst_decile_s(self) -> float | None:
+        """Mean of the longest tenth of the gaps, rounded up; None with fewer than two tokens."""
+        gaps = sorted(self.gaps_s, reverse=True)
+        return float(np.mean(gaps[: -(-len(gaps) // 10)])) if gaps else None

@@ -1,0 +1,133 @@
+"""What a load amounts to: latencies, throughput, goodput, errors, and whether the clients kept up."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.slo import Outcome, SloCell
+from benchmarks.load.spread import Spread
+from benchmarks.load.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class CellScore:
+    """How the requests of a load did in one cell; every request counts, also those turned away."""
+
+    cell: SloCell
+    outcomes: Mapping[Outcome, int]
+    per_s: float
+    """Goodput: requests that met the cell, per second of the workload."""
+
+    @property
+    def share(self) -> float:
+        """Part of all requests that met the cell."""
+        return self.outcomes[Outcome.MET] / sum(self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """One workload at one rate. Durations are in seconds; latencies are of requests that got that far, so that a
+    cluster that turns requests away shows in `errors` and in the cells' scores, not in `ttft`."""
+
+    workload: Workload
+    records: tuple[RequestRecord, ...]
+    errors: Mapping[str, int]
+    scores: tuple[CellScore, ...]
+    ttft: Spread
+    gaps: Spread
+    tpot: Spread
+    worst_decile: Spread
+    end_to_end: Spread
+    """Of requests with a whole answer."""
+    lateness: Spread
+    lateness_bound_s: float
+    client_cpu_share: float
+    """Of one core, by the busiest client."""
+
+    @property
+    def valid(self) -> bool:
+        """Whether the clients sent on time; if not, the load was another one, and latencies are also theirs."""
+        return self.lateness.p99 <= self.lateness_bound_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Answer tokens that arrived while requests were due, per second of that time."""
+        seconds = self.workload.seconds
+        return sum(moment <= seconds for record in self.records for moment in record.token_s) / seconds
+
+    @property
+    def finished_per_s(self) -> float:
+        """Whole answers that ended while requests were due, per second of that time."""
+        seconds = self.workload.seconds
+        return sum(not record.error and record.ended_s <= seconds for record in self.records) / seconds
+
+    def as_result(self) -> dict[str, object]:
+        """Ready for JSON, without the records; latencies in milliseconds."""
+        workload, records = self.workload, self.records
+        whole = [record for record in records if not record.error]
+        messages = sum(record.chunks for record in records)
+        tokens = sum(len(record.token_s) for record in records)
+        return {
+            "rate": workload.rate,
+            "seconds": workload.seconds,
+            "requests": len(records),
+            "offered_per_s": round(len(records) / workload.seconds, 4),
+            "finished": len(whole),
+            "finished_per_s": round(self.finished_per_s, 4),
+            "tokens_per_s": round(self.tokens_per_s, 2),
+            "makespan_s": round(max(record.ended_s for record in records), 3),
+            "prompt_tokens": sum(record.prompt_tokens for record in whole),
+            "cached_tokens": sum(record.cached_tokens for record in whole),
+            "answer_tokens": tokens,
+            "tokens_per_chunk": round(tokens / messages, 3) if messages else 0.0,
+            "clipped": workload.clipped,
+            "errors": dict(self.errors),
+            "served_by": dict(Counter(f"{r.prefill_worker}>{r.decode_worker}" for r in whole)),
+            "goodput": {score.cell.name: _score(score) for score in self.scores},
+            "ttft_ms": self.ttft.in_ms(),
+            "gap_ms": self.gaps.in_ms(),
+            "tpot_ms": self.tpot.in_ms(),
+            "worst_decile_gap_ms": self.worst_decile.in_ms(),
+            "end_to_end_ms": self.end_to_end.in_ms(),
+            "lateness_ms": self.lateness.in_ms(),
+            "lateness_bound_ms": self.lateness_bound_s * 1e3,
+            "client_cpu_share": round(self.client_cpu_share, 3),
+            "valid": self.valid,
+        }
+
+
+def _score(score: CellScore) -> dict[str, object]:
+    counts = {outcome.value: score.outcomes[outcome] for outcome in Outcome}
+    return {"per_s": round(score.per_s, 4), "share": round(score.share, 4), **counts}
+
+
+def score_cell(cell: SloCell, records: Sequence[RequestRecord], seconds: float) -> CellScore:
+    """Judge every request of a workload of `seconds`."""
+    outcomes = Counter(cell.judge(record) for record in records)
+    return CellScore(cell, {each: outcomes[each] for each in Outcome}, outcomes[Outcome.MET] / seconds)
+
+
+def make_report(
+    workload: Workload,
+    records: Sequence[RequestRecord],
+    cells: Sequence[SloCell],
+    lateness_bound_s: float,
+    client_cpu_share: float = 0.0,
+) -> LoadReport:
+    """`records` has one for each arrival, in any order."""
+    ordered = tuple(sorted(records, key=lambda record: record.index))
+    return LoadReport(
+        workload,
+        ordered,
+        errors=dict(Counter(record.error for record in ordered if record.error)),
+        scores=tuple(score_cell(cell, ordered, workload.seconds) for cell in cells),
+        ttft=Spread.of(record.ttft_s for record in ordered),
+        gaps=Spread.of(gap for record in ordered for gap in record.gaps_s),
+        tpot=Spread.of(record.tpot_s for record in ordered),
+        worst_decile=Spread.of(record.worst_decile_s for record in ordered),
+        end_to_end=Spread.of(record.end_to_end_s for record in ordered if not record.error),
+        lateness=Spread.of(record.lateness_s for record in ordered),
+        lateness_bound_s=lateness_bound_s,
+        client_cpu_share=client_cpu_share,
+    )

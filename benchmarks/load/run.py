@@ -1,0 +1,102 @@
+"""A workload against a cluster: several client processes, one start, one report."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from benchmarks.load.client import Share, ShareResult, run_share
+from benchmarks.load.report import LoadReport, make_report
+from benchmarks.load.slo import SloCell
+from benchmarks.load.target import Target, find_target, wait_until_idle
+from benchmarks.load.workload import Workload
+from wire.errors import Internal, InvalidArgument
+
+_HEAD_START_S = 0.2
+"""Between the word that starts the clients and the start itself, so that it reaches all of them before."""
+_END_S = 5.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSettings:
+    """How a load is made, whatever it is."""
+
+    clients: int = 4
+    """Client processes."""
+    drain_s: float = 60.0
+    """How long answers may take after the last request was due, in seconds; what is not over then has failed."""
+    lateness_bound_s: float = 0.010
+    """A run is invalid if one request in a hundred is sent later than this after it was due, in seconds."""
+
+    def __post_init__(self) -> None:
+        if self.clients < 1:
+            raise InvalidArgument("--clients", f"{self.clients} is less than 1")
+
+
+def run_load(
+    target: Target | str, workload: Workload, cells: Sequence[SloCell], settings: LoadSettings | None = None
+) -> LoadReport:
+    """Send every request of `workload` when it is due, cut to the model's context, and report what came back.
+
+    `target` may be an address (host:port). Unavailable if the cluster is not there or busy with something else,
+    Internal if a client process dies.
+    """
+    settings = settings or LoadSettings()
+    target = find_target(target) if isinstance(target, str) else target
+    workload = workload.fitted(target.context)
+    wait_until_idle(target, settings.drain_s)
+    with _clients(_shares(target, workload, settings)) as pipes:
+        for pipe in pipes:
+            _receive(pipe, str)
+        start = time.monotonic() + _HEAD_START_S
+        for pipe in pipes:
+            pipe.send(start)
+        results = [_receive(pipe, ShareResult) for pipe in pipes]
+    records = [record for result in results for record in result.records]
+    busiest = max(result.cpu_share for result in results)
+    return make_report(workload, records, cells, settings.lateness_bound_s, busiest)
+
+
+def _shares(target: Target, workload: Workload, settings: LoadSettings) -> list[Share]:
+    """Dealt in turn, so that a burst falls on all clients."""
+    numbered = tuple(enumerate(workload.arrivals))
+    dealt = [numbered[first :: settings.clients] for first in range(min(settings.clients, len(numbered)))]
+    give_up_s = workload.seconds + settings.drain_s
+    return [Share(target.address, target.api_key, workload.seed, target.vocab_size, each, give_up_s) for each in dealt]
+
+
+@contextmanager
+def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
+    """A process for each share, and the pipe to it; none is left behind."""
+    context = get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for share in shares:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=run_share, args=(theirs, share), daemon=True)
+            process.start()
+            theirs.close()  # so that the end of the process is the end of the pipe
+            pipes.append(ours)
+            processes.append(process)
+        yield pipes
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in processes:
+            process.join(_END_S)
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection, kind: type[_T]) -> _T:
+    try:
+        received = pipe.recv()
+    except EOFError:
+        raise Internal("a client process of the load died; its last words are above") from None
+    if not isinstance(received, kind):
+        raise Internal(f"a client process of the load sent {type(received).__name__}, not {kind.__name__}")
+    return received

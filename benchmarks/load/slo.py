@@ -1,0 +1,69 @@
+"""What a client may expect of one request, and whether it got that."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.spread import percentile
+from wire.errors import InvalidArgument, ResourceExhausted
+
+GAP_PERCENT = 99.0
+"""Which percentile of its own gaps a request is judged by, if a cell does not say."""
+STRICT_STEPS = 2.0
+"""The strict cell's limit for gaps, in decode steps of an idle cluster."""
+
+
+class Outcome(StrEnum):
+    """What became of a request in the eyes of one cell; only MET counts as goodput."""
+
+    MET = "met"
+    MISSED_TTFT = "missed_ttft"
+    MISSED_ITL = "missed_itl"
+    SHED = "shed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SloCell:
+    """Limits in seconds: of the first token after the due time, and of the `gap_percent` percentile of the gaps."""
+
+    name: str
+    ttft_s: float
+    gap_s: float
+    gap_percent: float = GAP_PERCENT
+
+    def as_result(self) -> dict[str, float]:
+        """Ready for JSON."""
+        limits = round(self.ttft_s * 1e3, 4), round(self.gap_s * 1e3, 4)
+        return {"ttft_ms": limits[0], "gap_ms": limits[1], "gap_percent": self.gap_percent}
+
+    def judge(self, record: RequestRecord) -> Outcome:
+        """SHED = the cluster said at once that it has no room; FAILED = any other end without the whole answer."""
+        if record.error:
+            return Outcome.SHED if record.error == ResourceExhausted.code else Outcome.FAILED
+        if record.ttft_s is None or record.ttft_s > self.ttft_s:
+            return Outcome.MISSED_TTFT
+        gaps = record.gaps_s
+        return Outcome.MISSED_ITL if gaps and percentile(gaps, self.gap_percent) > self.gap_s else Outcome.MET
+
+
+def standard_cells(step_s: float) -> tuple[SloCell, ...]:
+    """strict, balanced and quick; `step_s` is one decode step of the cluster when it is idle, in seconds."""
+    return (
+        SloCell("strict", ttft_s=2.0, gap_s=STRICT_STEPS * step_s),
+        SloCell("balanced", ttft_s=1.0, gap_s=0.025),
+        SloCell("quick", ttft_s=0.3, gap_s=0.060),
+    )
+
+
+def parse_cell(text: str) -> SloCell:
+    """From "name:TTFT_MS:GAP_MS" or "name:TTFT_MS:GAP_MS:PERCENT". InvalidArgument says what is wrong."""
+    name, *numbers = text.split(":")
+    try:
+        ttft_ms, gap_ms, *rest = (float(each) for each in numbers)
+        (percent,) = rest or (GAP_PERCENT,)
+    except ValueError:
+        raise InvalidArgument("--slo", f"{text!r} is not NAME:TTFT_MS:GAP_MS[:PERCENT]") from None
+    if not name or not (ttft_ms > 0 and gap_ms > 0 and 0 < percent <= 100):
+        raise InvalidArgument("--slo", f"{text!r} needs a name, limits above 0 and a percentile above 0 and up to 100")
+    return SloCell(name, ttft_ms / 1e3, gap_ms / 1e3, percent)

@@ -1,0 +1,55 @@
+"""Many measured values in few: mean, percentiles and a curve to draw."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LEVELS = (*range(0, 99, 2), 99, 99.5, 99.9, 100)
+"""The percentiles that a curve consists of; 0 is the least value."""
+_TO_MS = 1e3
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The least of `values` that is at least as large as `percent` % of them (nearest rank): always a measured one."""
+    return sorted(values)[_rank(len(values), percent)]
+
+
+def _rank(count: int, percent: float) -> int:
+    # Rounded first: 99.9 % of 1000 is 999, not the 999.0000000000001 of floating point.
+    return max(0, math.ceil(round(percent / 100 * count, 6)) - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of `count` durations in seconds; `curve` has the percentiles at `LEVELS`. All 0, and no curve, if there are none.
+
+    Percentiles are by nearest rank.
+    """
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    worst: float
+    curve: tuple[float, ...]
+
+    @classmethod
+    def of(cls, durations: Iterable[float | None]) -> "Spread":
+        """None stands for a duration that there was not."""
+        values = np.sort([each for each in durations if each is not None])
+        if values.size == 0:
+            return cls(0, 0.0, 0.0, 0.0, 0.0, 0.0, ())
+
+        def at(percent: float) -> float:
+            return float(values[_rank(values.size, percent)])
+
+        return cls(values.size, float(values.mean()), at(50), at(90), at(99), at(100), tuple(map(at, LEVELS)))
+
+    def in_ms(self) -> dict[str, object]:
+        """Ready for JSON."""
+        names = ("mean", "p50", "p90", "p99", "worst")
+        figures: dict[str, object] = {name: round(getattr(self, name) * _TO_MS, 3) for name in names}
+        return {"count": self.count, **figures, "curve": [round(each * _TO_MS, 3) for each in self.curve]}

@@ -1,0 +1,52 @@
+"""A cluster of a benchmark's own, with any setting that clusters have."""
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from benchmarks.served_model import ServedModel
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+from wire.errors import InvalidArgument
+
+Settings = Mapping[str, object]
+"""Fields of `ClusterConfig` by name."""
+_BOOLEANS = {"true": True, "false": False}
+_SIMPLE = (bool, int, float, str, Path)
+
+
+def parse_setting(text: str) -> tuple[str, object]:
+    """From "max_step_tokens=512" to the field of `ClusterConfig` and its value. InvalidArgument says what is wrong."""
+    name, _, value = text.partition("=")
+    kind = _kinds().get(name)
+    if kind is None:
+        raise InvalidArgument("--set", f"{name!r} is none of {', '.join(sorted(_kinds()))}")
+    try:
+        return name, _BOOLEANS[value.lower()] if kind is bool else kind(value)
+    except (KeyError, ValueError):
+        raise InvalidArgument("--set", f"{name}={value!r} is no {kind.__name__}") from None
+
+
+def _kinds() -> dict[str, type]:
+    """What each field is made from; those that no text can say are left out."""
+    kinds: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(ClusterConfig).items():
+        options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for option in options:
+            if option in _SIMPLE:
+                kinds[name] = option
+    return kinds
+
+
+@contextmanager
+def running_cluster(model: ServedModel, settings: Settings) -> Iterator[str]:
+    """A cluster on free ports until the end of the block → the address of its gRPC door."""
+    served = {"model_name": model.name, "random_weights": model.random_weights, "grpc_port": 0, "http_port": 0}
+    config = ClusterConfig(model.folder, **(served | dict(settings)))  # type: ignore[arg-type]  # checked by its fields
+    cluster = Cluster.start(config)
+    try:
+        yield cluster.endpoints.grpc
+    finally:
+        cluster.stop()

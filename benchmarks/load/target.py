@@ -1,0 +1,103 @@
+"""The cluster under load, seen through its own door: what it serves, whether it is idle, how fast one request is."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from benchmarks.load.client import LoadClient, make_ready
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.workload import Arrival, Block
+from cli.client import RouterClient, ServerView
+from wire.errors import Unavailable
+
+WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32
+LONE_REQUESTS, LONE_PROMPT, LONE_TOKENS = 3, 1000, 65
+_WARM_SEED = 2**62
+"""No workload has it, so that nothing of a warm-up is found in a prefix cache."""
+_POLL_S = 0.05
+_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A router's door, and what it says of itself."""
+
+    address: str
+    api_key: str
+    view: ServerView
+
+    @property
+    def context(self) -> int:
+        """Prompt and answer together, in tokens."""
+        return self.view.model.max_context
+
+    @property
+    def vocab_size(self) -> int:
+        return self.view.model.vocab_size
+
+    @property
+    def on_gpus(self) -> bool:
+        return any(worker.device.startswith("cuda") for worker in self.view.info.workers)
+
+    def as_result(self) -> dict[str, object]:
+        """Ready for JSON."""
+        workers = sorted(self.view.info.workers, key=lambda worker: worker.worker_id)
+        return {
+            "model": self.view.model.model,
+            "dtype": self.view.model.dtype,
+            "workers": [{"id": w.worker_id, "device": w.device, "transport": w.transport} for w in workers],
+            "warnings": sorted({warning for w in workers for warning in w.warnings}),
+        }
+
+
+def find_target(address: str, api_key: str = "") -> Target:
+    """Ask the router. Unavailable if it is not there or serves nothing yet."""
+    return Target(address, api_key, asyncio.run(RouterClient(address, api_key).view()))
+
+
+def wait_until_idle(target: Target, within_s: float) -> None:
+    """Until the router has no request. Unavailable if somebody keeps it busy."""
+    give_up = time.monotonic() + within_s
+    while True:
+        loads = asyncio.run(RouterClient(target.address, target.api_key).view()).loads
+        if loads.waiting + loads.running == 0:
+            return
+        if time.monotonic() > give_up:
+            count = loads.waiting + loads.running
+            raise Unavailable(f"the router at {target.address} still has {count} requests that are not of this load")
+        time.sleep(_POLL_S)
+
+
+def warm_up(target: Target) -> float:
+    """Some requests at once, then some alone → seconds of a decode step when there is nothing else to do.
+
+    Of the fastest of them: whatever slowed the others was no decode step. Unavailable if one fails.
+    """
+    return asyncio.run(_warm_up(target))
+
+
+async def _warm_up(target: Target) -> float:
+    client = LoadClient(target.address, target.api_key)
+    prompt, tokens = min(LONE_PROMPT, target.context // 4), min(LONE_TOKENS, target.context // 4)
+    try:
+        few = min(WARM_PROMPT, prompt), min(WARM_TOKENS, tokens)
+        await asyncio.gather(*(_ask(client, target, number, *few) for number in range(WARM_REQUESTS)))
+        lone = [await _ask(client, target, WARM_REQUESTS + i, prompt, tokens) for i in range(LONE_REQUESTS)]
+    finally:
+        await client.close()
+    return min(map(_step_s, lone))
+
+
+async def _ask(client: LoadClient, target: Target, number: int, prompt: int, tokens: int) -> RequestRecord:
+    arrival = Arrival(0.0, (Block(number, prompt),), tokens)
+    ready = make_ready(number, arrival, _WARM_SEED, target.vocab_size)
+    record = await client.ask(ready, time.monotonic(), _TIMEOUT_S)
+    if record.error:
+        raise Unavailable(f"a request before the load failed with {record.error}; see the router's log")
+    return record
+
+
+def _step_s(record: RequestRecord) -> float:
+    """Mean gap, without the first: that is the hand-over's."""
+    moments = record.token_s[1:]
+    return (moments[-1] - moments[0]) / (len(moments) - 1)

@@ -1,0 +1,95 @@
+"""Open-loop load from two client processes against a real cluster: every request is accounted for. Never its timing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.load.report import LoadReport
+from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.slo import SloCell
+from benchmarks.load.synthetic import Lengths, Synthetic
+from benchmarks.load.target import find_target, warm_up
+from benchmarks.load.workload import Arrival, Block, Workload
+from wire.errors import Unavailable
+
+LOOSE, HOPELESS = SloCell("loose", 1e6, 1e6), SloCell("hopeless", 1e-9, 1e6)
+SETTINGS = LoadSettings(clients=2, drain_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def address(running_cluster: Callable[..., Any]) -> str:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    return str(cluster.grpc_address)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    return Synthetic(Lengths(40, 0.5), Lengths(6, 0.5), cv=2.0).at(rate=6, seconds=2, seed=5)
+
+
+@pytest.fixture(scope="module")
+def report(address: str, workload: Workload) -> LoadReport:
+    return run_load(address, workload, (LOOSE, HOPELESS), SETTINGS)
+
+
+def test_every_request_is_answered_in_full(report: LoadReport, workload: Workload) -> None:
+    assert len(report.records) == len(workload.arrivals) > 5
+    assert not report.errors
+    for number, (record, arrival) in enumerate(zip(report.records, workload.arrivals, strict=True)):
+        assert record.index == number
+        assert record.due_s == arrival.due_s <= record.sent_s <= record.token_s[0] <= record.token_s[-1]
+        assert record.token_s[-1] <= record.ended_s
+        assert list(record.token_s) == sorted(record.token_s)
+        assert record.prompt_tokens == arrival.prompt_tokens
+        assert record.completion_tokens == len(record.token_s) == arrival.new_tokens
+        assert (record.finish, record.prefill_worker) == ("LENGTH", "prefill-0")
+
+
+def test_the_figures_add_up(report: LoadReport, workload: Workload) -> None:
+    asked = [arrival.new_tokens for arrival in workload.arrivals]
+    assert report.ttft.count == report.end_to_end.count == report.lateness.count == len(asked)
+    assert report.gaps.count == sum(new - 1 for new in asked)
+    assert report.tpot.count == sum(new > 1 for new in asked)
+    assert [score.share for score in report.scores] == [1.0, 0.0]
+    assert report.scores[0].per_s == len(asked) / workload.seconds
+    result = report.as_result()
+    assert result["answer_tokens"] == sum(asked)
+    assert result["prompt_tokens"] == sum(arrival.prompt_tokens for arrival in workload.arrivals)
+
+
+def test_what_the_cluster_refuses_and_what_does_not_fit_is_counted(address: str) -> None:
+    """A prompt with ids the model does not have; one too long, which is cut; one whose time is over before its end."""
+    target = find_target(address)
+    foreign = replace(target, view=replace(target.view, model=_vocabulary(target.view.model, 10**6)))
+    arrivals = (Arrival(0.0, (Block(1, 64),), 4), Arrival(0.0, (Block(2, 64),), 4))
+    refused = run_load(foreign, Workload("foreign", 2, 1, 0, arrivals), (LOOSE,), SETTINGS)
+    assert refused.errors == {"INVALID_ARGUMENT": 2}
+    assert refused.scores[0].share == 0
+    assert refused.ttft.count == 0
+    long = Workload("long", 1, 1, 0, (Arrival(0.0, (Block(3, 100),), 10**6),))
+    given_up = run_load(target, long, (LOOSE,), LoadSettings(clients=3, drain_s=0.5))
+    assert given_up.errors == {"DEADLINE_EXCEEDED": 1}
+    assert given_up.workload.clipped == 1
+    assert given_up.records[0].asked_tokens == target.context // 2
+
+
+def _vocabulary(model: Any, size: int) -> Any:
+    changed = type(model)()
+    changed.CopyFrom(model)
+    changed.vocab_size = size
+    return changed
+
+
+def test_one_request_alone_tells_the_step(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WARM_PROMPT": 16, "WARM_TOKENS": 3, "LONE_PROMPT": 32, "LONE_TOKENS": 5}.items():
+        monkeypatch.setattr(f"benchmarks.load.target.{name}", value)
+    assert 0 < warm_up(find_target(address)) < 10
+
+
+def test_without_a_router_there_is_no_load(workload: Workload) -> None:
+    with pytest.raises(Unavailable, match=r"cannot reach the router at 127.0.0.1:1"):
+        run_load("127.0.0.1:1", workload, (LOOSE,), SETTINGS)
