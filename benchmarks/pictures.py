@@ -1,0 +1,153 @@
+"""Pictures of load runs: `python -m benchmarks.pictures benchmarks/results/load-*.json --out pictures`.
+
+For each run the distribution of every latency, a curve for each rate; for each workload goodput against rate, a curve
+for each run. matplotlib draws them (`pip install -e '.[dev]'`).
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from benchmarks.load.sweep import GOODPUT_SHARE
+from wire.errors import InvalidArgument, TandemError
+
+_LATENCIES = {
+    "ttft_ms": "time to first token",
+    "gap_ms": "gap between tokens",
+    "worst_decile_gap_ms": "worst tenth of a request's gaps, mean",
+    "tpot_ms": "time per output token",
+    "end_to_end_ms": "end to end",
+}
+_PANEL = (4.6, 3.4)
+_LEAST_MS = 0.05
+"""Logarithmic axes begin here: tokens that travelled together have gaps of 0."""
+
+Load = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One result of `benchmarks.load`: what to call it, its workload, and its loads by rising rate."""
+
+    label: str
+    workload: str
+    levels: tuple[float, ...]
+    loads: tuple[Load, ...]
+
+
+def read_run(file: Path, label: str = "") -> Run:
+    """InvalidArgument if `file` is no result of a load."""
+    try:
+        result = json.loads(file.read_text(encoding="utf-8"))
+        loads = tuple(sorted(result["loads"], key=lambda load: float(load["rate"])))
+        return Run(label or file.stem, result["workload"], tuple(result["curve_levels"]), loads)
+    except OSError as error:
+        raise InvalidArgument(file.name, f"cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise InvalidArgument(file.name, "is no result of benchmarks.load") from None
+
+
+def draw_latencies(run: Run, file: Path) -> None:
+    """Distributions of all latencies, a panel each; time is logarithmic."""
+    figure, panels = _panels(len(_LATENCIES))
+    for axes, (key, title) in zip(panels, _LATENCIES.items(), strict=True):
+        for load in run.loads:
+            if curve := load[key]["curve"]:
+                times = [max(_LEAST_MS, each) for each in curve]
+                axes.plot(times, [level / 100 for level in run.levels], label=_rate(load))
+        axes.set(title=title, xlabel="ms", ylabel="share", xscale="log", ylim=(0, 1.02))
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        _finish(axes)
+    _save(figure, run.workload, file)
+
+
+def draw_goodput(runs: Sequence[Run], file: Path) -> None:
+    """Goodput against the offered rate, a panel for each SLO cell that all runs have; they share a workload."""
+    cells = [cell for cell in runs[0].loads[0]["goodput"] if all(cell in run.loads[0]["goodput"] for run in runs)]
+    figure, panels = _panels(len(cells))
+    offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
+    for axes, cell in zip(panels, cells, strict=True):
+        for run in runs:
+            goodput = [load["goodput"][cell]["per_s"] for load in run.loads]
+            axes.plot([load["offered_per_s"] for load in run.loads], goodput, marker="o", label=run.label)
+        kept = [GOODPUT_SHARE * rate for rate in offered]
+        axes.plot(offered, kept, color="grey", linestyle=":", label=f"{GOODPUT_SHARE:.0%} of all requests")
+        axes.set(title=cell, xlabel="offered requests/s", ylabel="requests/s that met the cell", ylim=(0, None))
+        _finish(axes)
+    _save(figure, runs[0].workload, file)
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    columns = min(3, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, [figure.add_subplot(rows, columns, number + 1) for number in range(count)]
+
+
+def _rate(load: Load) -> str:
+    return f"{load['rate']:g}/s" + ("" if load["valid"] else " (clients late)")
+
+
+def _finish(axes: Axes) -> None:
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _save(figure: Figure, title: str, file: Path) -> None:
+    """The same result gives the same bytes."""
+    figure.suptitle(title)
+    with mpl.rc_context({"svg.hashsalt": file.stem}):
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def draw(runs: Sequence[Run], folder: Path, suffix: str) -> list[Path]:
+    """Every picture of `runs` → the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    workloads: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        files.append(folder / f"latency-{run.label}.{suffix}")
+        draw_latencies(run, files[-1])
+        workloads[run.workload].append(run)
+    for workload, together in workloads.items():
+        files.append(folder / f"goodput-{workload}.{suffix}")
+        draw_goodput(together, files[-1])
+    return files
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw what the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="files of benchmarks.load --save")
+    parser.add_argument("--labels", default=None, help="names of the runs in the pictures, separated by commas")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder; it is made")
+    parser.add_argument("--format", default="svg", choices=("svg", "png"))
+    parsed = parser.parse_args(arguments)
+    labels = parsed.labels.split(",") if parsed.labels else [""] * len(parsed.results)
+    try:
+        if len(labels) != len(parsed.results):
+            raise InvalidArgument("--labels", f"{len(labels)} for {len(parsed.results)} results; give one for each")
+        runs = [read_run(file, label) for file, label in zip(parsed.results, labels, strict=True)]
+    except TandemError as error:
+        raise SystemExit(error.message) from None
+    for file in draw(runs, parsed.out, parsed.format):
+        print("wrote", file.name)
+
+
+if __name__ == "__main__":
+    main()
