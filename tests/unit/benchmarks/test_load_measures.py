@@ -179,6 +179,15 @@ def test_a_sweep_ends_behind_the_knee() -> None:
     assert reports[-1].scores[0].share == pytest.approx(0.5, abs=0.01)
 
 
+def test_a_sweep_goes_on_while_one_cell_is_kept() -> None:
+    """One cell is never met, the other up to 5 a second."""
+    cells = (SloCell("never", 1e-9, 1.0), CELL)
+    cluster = Cluster(capacity=5.0)
+    reports = sweep(lambda rate, number: report(cluster(rate, number).records, cells=cells), 4.0)
+    assert [rate for rate, _ in cluster.asked] == [4.0, 6.0]
+    assert knees(reports) == {"never": 0.0, "cell": 4.0}
+
+
 def test_a_sweep_that_finds_no_knee_ends_too() -> None:
     cluster = Cluster(capacity=1e9)
     assert len(sweep(cluster, 0.1)) == 16
