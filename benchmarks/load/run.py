@@ -83,11 +83,12 @@ def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
             pipes.append(ours)
             processes.append(process)
         yield pipes
+        for process in processes:
+            process.join(_END_S)
     finally:
         for pipe in pipes:
             pipe.close()
         for process in processes:
-            process.join(_END_S)
             process.kill()
             process.join()
 

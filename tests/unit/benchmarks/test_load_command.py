@@ -1,6 +1,7 @@
 """The command around a load: settings by name, one JSON object, pictures from it."""
 
 import json
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from benchmarks import pictures, results
 from benchmarks.load.command import as_result, make_source, parse_arguments, without_curves
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.report import LoadReport, make_report
+from benchmarks.load.run import _receive
 from benchmarks.load.slo import standard_cells
 from benchmarks.load.stage import parse_setting
 from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.trace import Trace
-from wire.errors import InvalidArgument
+from wire.errors import Internal, InvalidArgument
 
 CELLS = standard_cells(0.01)
 EXCERPT = Path(__file__).parent / "traces" / "mooncake_excerpt.jsonl"
@@ -76,6 +78,17 @@ def test_a_result_is_json_whose_curves_a_terminal_is_spared() -> None:
         "quick": 0
     }
     assert shown["cells"]["strict"] == {"ttft_ms": 2000.0, "gap_ms": 20.0, "gap_percent": 99.0}
+
+
+def test_a_client_that_dies_or_babbles_ends_the_load() -> None:
+    ours, theirs = Pipe()
+    theirs.send(1.5)
+    with pytest.raises(Internal, match="sent float, not str"):
+        _receive(ours, str)
+    theirs.close()
+    with pytest.raises(Internal, match="a client process of the load died"):
+        _receive(ours, str)
+    ours.close()
 
 
 def test_pictures_are_drawn_from_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
