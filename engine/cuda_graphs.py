@@ -1,9 +1,8 @@
 """CUDA graphs of the decode step: one for each size of batch, replayed without the host touching a kernel."""
 
-import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,10 +14,6 @@ from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepPacker, StepSizes, view_step
 from engine.weights.checkpoint import Progress
 
-log = logging.getLogger(__name__)
-
-_COMPILERS = 8
-"""Threads that compile kernels side by side: their compiler leaves Python alone for most of its time."""
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 _BEYOND = 64
 """Step between sizes after the last of them."""
@@ -65,25 +60,17 @@ class DecodeGraphs:
         self._graphs: list[DecodeGraph] = []
         self._pool = torch.cuda.graph_pool_handle()
 
-    def compile(self, sizes: Sequence[int]) -> None:
-        """Run the steps of these numbers of rows once each, side by side, so that all their kernels are compiled.
+    def trials(self, sizes: Sequence[int]) -> dict[str, Callable[[], Tensor]]:
+        """Runs of the steps of these numbers of rows, for `run_side_by_side`."""
 
-        The launches of all threads are one stream's, so steps use the scratch memory they share in turns; their results
-        mix, and mean nothing. What fails here fails in words where it is captured.
-        """
-        wanted = [(rows, context) for rows in sizes for context in graph_contexts(self._packer.limits.max_context)]
+        def run(rows: int, context: int) -> Tensor:
+            return self._step(rows, context)[1]()
 
-        def run(rows: int, context: int) -> None:
-            torch.cuda.set_device(self._drawn.device)
-            with torch.inference_mode():
-                self._step(rows, context)[1]()
-
-        with ThreadPoolExecutor(_COMPILERS) as pool:
-            for (rows, _), done in [(each, pool.submit(run, *each)) for each in wanted]:
-                error = done.exception()
-                if error is not None:
-                    log.info("the step of %d rows was not compiled ahead: %s", rows, error)
-        torch.cuda.synchronize()
+        return {
+            f"the step of {rows} rows and {context} tokens": partial(run, rows, context)
+            for rows in sizes
+            for context in graph_contexts(self._packer.limits.max_context)
+        }
 
     def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
         """Capture the steps of these numbers of rows, the largest first, so that the others fit into its memory."""

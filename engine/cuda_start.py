@@ -6,6 +6,7 @@ import torch
 
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache, page_bytes
+from engine.compile_ahead import Trial, run_side_by_side
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.cuda_stepper import CudaStepper
@@ -18,12 +19,15 @@ from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
 from engine.token_draws import TokenDraws
 from engine.weights.checkpoint import Progress
+from wire.ending import pages_for
 from wire.messages import SamplingParams
 
 log = logging.getLogger(__name__)
 
 _MARGIN_BYTES = GIB // 4
 """For fragments of memory, and for what only some steps need."""
+_COMPILED_PROMPT = 2048
+"""Tokens that take the kernels of long prompts."""
 _ANY = SamplingParams(max_tokens=1)
 
 
@@ -41,9 +45,12 @@ def start_on_gpu(
     InvalidArgument, naming the setting to change, if there is not enough memory.
     """
     with naming_the_setting(device):
+        probe = _one_row(config, model, page_tokens, dtype, device)
+        _compile(config, model, probe)
+        steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
+        del probe
         capacity = config.kv_cache_bytes
         if capacity is None:
-            steps = _measure_steps(config, model, page_tokens, dtype, device)
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
@@ -52,39 +59,43 @@ def start_on_gpu(
     return cache, stepper
 
 
-def _measure_steps(
+def _one_row(
     config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
-) -> int:
+) -> PagedCache:
+    """A cache for the longest row of a step, to try steps on."""
+    row_tokens = min(config.max_step_tokens, model.config.max_context)
+    capacity = pages_for(row_tokens, page_tokens) * page_bytes(model.config, page_tokens, dtype)
+    return PagedCache(model.config, page_tokens, capacity, dtype, device)
+
+
+def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> int:
     """Bytes of the largest prompt step and of the largest graphs, in whose memory the smaller ones have room, measured
     over a cache of one row.
     """
     row_tokens = min(config.max_step_tokens, model.config.max_context)
-    pages = -(-row_tokens // page_tokens)
-    probe = PagedCache(model.config, page_tokens, pages * page_bytes(model.config, page_tokens, dtype), dtype, device)
-
-    if config.cuda_graphs:
-        _compile(model, probe, graph_sizes(config.max_batch_requests))
 
     def run() -> CudaStepper:
         stepper = _make_stepper(config, model, probe, [config.max_batch_requests], None)
         with torch.inference_mode():
-            stepper.launch(StepBatch(_largest_rows(config.max_step_tokens, row_tokens, probe)))()
+            stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
         return stepper
 
-    return measure_peak(device, run)
+    return measure_peak(probe.tensor.device, run)
 
 
-def _compile(model: LlamaModel, probe: PagedCache, sizes: list[int]) -> None:
-    """Most kernels of all decode steps, while there is memory to run many at a time."""
-    device = probe.tensor.device
-    drawn = torch.zeros(max(sizes), dtype=torch.int64, device=device)
-    sampler = DeviceSampler(model.config.vocab_size, max(sizes), device, overlaps_launches())
-    packer, forward = StepPacker(step_limits(model.config, probe)), forward_over(model, probe)
-    DecodeGraphs(packer, forward, sampler, drawn).compile(sizes)
-    torch.cuda.empty_cache()
+def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
+    """Most kernels of all steps, while there is memory to run many at a time."""
+    stepper = _make_stepper(config, model, probe, [], None)
+    trials: dict[str, Trial] = {}
+    if config.cuda_graphs:
+        trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
+    trials |= stepper.draws.trials(probe.tensor.dtype)
+    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, probe.pages * probe.page_tokens)
+    trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    run_side_by_side(trials, probe.tensor.device)
 
 
-def _largest_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
+def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
     """Rows of `tokens` tokens in all. They share their pages, as nobody reads the result."""
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
@@ -105,5 +116,4 @@ def _make_stepper(
         graphs.capture(sizes if config.cuda_graphs else [], progress)
         counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
         draws = TokenDraws(sampler, counts, drawn, pdl=overlaps_launches())
-        draws.warm_up(cache.tensor.dtype)
     return CudaStepper(packer, forward, draws, drawn, graphs)

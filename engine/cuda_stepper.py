@@ -40,7 +40,7 @@ class CudaStepper:
         """`drawn` [rows] int64 is where `draws` leaves every step's tokens and the next one finds them."""
         self._packer = packer
         self._forward = forward
-        self._draws = draws
+        self.draws = draws
         self._drawn = drawn
         self.graphs = graphs
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
@@ -55,11 +55,11 @@ class CudaStepper:
         memory = self._memory[0]
         self._memory.reverse()
         memory.done.synchronize()
-        late = self._draws.late_tokens(draws, [None if row is None else self._draw_of_row[row] for row in sources])
+        late = self.draws.late_tokens(draws, [None if row is None else self._draw_of_row[row] for row in sources])
         logits, greedy_is_drawn = self._compute(batch, memory)
         read = None
         if logits is not None:
-            read = self._draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
+            read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
         memory.done.record()
         numbers = iter(range(len(draws)))
         self._draw_of_row = [-1 if row.draw is None else next(numbers) for row in batch.rows]

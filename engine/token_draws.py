@@ -1,7 +1,9 @@
 """From a step's logits to its tokens and log probabilities, on the device: launches that never wait for it."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from wire.messages import SamplingParams, TokenLogprobs
 Drawn = tuple[list[int], list[TokenLogprobs | None]]
 """A step's tokens, one a draw, and their log probabilities: one a draw, or none if no draw asked."""
 
-_WARM_UP_TOKEN = 0
+_TRIAL_TOKEN = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,18 @@ class TokenDraws:
         values, top_ids = self._score(logits, draws, asking, memory)
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what only penalties and log probabilities need, so that no request waits for it."""
-        vocab = self._counts.counts.shape[1]
-        for rows in {1, min(MANY_ROWS, self._sampler.max_rows)}:
-            logits = torch.zeros(rows, vocab, dtype=dtype, device=self._drawn.device)
-            for temperature in (0.0, 1.0):
-                asked = SamplingParams(1, temperature, presence_penalty=1.0, logprobs=1)
-                draws = [Draw(asked, 0, History((_WARM_UP_TOKEN,), ())) for _ in range(rows)]
+    def trials(self, dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+        """Draws of every kind, for `run_side_by_side`, so that no request waits for a compiler."""
+
+        def run(penalty: float) -> None:
+            for rows, temperature in itertools.product({1, min(MANY_ROWS, self._sampler.max_rows)}, (0.0, 1.0)):
+                logits = torch.zeros(rows, self._counts.counts.shape[1], dtype=dtype, device=self._drawn.device)
+                asked = SamplingParams(1, temperature, presence_penalty=penalty, logprobs=1)
+                draws = [Draw(asked, 0, History((_TRIAL_TOKEN,), ()) if penalty else None) for _ in range(rows)]
                 self.launch(logits, draws, [None] * rows, self.make_memory(), greedy_is_drawn=False)
+
+        # Counts are lent to one step at a time, so what needs them is one trial.
+        return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
     def _sample(self, logits: Tensor, draws: Sequence[Draw], late: Sequence[Tensor | None], memory: DrawMemory) -> None:
         """In pieces of as many rows as the sampler takes."""

@@ -2,18 +2,22 @@
 split-KV attention over pages for rows of one token and flash-attn-4 for longer ones.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
 from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
-from engine.kernels.gated_product import choose_gated_product
-from engine.kernels.prefill_attention import choose_prefill_attention
+from engine.kernels.gated_product import GatedProduct, choose_gated_product
+from engine.kernels.prefill_attention import PrefillAttention, choose_prefill_attention
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from engine.kernels.triton_norm import rms_norm
+from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
@@ -38,8 +42,19 @@ class CudaKernels(Kernels):
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
-        self._prefill = choose_prefill_attention(device, dtype, model.head_dim, page_tokens, pdl=self._pdl)
-        self._gated = choose_gated_product(device, dtype, model.hidden_size, pdl=self._pdl)
+        # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
+        libraries = ThreadPoolExecutor(1, thread_name_prefix="libraries")
+        self._prefill_soon = libraries.submit(_choose_prefill, model, device, dtype, page_tokens, self._pdl)
+        self._gated_soon = libraries.submit(choose_gated_product, device, dtype, model.hidden_size, pdl=self._pdl)
+        libraries.shutdown(wait=False)
+
+    @cached_property
+    def _prefill(self) -> PrefillAttention:
+        return self._prefill_soon.result()
+
+    @cached_property
+    def _gated(self) -> GatedProduct:
+        return self._gated_soon.result()
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
         single = self._single_rows(layout)
@@ -111,6 +126,14 @@ class CudaKernels(Kernels):
         if shape not in self._decode:
             self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl, early=True)
         return self._decode[shape]
+
+
+def _choose_prefill(
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int, pdl: bool
+) -> PrefillAttention:
+    chosen = choose_prefill_attention(device, dtype, model.head_dim, page_tokens, pdl=pdl)
+    chosen.compile({attention_shape(model, layer) for layer in range(model.layers)}, dtype, device)
+    return chosen
 
 
 def _product(x: Tensor, linear: Linear) -> Tensor:

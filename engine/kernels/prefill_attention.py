@@ -1,7 +1,8 @@
 """Attention of rows with many tokens: flash-attn-4 over the paged cache where it runs, else PyTorch's SDPA by row."""
 
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from engine.kernels.base import AttentionShape, StepLayout
 from engine.kernels.reference import gather_row, visible
 from engine.kernels.triton_tails import clear_value_tails
+from wire.ending import pages_for
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +20,18 @@ _FLASH_CAPABILITY = (9, 0)
 _FLASH_DIMS = (64, 96, 128)
 _SDPA_SCORES = 1 << 26
 """Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
+_COMPILED_TOKENS = (1, 257)
+"""Lengths of a row for which flash-attn-4 compiles different kernels: those that fit into one tile of queries, and
+those that do not."""
 _FLASH_PAGE = 128
 """Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
 
 
 class PrefillAttention(Protocol):
     """One model's, whose rows from `first_row` of a step on have many tokens."""
+
+    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+        """Whatever steps of these layers may need."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
@@ -74,11 +82,20 @@ class FlashPrefill:
         from flash_attn.cute import flash_attn_varlen_func
 
         self._flash: Callable[..., Any] = flash_attn_varlen_func
-        self._reads_whole_pages = page_tokens == _FLASH_PAGE
+        self._page_tokens = page_tokens
         self._pdl = pdl
 
+    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+        for shape, tokens in itertools.product(shapes, _COMPILED_TOKENS):
+            pages = pages_for(tokens, self._page_tokens)
+            cache = torch.zeros(
+                pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
+            )
+            q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
+            self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0)
+
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
-        if self._reads_whole_pages:
+        if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(cache, layout, first_row, pdl=self._pdl)
 
     def __call__(
@@ -104,6 +121,9 @@ class FlashPrefill:
 class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
 
+    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+        """PyTorch's is compiled already."""
+
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Reads no more than a row's context."""
 
@@ -128,3 +148,20 @@ class SdpaPrefill:
                 )
                 out[here] = mixed[0].transpose(0, 1)
         return out
+
+
+def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
+    """A step of one new prompt on pages 0, 1, …"""
+
+    def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return StepLayout(
+        positions=numbers(*range(tokens)),
+        slots=numbers(*range(tokens), dtype=torch.int64),
+        row_starts=numbers(0, tokens),
+        context_lens=numbers(tokens),
+        page_table=numbers(*range(pages)).view(1, pages),
+        max_row_tokens=tokens,
+        max_context=tokens,
+    )

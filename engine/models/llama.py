@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
+from engine.layers.attention import attention_shape
 from engine.layers.rope import rope_table
 from engine.models.config import ModelConfig
 from engine.models.parameters import Parameters
@@ -89,13 +90,7 @@ def _prepare_layer(config: ModelConfig, parameters: Parameters, kernels: Kernels
         qkv=linear(parameters.qkv, parameters.qkv_bias),
         q_norm=_at(parameters.q_norm, index),
         k_norm=_at(parameters.k_norm, index),
-        attention=AttentionShape(
-            heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
-            window=config.windows[index],
-        ),
+        attention=attention_shape(config, index),
         output=linear(parameters.output, parameters.output_bias),
         post_norm=parameters.post_norm[index],
         gate_up=linear(parameters.gate_up, parameters.gate_up_bias),

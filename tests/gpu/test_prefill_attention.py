@@ -100,6 +100,17 @@ def test_queries_inside_a_stacked_product(attention: PrefillAttention, page_toke
     assert torch.equal(run(Strided(), step, dtype, GPU), run(attention, step, dtype, GPU))
 
 
+@pytest.mark.parametrize("shape", ["gqa", "mha", "window"])
+def test_no_prompt_waits_for_a_compiler(shape: str, page_tokens: int, dtype: torch.dtype) -> None:
+    interface = pytest.importorskip("flash_attn.cute.interface", reason="needs the package flash-attn-4")
+    attention = FlashPrefill(page_tokens, pdl=True)
+    attention.compile([SHAPES[shape]], dtype, GPU)
+    compiled = set(interface._flash_attn_fwd.compile_cache.cache)
+    for rows in ROWS.values():
+        run(attention, make_step(rows, SHAPES[shape], page_tokens), dtype, GPU)
+    assert set(interface._flash_attn_fwd.compile_cache.cache) == compiled
+
+
 def test_the_choice_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "engine.kernels.prefill_attention"):
         choose_prefill_attention(GPU, torch.float32, 64, 128, pdl=False)

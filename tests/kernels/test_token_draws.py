@@ -210,7 +210,8 @@ def test_greedy_tokens_that_are_drawn_already_get_log_probabilities(monkeypatch:
     assert list(scores[1].top_ids) == logits[1].topk(2).indices.tolist()
 
 
-def test_the_warm_up_leaves_no_trace() -> None:
+def test_trials_leave_no_trace() -> None:
     draws, counts, _ = make_draws(3)
-    draws.warm_up(torch.bfloat16)
+    for trial in draws.trials(torch.bfloat16).values():
+        trial()
     assert counted(place(counts, History((2,), [4]))) == {2: (True, 0), 4: (False, 1)}
