@@ -74,4 +74,4 @@ def _refusal(mine: Handshake, theirs: Handshake) -> str:
     ]
     if not differing:
         return "compatibility hashes differ though the facts read the same; run the same release of Tandem on both"
-    return f"KV pages do not fit: {'; '.join(differing)}; start both workers with the same model, page and transfer settings"
+    return f"KV pages do not fit: {'; '.join(differing)}; start both workers with the same model and KV settings"

@@ -42,11 +42,11 @@ class Wires:
         self._agent = agent
         self._layout = layout
         self._host = host
-        self._known: dict[PeerRef, tuple[str, str]] = {}
+        self._known: dict[PeerRef, tuple[str, tuple[str, ...]]] = {}
         self.name = self._backend
         """Back end, direction and wires, e.g. `UCX write (cma)`, with the peers where they differ."""
         self.warnings: tuple[str, ...] = ()
-        """What is slower than it could be, to each peer, and what to do."""
+        """What is slower or more fragile than it could be, with each peer, and what to do."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
         """First pages have moved to or from `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
@@ -55,11 +55,12 @@ class Wires:
         wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place, direction=self._direction) or ""
         go, to = _GO[self._direction]
         way, on_gpu = f"{go} {to} {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
-        warning = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
+        slow = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
+        found = tuple(filter(None, (slow, fragile_wire(wire, way, self._direction))))
         log.info("KV pages %s by %s (%s)", way, self._backend, wire or "UCX does not say which wire")
-        if warning:
+        for warning in found:
             log.warning("%s", warning)
-        self._known[peer.peer] = (wire, warning)
+        self._known[peer.peer] = (wire, found)
         self._sum_up()
 
     def forget(self, peer: PeerRef) -> None:
@@ -73,7 +74,7 @@ class Wires:
         _, to = _GO[self._direction]
         named = kinds if len(kinds) < 2 else [f"{wire} {to} {worker_id}" for worker_id, wire in wires]
         self.name = f"{self._backend} ({', '.join(named)})" if named else self._backend
-        self.warnings = tuple(warning for _, warning in self._known.values() if warning)
+        self.warnings = tuple(warning for _, warnings in self._known.values() for warning in warnings)
 
 
 def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
@@ -82,7 +83,7 @@ def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Map
     `way`: where pages go, e.g. `go to decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either
     are in GPU memory.
     """
-    if TCP not in wire.split("+") or not (near or on_gpu):
+    if not _has_tcp(wire) or not (near or on_gpu):
         return ""
     if near and on_gpu:
         why, better = "both workers are on this host and pages on a GPU", "CUDA IPC: both GPUs visible to both workers"
@@ -93,3 +94,18 @@ def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Map
     chosen = environment.get("UCX_TLS", "")
     advice = f"UCX_TLS={chosen} asks for it: unset it for {better}" if chosen else f"give it {better}"
     return f"KV pages {way} over TCP though {why}, many times slower than they could: {advice}"
+
+
+def fragile_wire(wire: str, way: str, direction: Direction) -> str:
+    """What to tell people of reads over TCP; "" = nothing.
+
+    TCP cannot read remote memory. UCX asks the sender's process for the bytes instead, and aborts that process when it
+    cannot answer because the reader has died.
+    """
+    if direction is Direction.WRITE or not _has_tcp(wire):
+        return ""
+    return f"KV pages {way} over TCP, where a reader's death may take the sender's process along: --kv-direction write"
+
+
+def _has_tcp(wire: str) -> bool:
+    return TCP in wire.split("+")

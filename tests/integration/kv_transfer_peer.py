@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.backends import open_transport
-from kv_transfer.base import Direction
+from kv_transfer.base import Direction, PageWrite
 from kv_transfer.layout import KVLayout
-from wire.messages import PeerDescription, PeerRef, TransferNotice
+from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 
 def pool_of(seed: int, pages: int, page_floats: int) -> np.ndarray:
@@ -69,8 +69,12 @@ def main() -> None:
                 ref = PeerRef(told["worker_id"], told["incarnation"])
                 transport.add_peer(PeerDescription(ref, metadata, *memory, told["memory"], told["host"]))
                 answer: object = None
-            case "forget":
-                answer = transport.remove_peer(PeerRef(command["worker_id"], command["incarnation"]))
+            case "write":
+                notice = TransferNotice(Lease("r", 1, 1), transport.describe().peer, b"", pages, 0, 1)
+                transport.write(PageWrite(ref, range(pages), range(pages), notice), deadline_s=60.0)
+                answer = None
+            case "moving":
+                answer = len(transport._mover.handles)
             case "wire":
                 answer = [transport.transport_name(), *transport.warnings()]
             case "expect":

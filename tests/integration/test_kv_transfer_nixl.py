@@ -129,6 +129,9 @@ def direction(request: pytest.FixtureRequest) -> Direction:
     return Direction(request.param)
 
 
+writes_only = pytest.mark.parametrize("direction", [Direction.WRITE], indirect=True)
+
+
 @pytest.fixture
 def prefill(direction: Direction) -> Iterator[Prefill]:
     prefill = Prefill(direction)
@@ -174,7 +177,8 @@ def test_every_byte_arrives_and_no_other_page_changes(prefill: Prefill, peer: Pe
     assert name.startswith(f"UCX {prefill.direction}")
     if wire == "tcp":
         assert name == f"UCX {prefill.direction} (tcp)"
-        (warning,) = warnings
+        warning, *others = warnings
+        assert [("sender's process" in other) for other in others] == [True] * (prefill.direction is Direction.READ)
         way = "go to decode-0" if prefill.direction is Direction.WRITE else "come from prefill-0"
         assert f"KV pages {way} over TCP though both workers are on this host" in warning
         assert "UCX_TLS=tcp" in warning
@@ -211,8 +215,10 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
 
 
 def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
-    prefill: Prefill, peer: Peer, start_peer: Callable[..., Peer]
+    prefill: Prefill, peer: Peer, wire: str, start_peer: Callable[..., Peer]
 ) -> None:
+    if (prefill.direction, wire) == (Direction.READ, "tcp"):
+        pytest.skip("UCX may abort the sender's process, see `fragile_wire`")
     every = list(range(PAGES))
     futures = [prefill.write(peer, every, every) for _ in range(6)]
     futures[0].result(timeout=20)
@@ -288,6 +294,8 @@ class TestStoppedPeer:
 
 @pytest.mark.parametrize("wire", [""], indirect=True)
 class TestEdges:
+    """One direction where both share what is looked at."""
+
     def test_what_cannot_be_written_fails_alone(self, prefill: Prefill, peer: Peer) -> None:
         for local, remote, deadline_s, why in (
             ([PAGES], [0], 5.0, "local page 128 is outside"),
@@ -304,17 +312,20 @@ class TestEdges:
         prefill.write(peer, [], [], prefill.notice(1, [], 0)).result(timeout=5)
         peer.hears(1)
 
+    @writes_only
     def test_a_notice_that_lies_about_its_sender_is_dropped(self, prefill: Prefill, peer: Peer) -> None:
         lie = TransferNotice(Lease("r", 1, 1), PeerRef("prefill-1", 7), b"", 0, 0, 0)
         prefill.write(peer, [0], [0], lie).result(timeout=5)
         prefill.write(peer, [0], [0], prefill.notice(2, [0], 0)).result(timeout=5)
         assert [one["epoch"] for one in peer.hears(1)] == [2]
 
+    @writes_only
     def test_other_page_sizes_are_refused(self, prefill: Prefill, peer: Peer) -> None:
         description = PeerDescription(PeerRef("decode-9", 1), b"", 4096, 1 << 20, 4, 0, "DRAM")
         with pytest.raises(FailedPrecondition, match="decode-9 have 1048576 bytes"):
             prefill.transport.add_peer(description)
 
+    @writes_only
     def test_metadata_that_is_no_metadata_fails_writes_to_that_peer_only(self, prefill: Prefill, peer: Peer) -> None:
         broken = PeerDescription(PeerRef("decode-9", 1), b"nonsense", 4096, PAGE_FLOATS * 4, 4, 0, "DRAM")
         prefill.transport.add_peer(broken)
@@ -322,12 +333,14 @@ class TestEdges:
             prefill.transport.write(PageWrite(broken.peer, [0], [0]), 5.0).result(timeout=5)
         prefill.write(peer, [0], [0]).result(timeout=5)
 
+    @writes_only
     def test_an_idle_transport_costs_nothing_and_a_listening_one_little(self, prefill: Prefill, peer: Peer) -> None:
         prefill.write(peer, [0], [0]).result(timeout=5)
         assert peer.ask("cpu", seconds=1.0) < 0.2
         peer.ask("expect", leases=0)
         assert peer.ask("cpu", seconds=1.0) < 0.02
 
+    @writes_only
     def test_close_is_final_and_idempotent(self, prefill: Prefill, peer: Peer) -> None:
         prefill.transport.close()
         prefill.transport.close()

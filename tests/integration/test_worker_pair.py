@@ -15,13 +15,16 @@ import pytest_asyncio
 
 from engine.batch import Draw, History, StepBatch, StepRow
 from engine.model_runner import ModelRunner
+from kv_transfer.handshake import PROTOCOL_VERSION
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire import convert, rpc
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import (
     Destination,
     FinishReason,
+    Handshake,
     Lease,
+    PeerDescription,
     PeerRef,
     PrefillTask,
     RequestEvent,
@@ -132,14 +135,13 @@ class WorkerEnd:
         return convert.inspection_from_proto(await self.stub.Inspect(worker_pb2.InspectRequest()))
 
     async def empty(self) -> WorkerInspection:
-        """Wait until every page is free and no request is known."""
+        """Wait until every page is free, or cached and read by nobody, and no request is known."""
         async with asyncio.timeout(10):
             while True:
                 found = await self.inspect()
                 assert found.integrity_error == ""
-                if found.pages_free == found.pages_total and not (
-                    found.requests or found.leases or found.pages_promised
-                ):
+                unused = found.pages_free + found.pages_cached
+                if unused == found.pages_total and not (found.requests or found.leases or found.pages_promised):
                     return found
                 await asyncio.sleep(0.02)
 
@@ -200,6 +202,13 @@ async def pair(model: Path) -> AsyncIterator[Pair]:
 async def damaging_pair(model: Path) -> AsyncIterator[Pair]:
     """The first transfer arrives with a flipped bit."""
     async for made in running_pair(model, lease_s=120.0, damaged_transfers=1):
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def reading_pair(model: Path) -> AsyncIterator[Pair]:
+    """The decode worker moves the pages."""
+    async for made in running_pair(model, lease_s=120.0, kv_direction="read"):
         yield made
 
 
@@ -301,6 +310,36 @@ async def test_a_flipped_bit_is_seen_and_the_next_attempt_is_right(damaging_pair
     assert found.checksums_equal == again.pages
 
 
+async def test_a_decode_worker_that_reads_gives_the_same_tokens_and_loses_no_page(
+    reading_pair: Pair, model: Path
+) -> None:
+    asked, sampling = prompts(20), SamplingParams(max_tokens=12, ignore_eos=True)
+    answers = [await reading_pair.send(f"q{n}", prompt, sampling) for n, prompt in enumerate(asked)]
+    cancelled = [3, 9, 19]
+    for number in cancelled:
+        await reading_pair.abort(f"q{number}")
+    kept = [n for n in range(len(asked)) if n not in cancelled]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(answers[n].done.wait() for n in kept))
+    for n in kept[:10]:
+        assert [answers[n].tokens[number] for number in range(12)] == alone(model, asked[n], sampling)[0]
+        assert answers[n].moved == answers[n].pages * PAGE_BYTES > 0
+    assert reading_pair.decode.info["transport"].startswith("UCX read")
+    await reading_pair.prefill.empty()
+    found = await reading_pair.decode.empty()
+    assert found.checksums_equal >= sum(answers[n].pages for n in kept)
+    assert found.checksum_failures == 0
+
+
+async def test_workers_of_different_directions_refuse_each_other_in_words(reading_pair: Pair) -> None:
+    stranger = PeerDescription(PeerRef("prefill-9", 1), b"", 0, PAGE_BYTES, 1, 0, "DRAM")
+    theirs = Handshake(PROTOCOL_VERSION, "0" * 64, (("kv_direction", "write"),), stranger)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await reading_pair.decode.stub.ConnectPeer(convert.handshake_to_proto(theirs))
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "kv_direction is read on decode-0 but write on prefill-9" in (caught.value.details() or "")
+
+
 async def test_edges_of_one_request(pair: Pair) -> None:
     answer = await pair.send("q", prompts(10)[-1], SamplingParams(max_tokens=8, ignore_eos=True))
     async with asyncio.timeout(30):
@@ -350,7 +389,7 @@ async def test_prefill_worker_killed_between_reserve_and_transfer(mortal_pair: P
             await asyncio.sleep(0.05)
     assert found.integrity_error == ""
     assert found.pages_promised == 0
-    assert found.pages_free + found.pages_quarantined == found.pages_total
+    assert found.pages_free + found.pages_cached + found.pages_quarantined == found.pages_total
 
 
 async def test_decode_worker_killed_in_the_middle(mortal_pair: Pair) -> None:

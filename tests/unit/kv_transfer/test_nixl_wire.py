@@ -1,5 +1,6 @@
 import pytest
 
+from kv_transfer.base import Direction
 from kv_transfer.nixl_wire import find_wire
 
 
@@ -9,6 +10,7 @@ def table(agent: str, operation: str, *rows: str) -> str:
 
 
 PUT = "remote memory write by ucp_put*(multi) from host memory to host"
+GET = "remote memory read by ucp_get*(multi) into host memory from host"
 CMA = table("prefill-0/1", PUT, "| 0..inf | zero-copy   | cma/memory |")
 
 
@@ -45,3 +47,10 @@ def test_several_rails_are_all_named_once() -> None:
 def test_the_newest_table_wins() -> None:
     newer = table("prefill-0/1", PUT, "| 0..inf | zero-copy | tcp/eth0 |")
     assert find_wire(CMA + newer, "prefill-0/1", 1) == "tcp"
+
+
+def test_reads_have_tables_of_their_own() -> None:
+    log = CMA + table("prefill-0/1", GET, "| 0..inf | software emulation | tcp/lo |")
+    assert find_wire(log, "prefill-0/1", 1) == "cma"
+    assert find_wire(log, "prefill-0/1", 1, direction=Direction.READ) == "tcp"
+    assert find_wire(CMA, "prefill-0/1", 1, direction=Direction.READ) is None

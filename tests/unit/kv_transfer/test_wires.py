@@ -4,15 +4,17 @@ import logging
 
 import pytest
 
+from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
-from kv_transfer.wires import Wires, host_id, slow_wire
-from tests.unit.kv_transfer.test_nixl_wire import PUT, table
+from kv_transfer.wires import Wires, fragile_wire, host_id, slow_wire
+from tests.unit.kv_transfer.test_nixl_wire import GET, PUT, table
 from wire.messages import PeerDescription, PeerRef
 
 LAYOUT = KVLayout(0, 8, 2, 2, 16, 64, 4, "float32")
 HERE = "the host of this worker"
 CMA = table("prefill-0/1", PUT, "| 0..inf | zero-copy | cma/memory |")
 TCP_HERE = table("prefill-0/1", PUT, "| 0..inf | zero-copy | tcp/lo |")
+PUT_TCP = table("decode-0/1", PUT, "| 0..inf | zero-copy | tcp/lo |")
 TCP_AWAY = TCP_HERE.replace("intra-node", "inter-node")
 RDMA_AWAY = TCP_AWAY.replace("tcp/lo", "rc_mlx5/mlx5_0:1")
 
@@ -121,3 +123,19 @@ def test_an_unknown_wire_is_not_guessed(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_host_is_the_same_each_time() -> None:
     assert host_id() == host_id() != ""
+
+
+def test_a_reader_names_where_pages_come_from_and_that_tcp_is_fragile(caplog: pytest.LogCaptureFixture) -> None:
+    known = Wires("UCX", "decode-0/1", LAYOUT, HERE, Direction.READ)
+    assert known.name == "UCX read"
+    cma, tcp = (table("decode-0/1", GET, f"| 0..inf | x | {wire} |") for wire in ("cma/memory", "tcp/lo"))
+    with caplog.at_level(logging.INFO):
+        known.learn(peer("prefill-0"), PUT_TCP + cma, {})
+        assert (known.name, known.warnings) == ("UCX read (cma)", ())
+        known.learn(peer("prefill-1", "another host"), PUT_TCP + cma + tcp.replace("intra", "inter"), {})
+    assert "KV pages come from prefill-0 by UCX read (cma)" in caplog.text
+    assert known.name == "UCX read (cma from prefill-0, tcp from prefill-1)"
+    (warning,) = known.warnings
+    assert "come from prefill-1 over TCP" in warning
+    assert "--kv-direction write" in warning
+    assert fragile_wire("tcp", "go to decode-0", Direction.WRITE) == ""
