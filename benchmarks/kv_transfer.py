@@ -1,9 +1,10 @@
 """KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda --shape llama-3-8b`.
 
-First two page pools alone, in two processes: the bandwidth of writes against a plain copy measured in the same run.
+First two page pools alone, in two processes: the bandwidth of transfers against a plain copy measured in the same run.
 Then a real cluster, one prefill and one decode worker: how long after a prompt's last chunk its first decode step
 begins, how much of that a client could feel, and what transfers cost those who compute meanwhile. With two GPUs each
-worker has its own; with one they share it; `--device cpu` moves host memory. The last line is one JSON object.
+worker has its own; with one they share it; `--device cpu` moves host memory. All of it once for each direction: the
+prefill worker writes, or the decode worker reads (figures that end in `_read`). The last line is one JSON object.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import asyncio
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from benchmarks.served_model import add_model_options, choose_model
 from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
+from kv_transfer.base import Direction
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
@@ -33,6 +35,8 @@ _ANSWER = 8
 ROOM = 16
 """Tokens of a model's context that prompts leave to their answers."""
 _TO_MS = 1e3
+_SUFFIX = {Direction.WRITE: "", Direction.READ: "_read"}
+_DIRECTIONS = {"write": (Direction.WRITE,), "read": (Direction.READ,), "both": tuple(Direction)}
 
 Figures = dict[str, object]
 
@@ -204,39 +208,50 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
+    parser.add_argument("--direction", default="both", choices=tuple(_DIRECTIONS), help="who moves the pages")
     parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     return parser.parse_args()
 
 
+def in_one_direction(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterConfig) -> Figures:
+    """Pools first, then the cluster; names of figures end with the direction's suffix."""
+    print(f"direction: {plan.direction}", flush=True)
+    found: Figures = {}
+    if only != "cluster":
+        found |= pools(plan, settings.chunk)
+    if only != "pools":
+        cluster = Cluster.start(config)
+        try:
+            found |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
+        finally:
+            cluster.stop()
+    return {f"{name}{_SUFFIX[plan.direction]}": value for name, value in found.items()}
+
+
 def main() -> None:
-    """Pools first, then the cluster."""
+    """Each direction in turn."""
     arguments = parse_arguments()
     settings = SETTINGS[arguments.device]
     model = choose_model(arguments.model, arguments.shape)
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
     plan = PoolPlan(model.folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
+    config = ClusterConfig(
+        model.folder,
+        random_weights=model.random_weights,
+        model_name=model.name,
+        device=arguments.device,
+        dtype=settings.dtype,
+        page_tokens=settings.page_tokens,
+        max_step_tokens=settings.chunk,
+        grpc_port=0,
+        http_port=0,
+    )
     result: Figures = {"gpus": gpus}
-    if arguments.only != "cluster":
-        result |= pools(plan, settings.chunk)
-    if arguments.only != "pools":
-        config = ClusterConfig(
-            model.folder,
-            random_weights=model.random_weights,
-            model_name=model.name,
-            device=arguments.device,
-            dtype=settings.dtype,
-            page_tokens=settings.page_tokens,
-            max_step_tokens=settings.chunk,
-            grpc_port=0,
-            http_port=0,
-        )
-        cluster = Cluster.start(config)
-        try:
-            result |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
-        finally:
-            cluster.stop()
+    for direction in _DIRECTIONS[arguments.direction]:
+        plan, config = replace(plan, direction=direction), replace(config, kv_direction=direction)
+        result |= in_one_direction(arguments.only, settings, plan, config)
     result |= {
         "model": model.name,
         "dtype": settings.dtype,

@@ -17,7 +17,7 @@ from cluster.ray_process import actor_class
 from engine.cache.paged_cache import PagedCache
 from engine.models.config import load_model_config
 from kv_transfer.backends import open_transport
-from kv_transfer.base import PageWrite, WriteDone
+from kv_transfer.base import Direction, PageWrite, WriteDone
 from wire.messages import PeerDescription, PeerRef
 from worker.process import layout_of
 
@@ -31,13 +31,14 @@ _CEILING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Whose pages, of how many tokens each, in which dtype, and on which devices the two pools lie."""
+    """Whose pages, of how many tokens each, in which dtype, on which devices the two pools lie, and who moves them."""
 
     model: Path
     page_tokens: int
     dtype: torch.dtype
     sender: str
     receiver: str
+    direction: Direction = Direction.WRITE
 
     @property
     def kind(self) -> str:
@@ -66,7 +67,8 @@ class PoolSide:
         self._cache.tensor.normal_()
         if here.type == "cuda":
             torch.cuda.synchronize()
-        self._transport = open_transport("nixl", layout_of(self._cache), PeerRef(name, 1), lambda _notice: None)
+        me, layout = PeerRef(name, 1), layout_of(self._cache)
+        self._transport = open_transport("nixl", layout, me, lambda _notice: None, plan.direction)
 
     def describe(self) -> PeerDescription:
         """How the other side reaches this pool."""
@@ -88,7 +90,7 @@ class PoolSide:
         return found
 
     def wire(self) -> str:
-        """The transport in use."""
+        """The transport in use, with its wire if this is the side that moves the pages."""
         return self._transport.transport_name()
 
     def close(self) -> None:
@@ -121,7 +123,8 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
         await sender.introduce.remote(descriptions[1])
         await receiver.introduce.remote(descriptions[0])
         found = await sender.bandwidth.remote(descriptions[1].peer, sizes)
-        wire = await sender.wire.remote()
+        mover = sender if plan.direction is Direction.WRITE else receiver
+        wire = await mover.wire.remote()
         await asyncio.gather(*(_quietly(side.close.remote()) for side in (sender, receiver)))
         return found, wire
     finally:
