@@ -105,41 +105,55 @@ class DeviceSampler:
         rows, vocab = logits.shape
         assert rows <= self.max_rows, f"{rows} rows: the sampler was made for {self.max_rows}"
         assert vocab == self._vocab, f"{vocab} tokens: the sampler was made for {self._vocab}"
-        large = rows >= MANY_ROWS
-        block = LARGE_BLOCK if large else SMALL_BLOCK
-        blocks = triton.cdiv(vocab, block)
-        penalties = counts is not None
         # Without penalties nothing reads the counts; a kernel still wants a pointer.
         seen = self._ids if counts is None else counts
-        pdl = self._pdl
-        triton_sampling.best_of_block[(rows, blocks)](
+        penalties = counts is not None
+        blocks = self._find_best(logits, params, seen, penalties=penalties)
+        if greedy_only:
+            self._take_best(params, out, seen, blocks, penalties=penalties)
+        else:
+            self._choose(logits, params, out, seen, blocks, penalties=penalties)
+
+    def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
+        """The most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
+        large = len(logits) >= MANY_ROWS
+        block = LARGE_BLOCK if large else SMALL_BLOCK
+        blocks: int = triton.cdiv(self._vocab, block)
+        triton_sampling.best_of_block[(len(logits), blocks)](
             logits,
             logits.stride(0),
             seen,
             params,
             self._best,
-            vocab,
+            self._vocab,
             BLOCK=block,
             PENALTIES=penalties,
-            PDL=pdl,
+            PDL=self._pdl,
             num_warps=LARGE_WARPS if large else SMALL_WARPS,
-            launch_pdl=pdl,
+            launch_pdl=self._pdl,
         )
-        if greedy_only:
-            triton_sampling.take_best[(rows,)](
-                self._best,
-                out,
-                seen,
-                params,
-                blocks,
-                vocab,
-                BLOCKS=self._padded_blocks,
-                PENALTIES=penalties,
-                PDL=pdl,
-                num_warps=1,
-                launch_pdl=pdl,
-            )
-            return
+        return blocks
+
+    def _take_best(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        triton_sampling.take_best[(len(out),)](
+            self._best,
+            out,
+            seen,
+            params,
+            blocks,
+            self._vocab,
+            BLOCKS=self._padded_blocks,
+            PENALTIES=penalties,
+            PDL=self._pdl,
+            num_warps=1,
+            launch_pdl=self._pdl,
+        )
+
+    def _choose(
+        self, logits: Tensor, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool
+    ) -> None:
+        """Weigh every token, collect those that the filters may keep, and draw among them."""
+        rows, pdl = len(logits), self._pdl
         triton_sampling.weigh[(rows, self._splits)](
             logits,
             logits.stride(0),
@@ -149,7 +163,7 @@ class DeviceSampler:
             self._weights,
             self._masses,
             self._histograms,
-            vocab,
+            self._vocab,
             blocks,
             self._room,
             self._split_tokens,
@@ -167,7 +181,7 @@ class DeviceSampler:
             self._ids,
             self._found,
             self._histograms,
-            vocab,
+            self._vocab,
             self._room,
             self._split_tokens,
             TILE=TILE,
@@ -184,7 +198,7 @@ class DeviceSampler:
             self._masses,
             seen,
             out,
-            vocab,
+            self._vocab,
             blocks,
             self._room,
             self._split_tokens,
