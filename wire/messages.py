@@ -10,6 +10,7 @@ from enum import IntEnum, StrEnum
 
 import numpy as np
 
+from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.prefixes import PrefixChanges
 from wire.timeline import EdgeStamp, TransferStats
 
@@ -216,6 +217,8 @@ class WorkerLoad:
     pages_total: int
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    decode_context_tokens: int = 0
+    cost: CostParameters = UNMEASURED
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +346,7 @@ class WorkerInspection:
     pages_cached: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    step_cost_error: float = 0.0
 
 
 def hash_token_ids(token_ids: Sequence[int]) -> bytes:

@@ -9,6 +9,7 @@ from wire.generate import OUT, ROOT, generate
 
 ROOMS = [
     "wire",
+    "costs",
     "router",
     "worker",
     "prefill_worker",

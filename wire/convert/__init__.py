@@ -42,6 +42,8 @@ from wire.convert.types import (
     transfer_to_proto,
 )
 from wire.convert.work import (
+    cost_from_proto,
+    cost_to_proto,
     destination_from_proto,
     destination_to_proto,
     event_from_proto,
@@ -67,6 +69,8 @@ from wire.convert.work import (
 )
 
 __all__ = [
+    "cost_from_proto",
+    "cost_to_proto",
     "decode_notice",
     "decode_read_note",
     "description_from_proto",

@@ -13,6 +13,7 @@ from wire.convert.types import (
     transfer_from_proto,
     transfer_to_proto,
 )
+from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.generated.tandem.v1 import worker_pb2
 from wire.messages import (
     Destination,
@@ -159,6 +160,34 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
     )
 
 
+def cost_to_proto(value: CostParameters) -> worker_pb2.CostParameters:
+    return worker_pb2.CostParameters(
+        base_s=value.base_s,
+        prompt_base_s=value.prompt_base_s,
+        token_s=value.token_s,
+        pair_s=value.pair_s,
+        row_s=value.row_s,
+        context_s=value.context_s,
+        free_tokens=value.free_tokens,
+        error=value.error,
+        observed=value.observed,
+    )
+
+
+def cost_from_proto(message: worker_pb2.CostParameters) -> CostParameters:
+    return CostParameters(
+        base_s=message.base_s,
+        prompt_base_s=message.prompt_base_s,
+        token_s=message.token_s,
+        pair_s=message.pair_s,
+        row_s=message.row_s,
+        context_s=message.context_s,
+        free_tokens=message.free_tokens,
+        error=message.error,
+        observed=message.observed,
+    )
+
+
 def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
     return worker_pb2.WorkerLoad(
         prefill_requests=value.prefill_requests,
@@ -168,6 +197,8 @@ def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
         pages_total=value.pages_total,
         prefix_query_tokens=value.prefix_query_tokens,
         prefix_hit_tokens=value.prefix_hit_tokens,
+        decode_context_tokens=value.decode_context_tokens,
+        cost=cost_to_proto(value.cost),
     )
 
 
@@ -180,6 +211,8 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
         message.pages_total,
         message.prefix_query_tokens,
         message.prefix_hit_tokens,
+        message.decode_context_tokens,
+        cost_from_proto(message.cost) if message.HasField("cost") else UNMEASURED,
     )
 
 
@@ -221,6 +254,7 @@ def inspection_to_proto(value: WorkerInspection) -> worker_pb2.InspectResponse:
         pages_cached=value.pages_cached,
         prefix_query_tokens=value.prefix_query_tokens,
         prefix_hit_tokens=value.prefix_hit_tokens,
+        step_cost_error=value.step_cost_error,
     )
 
 
@@ -243,4 +277,5 @@ def inspection_from_proto(message: worker_pb2.InspectResponse) -> WorkerInspecti
         pages_cached=message.pages_cached,
         prefix_query_tokens=message.prefix_query_tokens,
         prefix_hit_tokens=message.prefix_hit_tokens,
+        step_cost_error=message.step_cost_error,
     )

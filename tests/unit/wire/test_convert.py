@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import convert, messages, prefixes, read_notes, timeline
+from wire import convert, cost_parameters, messages, prefixes, read_notes, timeline
 from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
 
 
@@ -59,7 +59,9 @@ events = st.builds(
     st.lists(scores, max_size=2).map(tuple),
     uint32,
 )
-loads = st.builds(messages.WorkerLoad, uint32, uint32, uint32, uint32, uint32, uint64, uint64)
+seconds = st.floats(0, 9)
+costs = st.builds(cost_parameters.CostParameters, *[seconds] * 6, uint32, seconds, uint64)
+loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
 runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)
 prefix_changes = st.builds(prefixes.PrefixChanges, uint64, runs, digests)
@@ -124,6 +126,7 @@ CASES: dict[str, tuple[Any, type]] = {
     ),
     "token_logprobs": (scores, worker_pb2.TokenLogprobs),
     "event": (events, worker_pb2.RequestEvent),
+    "cost": (costs, worker_pb2.CostParameters),
     "load": (loads, worker_pb2.WorkerLoad),
     "step_events": (
         st.builds(
@@ -138,7 +141,9 @@ CASES: dict[str, tuple[Any, type]] = {
     "prefix_changes": (prefix_changes, worker_pb2.PrefixChanges),
     "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs), worker_pb2.ListPrefixesResponse),
     "inspection": (
-        st.builds(messages.WorkerInspection, peers, *[uint32] * 9, text, *[uint64] * 3, uint32, uint64, uint64),
+        st.builds(
+            messages.WorkerInspection, peers, *[uint32] * 9, text, *[uint64] * 3, uint32, uint64, uint64, seconds
+        ),
         worker_pb2.InspectResponse,
     ),
     "description": (descriptions, worker_pb2.PeerDescription),
@@ -176,6 +181,11 @@ def test_without_a_repetition_penalty_there_is_none() -> None:
     assert convert.sampling_from_proto(greedy).logprobs == 0
 
 
+def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
+    """As a worker sends it that knows of none."""
+    assert convert.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
+
+
 def test_every_pair_is_tested() -> None:
     pairs = {n.removesuffix("_to_proto") for n in dir(convert) if n.endswith("_to_proto")}
     assert pairs - {"finish", "edges"} == set(CASES)
@@ -208,6 +218,11 @@ def test_what_is_no_read_note_is_refused(note: bytes) -> None:
 
 
 def test_every_dataclass_is_frozen() -> None:
-    classes = [c for m in (messages, read_notes, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)]
+    classes = [
+        c
+        for m in (cost_parameters, messages, read_notes, timeline)
+        for c in vars(m).values()
+        if dataclasses.is_dataclass(c)
+    ]
     assert classes
     assert all(c.__dataclass_params__.frozen for c in classes)  # type: ignore[union-attr]

@@ -102,7 +102,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens")
+    __slots__ = ("prefill_requests", "prefill_tokens", "decode_requests", "pages_used", "pages_total", "prefix_query_tokens", "prefix_hit_tokens", "decode_context_tokens", "cost")
     PREFILL_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,8 @@ class WorkerLoad(_message.Message):
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COST_FIELD_NUMBER: _ClassVar[int]
     prefill_requests: int
     prefill_tokens: int
     decode_requests: int
@@ -117,7 +119,31 @@ class WorkerLoad(_message.Message):
     pages_total: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    decode_context_tokens: int
+    cost: CostParameters
+    def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ...) -> None: ...
+
+class CostParameters(_message.Message):
+    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BASE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    ROW_S_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    prompt_base_s: float
+    token_s: float
+    pair_s: float
+    row_s: float
+    context_s: float
+    free_tokens: int
+    error: float
+    observed: int
+    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt")
@@ -236,7 +262,7 @@ class InspectRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InspectResponse(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens")
+    __slots__ = ("worker_id", "incarnation", "pages_total", "pages_free", "pages_owned", "pages_shared", "pages_advertised", "pages_quarantined", "pages_promised", "requests", "leases", "integrity_error", "fenced", "checksums_equal", "checksum_failures", "pages_cached", "prefix_query_tokens", "prefix_hit_tokens", "step_cost_error")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +281,7 @@ class InspectResponse(_message.Message):
     PAGES_CACHED_FIELD_NUMBER: _ClassVar[int]
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_ERROR_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     pages_total: int
@@ -273,7 +300,8 @@ class InspectResponse(_message.Message):
     pages_cached: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+    step_cost_error: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., pages_total: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_owned: _Optional[int] = ..., pages_shared: _Optional[int] = ..., pages_advertised: _Optional[int] = ..., pages_quarantined: _Optional[int] = ..., pages_promised: _Optional[int] = ..., requests: _Optional[int] = ..., leases: _Optional[int] = ..., integrity_error: _Optional[str] = ..., fenced: _Optional[int] = ..., checksums_equal: _Optional[int] = ..., checksum_failures: _Optional[int] = ..., pages_cached: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., step_cost_error: _Optional[float] = ...) -> None: ...
 
 class ConnectPeerRequest(_message.Message):
     __slots__ = ("protocol_version", "compatibility_hash", "compatibility_facts", "peer")

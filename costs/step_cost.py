@@ -1,0 +1,96 @@
+"""How long one engine step takes, predicted from what is in it.
+
+A step reads the weights once, whatever it computes; beside that every part of it costs its share:
+
+    seconds = base + prompt_base (if it has prompt tokens)
+            + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
+            + row · decode rows                          + context · tokens of decode context
+
+The free tokens are the knee of the roofline: as long as a step has fewer tokens than the device can multiply while it
+reads the weights, a token more costs nothing. Piecewise linear, so that it can be fitted in microseconds
+(`costs/step_fit.py`) and solved for the number of tokens that fit into a given time.
+"""
+
+from dataclasses import dataclass
+
+from wire.cost_parameters import UNMEASURED, CostParameters
+
+__all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
+
+_CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What is in a step. All are counts."""
+
+    prefill_tokens: int = 0
+    prefill_pairs: float = 0.0
+    """Over the chunks of prompts: tokens x mean context of a token of the chunk, itself included."""
+    decode_rows: int = 0
+    decode_context_tokens: int = 0
+    """Over the decode rows: tokens they attend to."""
+
+    def with_chunk(self, tokens: int, context: int) -> "StepWork":
+        """And a chunk of `tokens` behind `context` tokens of its prompt."""
+        return StepWork(
+            self.prefill_tokens + tokens,
+            self.prefill_pairs + chunk_pairs(tokens, context),
+            self.decode_rows,
+            self.decode_context_tokens,
+        )
+
+
+NOTHING = StepWork()
+
+
+def chunk_pairs(tokens: int, context: int) -> float:
+    """Attention pairs of `tokens` prompt tokens behind `context` others: each sees all before it, and itself."""
+    return tokens * (context + (tokens + 1) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Predicts seconds from parameters, of this worker or of another."""
+
+    parameters: CostParameters = UNMEASURED
+
+    def seconds(self, work: StepWork) -> float:
+        """Of one step, >= 0; 0 for a step with nothing in it."""
+        p = self.parameters
+        if not work.prefill_tokens:
+            return self.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
+        charged = _beyond(work.prefill_tokens, p.free_tokens - work.decode_rows)
+        prompts = p.prompt_base_s + p.token_s * charged + p.pair_s * work.prefill_pairs
+        return p.base_s + p.row_s * work.decode_rows + p.context_s * work.decode_context_tokens + prompts
+
+    def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
+        """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
+        p = self.parameters
+        return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
+
+    def prefill_seconds(
+        self,
+        uncached_tokens: int,
+        context: int = 0,
+        beside_decode: StepWork = NOTHING,
+        chunk_tokens: int = _CHUNK_TOKENS,
+    ) -> float:
+        """Until a prompt's last `uncached_tokens`, behind `context` tokens whose KV is there, are computed in steps of
+        at most `chunk_tokens` prompt tokens, with `beside_decode` in each of them: its decode rows' time is in it.
+        """
+        if uncached_tokens <= 0:
+            return 0.0
+        p = self.parameters
+        full, rest = divmod(uncached_tokens, max(1, chunk_tokens))
+        steps = full + (rest > 0)
+        free = p.free_tokens - beside_decode.decode_rows
+        charged = full * _beyond(chunk_tokens, free) + _beyond(rest, free)
+        each = p.base_s + p.prompt_base_s + p.row_s * beside_decode.decode_rows
+        each += p.context_s * beside_decode.decode_context_tokens
+        return steps * each + p.token_s * charged + p.pair_s * chunk_pairs(uncached_tokens, context)
+
+
+def _beyond(tokens: int, free: int) -> int:
+    """Those of `tokens` that are not among the first `free` ones."""
+    return tokens if free <= 0 else max(0, tokens - free)

@@ -1,0 +1,51 @@
+"""What a step is predicted to take."""
+
+import pytest
+
+from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork, chunk_pairs
+
+EASY = CostParameters(
+    base_s=100.0, prompt_base_s=50.0, token_s=2.0, pair_s=0.1, row_s=3.0, context_s=0.01, free_tokens=0
+)
+KNEE = CostParameters(base_s=100.0, prompt_base_s=0.0, token_s=2.0, pair_s=0.0, row_s=0.0, context_s=0.0, free_tokens=8)
+
+
+def test_a_step_of_nothing_takes_no_time() -> None:
+    assert StepCost(EASY).seconds(NOTHING) == 0.0
+
+
+def test_each_part_of_a_step_costs_its_share() -> None:
+    cost = StepCost(EASY)
+    assert cost.decode_step_seconds(4, 1000) == pytest.approx(100 + 4 * 3 + 10)
+    assert cost.seconds(StepWork(decode_rows=4, decode_context_tokens=1000)) == cost.decode_step_seconds(4, 1000)
+    mixed = StepWork(decode_rows=4, decode_context_tokens=1000).with_chunk(10, 100)
+    assert cost.seconds(mixed) == pytest.approx(100 + 4 * 3 + 10 + 50 + 10 * 2 + 0.1 * mixed.prefill_pairs)
+
+
+def test_pairs_are_what_causal_attention_computes() -> None:
+    assert chunk_pairs(3, 10) == 11 + 12 + 13
+    chunks = StepWork().with_chunk(3, 10).with_chunk(2, 0)
+    assert chunks == StepWork(5, 11 + 12 + 13 + 1 + 2)
+
+
+@pytest.mark.parametrize(("tokens", "rows", "charged"), [(5, 0, 0), (8, 0, 0), (9, 0, 1), (5, 4, 1), (5, 20, 5)])
+def test_tokens_that_ride_on_the_weights_are_free(tokens: int, rows: int, charged: int) -> None:
+    work = StepWork(prefill_tokens=tokens, decode_rows=rows)
+    assert StepCost(KNEE).seconds(work) == pytest.approx(100 + 2 * charged)
+
+
+@pytest.mark.parametrize("parameters", [EASY, KNEE])
+@pytest.mark.parametrize(("tokens", "context", "chunk"), [(1, 0, 4), (25, 7, 10), (30, 0, 10), (9, 3, 100)])
+def test_a_prompt_takes_the_time_of_its_steps(
+    parameters: CostParameters, tokens: int, context: int, chunk: int
+) -> None:
+    cost = StepCost(parameters)
+    beside = StepWork(decode_rows=3, decode_context_tokens=500)
+    steps = 0.0
+    for start in range(0, tokens, chunk):
+        steps += cost.seconds(beside.with_chunk(min(chunk, tokens - start), context + start))
+    assert cost.prefill_seconds(tokens, context, beside, chunk) == pytest.approx(steps)
+
+
+def test_a_prompt_that_is_all_cached_takes_no_time() -> None:
+    assert StepCost(EASY).prefill_seconds(0, 100) == 0.0
