@@ -1,10 +1,11 @@
 """Who may come into the decode half: reservations, leases, and what arrives under them.
 
 The path of a request, by its queues (`decode_worker/request.py`):
-  1. `reserve`  promises pages for prompt and answer (`room.py`), so that nothing that runs is ever preempted; `allot`
-                turns the prompt's share into pages that one prefill worker may write
+  1. `reserve`  promises pages for prompt and answer (`room.py`), so that nothing that runs is ever preempted, less
+                those of the prompt that are cached here; `allot` turns the prompt's share into pages that one prefill
+                worker may write
   2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
-                (`arrival.py`)
+                (`intake.py`, `arrival.py`)
   3.            all is right: the request is ready (`holdings.py`)
   4. `join`     the running batch takes it; `leave` ends it
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
@@ -16,18 +17,18 @@ Every method answers at once, from any thread, under one lock.
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
 from decode_worker.holdings import Holdings
+from decode_worker.intake import Intake
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
-from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from wire.ending import kv_tokens, pages_for
-from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed, Unavailable
+from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -51,8 +52,7 @@ class DecodeAdmission:
         *,
         config: DecodeConfig,
         me: PeerRef,
-        pool: PagePool,
-        page_tokens: int,
+        cache: PrefixCache,
         model: ModelFacts,
         clock: Callable[[], float],
         expect: Callable[[int], None],
@@ -67,8 +67,9 @@ class DecodeAdmission:
         """
         self._config = config
         self._clock = clock
-        self._pool = pool
-        self._page_tokens = page_tokens
+        self._cache = cache
+        self._pool = cache.pool
+        self._page_tokens = cache.page_tokens
         self._model = model
         self._expect = expect
         self._wake = wake
@@ -76,9 +77,10 @@ class DecodeAdmission:
         self._lock = threading.Lock()
         # By epoch: exactly the requests whose lease the table holds and has not revoked; both change under one lock.
         self._leased: dict[int, DecodeRequest] = {}
-        self._room = Room(config, me.worker_id, pool, self._leases)
-        self._held = Holdings(pool, self._room, emit)
+        self._room = Room(config, me.worker_id, cache, self._leases)
+        self._held = Holdings(cache, self._room, emit)
         self.arrival = ArrivalCheck(me, model, checks)
+        self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
         self._stale_attempts = 0
 
     # ---- routers ----
@@ -92,12 +94,13 @@ class DecodeAdmission:
         """
         tokens = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
         pages = pages_for(tokens, self._page_tokens)
+        prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt)
         with self._lock:
             try:
-                request = self._known(reservation) or self._grant(reservation, pages)
+                request = self._known(reservation) or self._grant(reservation, prefix, pages)
             finally:
                 self._expect(self._leases.open_leases)
-        return GrantedLease(request.lease, self._config.lease_s)
+        return GrantedLease(request.lease, self._config.lease_s, request.skipped * self._page_tokens)
 
     def heartbeat(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
         """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""
@@ -135,7 +138,8 @@ class DecodeAdmission:
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         """Turn the prompt's share of the promise into pages that `prefill` may write; asked twice, the same pages.
 
-        StaleEpoch when the lease is over or another worker's, InvalidArgument when the count is not the prompt's.
+        They are the last of the `pages` that the prompt fills: those before them are here already. StaleEpoch when the
+        lease is over or another worker's, InvalidArgument when the count is not the prompt's.
         """
         with self._lock:
             held = self._leases.pages_of(lease, prefill)
@@ -146,10 +150,11 @@ class DecodeAdmission:
                 raise InvalidArgument(
                     "pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}"
                 )
-            request.pages = self._pool.advertise(lease, pages)
-            request.promised -= pages
-            self._leases.advertise(lease, prefill, request.pages)
-            return tuple(request.pages)
+            missing = self._pool.advertise(lease, pages - request.skipped)
+            request.pages = [*request.prefix.pages, *missing]
+            request.promised -= len(missing)
+            self._leases.advertise(lease, prefill, missing)
+            return tuple(missing)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """`prefill` gave up and is quiet: the lease's pages are free. StaleEpoch when the lease is over."""
@@ -167,7 +172,7 @@ class DecodeAdmission:
                 log.info("a notice was dropped: %s", error.message)
                 return
             if change.action is PageAction.ADMIT:
-                self._take_in(self._leased.pop(notice.lease.epoch), notice)
+                self._intake.take_in(self._leased.pop(notice.lease.epoch), notice, self._clock())
             else:
                 self._follow(change, None)
         self._changed()
@@ -207,9 +212,9 @@ class DecodeAdmission:
             self._held.grow(request)
 
     def leave(self, request: DecodeRequest) -> None:
-        """A running request is over: its pages are free at once."""
+        """A running request is over: its pages are free or cached at once."""
         with self._lock:
-            self._held.free(request)
+            self._held.leave(request)
 
     # ---- facts ----
 
@@ -253,49 +258,22 @@ class DecodeAdmission:
         self._abort(known)
         return None
 
-    def _grant(self, reservation: Reservation, pages: int) -> DecodeRequest:
-        self._room.take(pages)
-        prompt_pages = pages_for(len(reservation.prompt_token_ids), self._page_tokens)
+    def _grant(self, reservation: Reservation, prefix: Prefix, pages: int) -> DecodeRequest:
+        prompt_tokens = len(reservation.prompt_token_ids)
+        promised = self._room.take(pages, prefix, prompt_tokens)
         try:
             lease = self._leases.grant(reservation.ref, reservation.prefill)
         except TandemError:
-            self._room.give_back(pages, promised=pages)
+            self._cache.let_go(prefix)
+            self._room.give_back(pages, promised)
             raise
+        prompt_pages = pages_for(prompt_tokens, self._page_tokens)
         token_hash = hash_token_ids(reservation.prompt_token_ids)
-        request = DecodeRequest(reservation, lease, prompt_pages, pages, pages, token_hash)
+        skipped = len(prefix.pages)
+        request = DecodeRequest(reservation, lease, prompt_pages, pages, promised, token_hash, prefix, skipped)
         self._leased[lease.epoch] = request
         self._held.add(request)
         return request
-
-    def _take_in(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        self._held.adopt(request, self._clock() + self._config.check_deadline_s)
-        problem = self.arrival.stamp_problem(request, notice)
-        try:
-            if not problem and self.arrival.check_bytes(request, notice, partial(self._checked, request, notice)):
-                return
-        except Unavailable as error:
-            problem = f"pages that could not be checked ({error.message})"
-        self._judge(request, notice, problem)
-
-    def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """The checks' thread: whether the bytes of a request's pages are right."""
-        with self._lock:
-            try:
-                self._judge(request, notice, problem)
-            except Exception:
-                log.exception("request %s could not be admitted", request.reservation.ref.request_id)
-                if request.stage is Stage.CHECKING:
-                    self._judge(request, notice, "pages that could not be taken in")
-        self._changed()
-
-    def _judge(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
-        """What arrived is known to be right, or to have a `problem`."""
-        if request.cancelled:
-            self._held.free(request)
-        elif problem:
-            self._held.free(request, TransferFailed(f"what arrived for the request has {problem}; prefill again"))
-        else:
-            self._held.admit(request, notice)
 
     def _abort(self, request: DecodeRequest) -> None:
         if request.stage is Stage.LEASED:

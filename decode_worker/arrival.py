@@ -54,6 +54,8 @@ class ArrivalCheck:
         reservation = request.reservation
         if notice.pages != request.prompt_pages:
             return f"{notice.pages} pages instead of {request.prompt_pages}"
+        if notice.skipped != request.skipped:
+            return f"{notice.skipped} pages left out instead of {request.skipped}"
         if notice.token_hash != request.token_hash:
             return "the hash of another prompt"
         index = reservation.answered
@@ -67,7 +69,7 @@ class ArrivalCheck:
         """A prompt that was computed here, in these very pages, travelled nowhere."""
         if self._checks is None or notice.prefill == self._me:
             return ()
-        return self._checks.chosen(notice.lease, _tokens_of(request))
+        return self._checks.chosen(notice.lease, _tokens_of(request), request.skipped)
 
     def _count(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
         """On the checks' thread, the only one that counts these."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
-from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
 from wire.ending import failure_event
 from wire.errors import TandemError, TransferFailed
 from wire.messages import Lease, RequestRef, RoutedEvent, TransferNotice
@@ -19,8 +19,9 @@ a loss."""
 class Holdings:
     """Every request from its reservation to its end. Guarded by the admission's lock."""
 
-    def __init__(self, pool: PagePool, room: Room, emit: Callable[[RoutedEvent], None]) -> None:
-        self._pool = pool
+    def __init__(self, cache: PrefixCache, room: Room, emit: Callable[[RoutedEvent], None]) -> None:
+        self._cache = cache
+        self._pool = cache.pool
         self._room = room
         self._emit = emit
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
@@ -46,7 +47,7 @@ class Holdings:
     def adopt(self, request: DecodeRequest, check_until: float) -> None:
         """The writer is quiet: the lease's pages are the request's, whatever they hold, which is to be checked."""
         request.check_until = check_until
-        request.pages = self._pool.adopt(request.lease, request.reservation.ref)
+        request.pages = [*request.prefix.pages, *self._pool.adopt(request.lease, request.reservation.ref)]
         request.stage = Stage.CHECKING
         self._arrived[request.lease.epoch] = None
         if len(self._arrived) > ADMITTED_REMEMBERED:
@@ -57,7 +58,8 @@ class Holdings:
         return lease.epoch in self._arrived
 
     def admit(self, request: DecodeRequest, notice: TransferNotice) -> None:
-        """Its KV is right: it waits for the next step."""
+        """Its KV is right: it waits for the next step, and others may read its prompt's full pages."""
+        self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         answer = request.reservation.answer
         request.token_ids = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
@@ -97,15 +99,23 @@ class Holdings:
             request.cancelled = True
             self._by_key.pop(request.key, None)
 
+    def leave(self, request: DecodeRequest) -> None:
+        """A running request is over: others may read what of its answer fills pages."""
+        named = len(request.prefix.digests) * self._cache.page_tokens
+        self._cache.extend(request.prefix, request.stored_from(named))
+        self._cache.publish(request.reservation.ref, request.prefix, request.pages)
+        self.free(request)
+
     def free(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
         """Its pages are read no more: they are free, and it is over."""
-        self._pool.free(request.reservation.ref, request.pages)
+        self._cache.leave(request.reservation.ref, request.prefix, request.pages)
         self.end(request, failure)
 
     def end(self, request: DecodeRequest, failure: TandemError | None = None) -> None:
-        """Give back what is left of the promise; its pages, if any, are somebody else's now. Its router hears of a
-        failure.
+        """Give back what is left of the promise, and read nothing any more; its own pages, if any, are somebody else's
+        now. Its router hears of a failure.
         """
+        self._cache.let_go(request.prefix)
         self._room.give_back(request.committed, request.promised)
         request.promised, request.pages, request.stage = 0, [], Stage.OVER
         if self._by_key.get(request.key) is request:

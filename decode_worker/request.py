@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from engine.batch import History
+from engine.cache.prefix_cache import Prefix
 from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
 
@@ -23,11 +24,13 @@ class DecodeRequest:
     """A reservation and what became of it so far.
 
     Its queues:
-      1. leased    a promise of pages; from `AllotPages` on, the prompt's pages are advertised to one prefill worker
+      1. leased    it reads what the prefix cache has of its prompt, and has a promise of the pages that are missing;
+                   from `AllotPages` on, those of the prompt are advertised to one prefill worker
       2. checking  the notice arrived and fits, the pages are its own; what they hold is compared with what was sent
       3. ready     the KV is right (DECODE_ADMITTED)
       4. running   one row of every step (DECODE_STARTED); its pages grow from the promise
     then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write.
+    Full pages are known to the prefix cache from then on, those of the prompt since it was ready.
 
     All fields are guarded by the admission's lock, but for `token_ids`, `edges` and what follows the launched
     steps of a running request, which the engine thread alone touches.
@@ -42,6 +45,10 @@ class DecodeRequest:
     """The part of them not yet taken from the pool."""
     token_hash: bytes
     """Of the tokens that are prefilled: made when there is time, compared when there is none."""
+    prefix: Prefix
+    """What of it the prefix cache knows; `prefix.pages` are read by this request until it is over."""
+    skipped: int
+    """The prompt's first pages, which were there when it was reserved: nobody sends them."""
     stage: Stage = Stage.LEASED
     pages: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -66,6 +73,13 @@ class DecodeRequest:
     def planned(self) -> int:
         """Tokens of the answer that are here or on their way."""
         return len(self.token_ids) + self.in_flight
+
+    def stored_from(self, position: int) -> list[int]:
+        """Of a running request, the tokens from `position` of the prompt on whose KV is in its pages: all but the
+        newest, which may not have been fed.
+        """
+        reservation = self.reservation
+        return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
 
     @property
     def prompt_tokens(self) -> int:

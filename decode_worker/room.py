@@ -3,7 +3,7 @@
 import logging
 
 from decode_worker.config import DecodeConfig
-from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
 
@@ -20,21 +20,24 @@ class Room:
     pool this way says so and promises nothing, until enough of it is back: small and full, it would look healthy.
     """
 
-    def __init__(self, config: DecodeConfig, worker_id: str, pool: PagePool, leases: LeaseTable) -> None:
+    def __init__(self, config: DecodeConfig, worker_id: str, cache: PrefixCache, leases: LeaseTable) -> None:
         self._config = config
         self._worker_id = worker_id
-        self._pool = pool
+        self._cache = cache
+        self._pool = cache.pool
         self._leases = leases
-        self._limit = pool.counts().total if config.max_pages is None else config.max_pages
+        self._limit = cache.pool.counts().total if config.max_pages is None else config.max_pages
         self.committed = 0
         """Pages of all requests that are not over, promised and held."""
         self._draining = False
         self.not_ready = ""
         """Why nothing is promised for now, in words; empty = promises are made. `look` keeps it up to date."""
 
-    def take(self, pages: int) -> None:
-        """Promise so many pages of the pool. ResourceExhausted with a retry hint when there are none now,
-        InvalidArgument when there never will be, Unavailable while draining.
+    def take(self, pages: int, prefix: Prefix, prompt_tokens: int) -> int:
+        """Promise so many pages of the pool, less those of the prefix that are cached, which are read from now on.
+
+        Returns how many are promised; all `pages` count against the limit, whoever else reads some. ResourceExhausted
+        with a retry hint when there are none now, InvalidArgument when there never will be, Unavailable while draining.
         """
         self.look()
         if self._draining:
@@ -51,13 +54,16 @@ class Room:
         if self.committed + pages > self._limit:
             raise self._come_back(full)
         try:
-            self._pool.promise(pages)
+            promised = self._cache.promise(prefix, pages, prompt_tokens)
         except ResourceExhausted:
             raise self._come_back(full) from None
         self.committed += pages
+        return promised
 
     def give_back(self, pages: int, promised: int) -> None:
-        """A request with so many pages is over; `promised` of them were never taken from the pool."""
+        """A request with so many pages is over; `promised` of them were never taken from the pool. What it reads is
+        the caller's to let go.
+        """
         self._pool.unpromise(promised)
         self.committed -= pages
 

@@ -63,9 +63,10 @@ class PageChecks:
         """For the handshake: peers must choose the same pages and sum them alike."""
         return (("kv_checksums", f"{METHOD}, of {self._rate:.6g} of the pages"),)
 
-    def chosen(self, lease: Lease, prompt_tokens: int) -> tuple[int, ...]:
-        """See `chosen_pages`."""
-        return chosen_pages(lease, -(-prompt_tokens // self._page_tokens), self._rate)
+    def chosen(self, lease: Lease, prompt_tokens: int, skipped: int = 0) -> tuple[int, ...]:
+        """See `chosen_pages`: of the prompt's pages but for the first `skipped`, which are not sent."""
+        pages = -(-prompt_tokens // self._page_tokens) - skipped
+        return tuple(skipped + number for number in chosen_pages(lease, pages, self._rate))
 
     def begin(
         self, pages: Sequence[int], numbers: Sequence[int], prompt_tokens: int

@@ -20,7 +20,9 @@ class DecodePeers(ABC):
 
     @abstractmethod
     async def allot(self, destination: Destination, pages: int) -> Sequence[int]:
-        """Page numbers in the decode worker's pool to write to; StaleEpoch if the lease is over."""
+        """Page numbers in the decode worker's pool to write the last of the prompt's `pages` to: those before them are
+        there already. StaleEpoch if the lease is over.
+        """
 
     @abstractmethod
     async def release(self, destination: Destination) -> None:
@@ -31,7 +33,10 @@ class DecodePeers(ABC):
 
 
 class LocalDecode(Protocol):
-    """The decode half of this very process. Every method answers at once, from any thread."""
+    """The decode half of this very process. Every method answers at once, from any thread.
+
+    What `allot` leaves out of the prompt's pages, that half reads in the cache of both.
+    """
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]: ...
 

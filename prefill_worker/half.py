@@ -2,7 +2,8 @@
 
 The path of a request, by its queues (`prefill_worker/request.py`):
   1. `submit`    puts it at the end of the waiting line and starts its handoff
-  2. `schedule`  first come, first served: pages for the whole prompt, then chunks up to the step's token budget
+  2. `schedule`  first come, first served: pages for the whole prompt (`prompt_pages.py`), as late as now so that it
+                 finds what those before it have left in the cache; then chunks up to the step's token budget
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then
   4. the handoff writes the pages, ends the request and calls `forget`
 
@@ -18,12 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from engine.batch import Draw, History, StepRow
-from engine.cache.page_pool import PagePool
+from engine.batch import StepRow
+from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
 from prefill_worker.handoff import Handoff
 from prefill_worker.progress import Progress
+from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
 from wire.ending import pages_for, reason_to_end
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
@@ -51,8 +53,7 @@ class PrefillHalf:
         *,
         config: PrefillConfig,
         me: PeerRef,
-        pool: PagePool,
-        page_tokens: int,
+        cache: PrefixCache,
         model: ModelFacts,
         local: LocalDecode,
         hand_over: Callable[[PrefillRequest, PrefillHalf], Handoff],
@@ -62,11 +63,10 @@ class PrefillHalf:
         """`hand_over` starts the coroutine that ends a request; `wake` tells the step loop that there may be work."""
         self._config = config
         self._me = me
-        self._pool = pool
-        self._pages_total = pool.counts().total
-        self._page_tokens = page_tokens
+        self._cache = cache
+        self._pages = PromptPages(cache, me, local)
+        self._pages_total = cache.pool.counts().total
         self._model = model
-        self._local = local
         self._hand_over = hand_over
         self._wake = wake
         self._events = events
@@ -144,15 +144,13 @@ class PrefillHalf:
         request.progress.release()
 
     def forget(self, request: PrefillRequest) -> None:
-        """The last of a request: released by the engine, its writes quiet. Frees its pages."""
+        """The last of a request: released by the engine, its writes quiet. Gives its pages back."""
         key = (request.task.router_id, request.task.ref.request_id)
         with self._lock:
             if self._requests.get(key) is request:
                 del self._requests[key]
             self._leaving.discard(request)
-            pages, request.pages = request.pages, []
-        if pages and not request.local:
-            self._pool.free(request.task.ref, pages)
+            self._pages.give_back(request)
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
@@ -181,7 +179,7 @@ class PrefillHalf:
                     break
                 if request.withdrawn or not request.remaining:
                     continue
-                row = _next_chunk(request, budget)
+                row = request.next_chunk(budget)
                 budget -= len(row.token_ids)
                 rows.append(row)
                 step.append((request, len(row.token_ids)))
@@ -240,14 +238,14 @@ class PrefillHalf:
     # ---- inside ----
 
     def _make(self, task: PrefillTask) -> PrefillRequest:
-        pages = pages_for(len(task.prompt_token_ids), self._page_tokens)
+        pages = pages_for(len(task.prompt_token_ids), self._cache.page_tokens)
         if pages > self._pages_total:
             raise InvalidArgument(
                 "prompt_token_ids", f"needs {pages} KV pages and worker {self._me.worker_id} has {self._pages_total}"
             )
         local = task.destination is not None and task.destination.peer == self._me
-        queued = EdgeStamp.now(Edge.PREFILL_QUEUED)
-        return PrefillRequest(task, pages, local, Progress(), edges=[queued])
+        prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
+        return PrefillRequest(task, pages, local, Progress(), prefix, edges=[EdgeStamp.now(Edge.PREFILL_QUEUED)])
 
     def _check_room(self, known: PrefillRequest | None, task: PrefillTask) -> None:
         if known is not None and known.task.ref.attempt > task.ref.attempt:
@@ -267,51 +265,35 @@ class PrefillHalf:
         while self._waiting and wanted < budget:
             request = self._waiting[0]
             try:
-                pages = self._take_pages(request)
+                if not self._pages.take(request):
+                    break
             except TandemError as error:
                 self._waiting.popleft()
                 self._news.append(partial(request.progress.release, error))
                 continue
-            if pages is None:
-                break
-            request.pages = pages
+            if request.cached:
+                self._news.append(partial(request.progress.advance, request.cached))
             self._computing.append(self._waiting.popleft())
-            wanted += request.prompt_tokens
+            wanted += request.remaining
         self.announce()
-
-    def _take_pages(self, request: PrefillRequest) -> list[int] | None:
-        """All pages of the prompt, or None while the pool has no room for them."""
-        destination = request.task.destination
-        if request.local and destination is not None:
-            return list(self._local.allot(destination.lease, request.pages_needed, self._me))
-        try:
-            return self._pool.allocate(request.task.ref, request.pages_needed)
-        except ResourceExhausted:
-            return None
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task
         index = task.answered
         reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
+        self._pages.publish(request)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
         self._news.append(partial(request.progress.finish, token_id, reason))
-        event = RequestEvent(task.ref, index, (token_id,), reason, edges=tuple(request.edges), logprobs=logprobs)
+        event = RequestEvent(
+            task.ref,
+            index,
+            (token_id,),
+            reason,
+            edges=tuple(request.edges),
+            logprobs=logprobs,
+            cached_tokens=request.cached,
+        )
         return RoutedEvent(task.router_id, event)
-
-
-def _next_chunk(request: PrefillRequest, budget: int) -> StepRow:
-    if not request.launched:
-        request.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
-    start, chunk = request.launched, min(budget, request.remaining)
-    draw = _first_draw(request.task) if chunk == request.remaining else None
-    request.launched += chunk
-    request.in_flight += 1
-    return StepRow(request.task.prompt_token_ids[start : start + chunk], start, request.pages, draw)
-
-
-def _first_draw(task: PrefillTask) -> Draw:
-    history = History(task.question, task.answer) if task.sampling.penalized else None
-    return Draw(task.sampling, task.answered, history)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

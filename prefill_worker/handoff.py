@@ -1,8 +1,9 @@
 """How a prompt's KV reaches the decode worker: one coroutine a request, on the event loop.
 
 1. connect      while the request waits for its first chunk
-2. allot        the lease's promise becomes pages, as soon as the first chunk is computed
-3. write        full pages of finished chunks, while the next chunk computes
+2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
+                of the prompt's first pages the decode worker has and needs no more
+3. write        the other full pages of finished chunks, while the next chunk computes
 4. notice       with the last page, once all others have landed: token, draw, what was sent, and checksums of some
                 pages, which were begun as soon as those were final (`page_sums.py`). It goes with a page because NIXL
                 looks after writes to their end, and after a notice alone only until it is handed on
@@ -80,6 +81,7 @@ class Handoff:
         self._deadline_s = deadline_s
         self._checks = checks
         self._writes: list[asyncio.Future[WriteDone]] = []
+        self._skipped = 0
         self._first_post = 0
         self._aborted = False
         self._delivered = False
@@ -154,6 +156,7 @@ class Handoff:
         """The KV is already in the decode half's pages: the notice alone goes over."""
         if self._goes_on():
             token_hash = hash_token_ids(self._request.task.prompt_token_ids)
+            self._skipped = self._request.cached // self._page_tokens
             self._local.notice(self._notice(destination, token_hash))
             self._delivered = True
 
@@ -163,12 +166,15 @@ class Handoff:
         await progress.beyond(0)
         if progress.released and not self._goes_on():
             return
-        remote = await self._peers.allot(destination, self._request.pages_needed)
-        sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens)
+        needed = self._request.pages_needed
+        remote = await self._peers.allot(destination, needed)
+        if not 1 <= len(remote) <= needed:
+            raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
+        self._skipped = needed - len(remote)
+        sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
         sent = await self._write_while_computing(destination, remote, sums)
         if not self._goes_on():
             return
-        needed = self._request.pages_needed
         last = needed - 1
         if sent < last:
             self._post(destination, remote, sent, last, None)
@@ -184,8 +190,8 @@ class Handoff:
         self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
     async def _write_while_computing(self, destination: Destination, remote: Sequence[int], sums: OutgoingSums) -> int:
-        """Write full pages as chunks finish until the engine lets go; returns how many were posted."""
-        progress, sent = self._request.progress, 0
+        """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
+        progress, sent = self._request.progress, self._skipped
         while not progress.released:
             computed = progress.computed_tokens
             full = computed // self._page_tokens
@@ -204,8 +210,10 @@ class Handoff:
     def _post(
         self, destination: Destination, remote: Sequence[int], first: int, end: int, notice: TransferNotice | None
     ) -> None:
+        """Write the prompt's pages number `first` to `end - 1`; of those `remote` has the ones that are not skipped."""
         self._first_post = self._first_post or time.time_ns()
-        write = PageWrite(destination.peer, self._request.pages[first:end], remote[first:end], notice)
+        there = remote[first - self._skipped : end - self._skipped]
+        write = PageWrite(destination.peer, self._request.pages[first:end], there, notice)
         self._writes.append(asyncio.wrap_future(self._sender.write(write, self._deadline_s)))
 
     async def _quiet(self) -> None:
@@ -245,11 +253,13 @@ class Handoff:
             first_token_id=first_token_id,
             next_draw=self._request.task.answered + 1,
             checksums=checksums,
+            skipped=self._skipped,
         )
 
     def _stats(self) -> TransferStats:
         moved = sum(write.result().bytes for write in self._writes)
-        return TransferStats(moved, self._request.pages_needed, self._backend, time.time_ns() - self._first_post)
+        pages = self._request.pages_needed - self._skipped
+        return TransferStats(moved, pages, self._backend, time.time_ns() - self._first_post)
 
     def _emit_event(self, event: RequestEvent) -> None:
         self._emit(RoutedEvent(self._request.task.router_id, event))

@@ -11,11 +11,11 @@ from wire.messages import Lease, PageChecksum
 class OutgoingSums:
     """Of one request's chosen pages; belongs to its handoff, which frees the pages."""
 
-    def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int) -> None:
-        """Without `checks` no page is chosen."""
+    def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:
+        """Without `checks` no page is chosen, nor are the first `skipped`, which are not sent."""
         self._checks = checks
         self._prompt_tokens = prompt_tokens
-        self._chosen = () if checks is None else checks.chosen(lease, prompt_tokens)
+        self._chosen = () if checks is None else checks.chosen(lease, prompt_tokens, skipped)
         self._begun: list[Future[tuple[PageChecksum, ...]]] = []
 
     def begin(self, pages: Sequence[int], first: int, end: int) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.batch import Draw, History, StepRow
+from engine.cache.prefix_cache import Prefix
 from prefill_worker.progress import Progress
 from wire.messages import PrefillTask
-from wire.timeline import EdgeStamp
+from wire.timeline import Edge, EdgeStamp
 
 if TYPE_CHECKING:
     from prefill_worker.handoff import Handoff
@@ -19,10 +21,12 @@ class PrefillRequest:
 
     Its queues:
       1. waiting       no pages yet (PREFILL_QUEUED)
-      2. computing     owns pages for the whole prompt; its chunks are packed into steps (PREFILL_STARTED), pages of
-                       finished chunks are already being written to the decode worker
-      3. handing over  all is computed and the first token is out (PREFILL_FINISHED); the last pages are on their way
-    then `forget`: the pages are free. The handoff ends every request, finished or not; nobody else frees.
+      2. computing     has pages for the whole prompt, the first of them perhaps cached ones, which it only reads; the
+                       rest is packed into steps in chunks (PREFILL_STARTED), pages of finished chunks are already
+                       being written to the decode worker
+      3. handing over  all is computed, the first token is out (PREFILL_FINISHED) and others may read its full pages;
+                       the last pages are on their way
+    then `forget`: the pages are free or cached. The handoff ends every request, finished or not; nobody else frees.
 
     All fields are guarded by the half's lock; `progress` belongs to the event loop.
     """
@@ -32,12 +36,16 @@ class PrefillRequest:
     local: bool
     """Whether the KV is built straight in the pages this very worker's decode half allotted; the lease owns them."""
     progress: Progress
+    prefix: Prefix
+    """What of the prompt the prefix cache knows; `prefix.pages` are read by this request until it is forgotten."""
     handoff: Handoff | None = None
     pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens of the prompt whose KV was in cached pages: never computed."""
     computed: int = 0
     """Tokens of the prompt whose KV is in the pages."""
     launched: int = 0
-    """Tokens that are computed or in a step that was launched."""
+    """Tokens that are cached, computed or in a step that was launched."""
     in_flight: int = 0
     """Launched steps with a chunk of it that have not ended; 0: the engine does not touch its pages now."""
     withdrawn: bool = False
@@ -51,3 +59,18 @@ class PrefillRequest:
     def remaining(self) -> int:
         """Tokens that no step was launched for."""
         return self.prompt_tokens - self.launched
+
+    def next_chunk(self, budget: int) -> StepRow:
+        """A row of at most `budget` tokens, which are launched now; with a draw if they are the last ones."""
+        if self.launched == self.cached:
+            self.edges.append(EdgeStamp.now(Edge.PREFILL_STARTED))
+        start, chunk = self.launched, min(budget, self.remaining)
+        draw = self._first_draw() if chunk == self.remaining else None
+        self.launched += chunk
+        self.in_flight += 1
+        return StepRow(self.task.prompt_token_ids[start : start + chunk], start, self.pages, draw)
+
+    def _first_draw(self) -> Draw:
+        task = self.task
+        history = History(task.question, task.answer) if task.sampling.penalized else None
+        return Draw(task.sampling, task.answered, history)

@@ -1,6 +1,7 @@
 """An engine without a model: its "KV" of a token is the token itself, and the next token a hash of all it reads back.
 
-So a token is right only if every page of the context holds what it should, in the right place.
+So a token is right only if every page of the context holds what it should, in the right place. It writes to no page
+that is shared or cached.
 """
 
 import hashlib
@@ -94,7 +95,9 @@ class FakeEngine:
 
     def _row(self, row: StepRow) -> int | None:
         pages, start, tokens = row.page_ids, row.start, row.token_ids
+        known = self.pool.readers()
         for position, token in enumerate(tokens, start):
+            assert pages[position // PAGE_TOKENS] not in known, "a step writes to a page that others may read"
             self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 0] = token
         if row.draw is None:
             return None

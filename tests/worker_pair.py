@@ -25,6 +25,7 @@ from wire.messages import (
     Reservation,
     Role,
     SamplingParams,
+    StepEvents,
     TokenLogprobs,
 )
 from wire.timeline import Edge
@@ -54,6 +55,7 @@ class Heard:
     error: str = ""
     message: str = ""
     pages: int = 0
+    cached_tokens: int = 0
 
     def take(self, event: RequestEvent) -> None:
         if event.token_ids:
@@ -63,6 +65,7 @@ class Heard:
         self.edges += [stamp.edge for stamp in event.edges]
         if event.transfer is not None:
             self.pages = event.transfer.pages
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         if event.finish_reason is not None:
             # Each half reports its own failure, but there is one good end.
             assert self.finish in (None, FinishReason.ERROR)
@@ -102,16 +105,17 @@ class End:
         await self.server.stop(None)
 
     async def empty(self) -> None:
-        """Every page free, nothing promised, nothing known, the pool sound."""
+        """Every page free or cached and read by nobody, nothing promised, nothing known, pool and cache sound."""
         await until(lambda: not self.left())
         counts = self.engine.pool.counts()
-        assert counts.free == counts.total
-        self.engine.pool.check_integrity()
+        assert counts.free + counts.cached == counts.total
+        self.worker._cache.check_integrity()
 
     def left(self) -> str:
         found = self.worker.inspect()
         assert not found.integrity_error
-        busy = found.pages_total - found.pages_free + found.pages_promised + found.requests + found.leases
+        held = found.pages_total - found.pages_free - found.pages_cached
+        busy = held + found.pages_promised + found.requests + found.leases
         return str(found) if busy else ""
 
 
@@ -130,6 +134,7 @@ class WorkerPair:
         self.ends = [self.prefill] if both else [self.prefill, self.decode]
         self.heard: dict[str, Heard] = {}
         self.late: list[RequestEvent] = []
+        self.steps: list[StepEvents] = []
 
     async def __aenter__(self) -> "WorkerPair":
         self.streams: list[RouterStream] = []
@@ -154,6 +159,7 @@ class WorkerPair:
 
     async def _read(self, stream: RouterStream) -> None:
         async for step in stream.messages():
+            self.steps.append(step)
             for event in step.events:
                 heard = self.heard.get(event.ref.request_id)
                 if heard is None:
@@ -168,9 +174,17 @@ class WorkerPair:
         return Reservation(ROUTER, ref, tuple(prompt), sampling, self.prefill.me, answered=answered)
 
     def reserve(
-        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int = 1, answered: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        sampling: SamplingParams,
+        attempt: int = 1,
+        answered: int = 0,
+        *,
+        salt: str = "",
     ) -> Lease:
-        return self.decode.worker.reserve(self.reservation(name, prompt, sampling, attempt, answered)).lease
+        reservation = self.reservation(name, prompt, sampling, attempt, answered)
+        return self.decode.worker.reserve(replace(reservation, cache_salt=salt)).lease
 
     def task(
         self,
@@ -192,14 +206,17 @@ class WorkerPair:
         sampling: SamplingParams,
         attempt: int = 1,
         answer: Sequence[int] = (),
+        *,
+        salt: str = "",
     ) -> Heard:
         """Reserve and prefill, as the router does; returns what it hears, behind `answer`, which it has already."""
         heard = self.heard[name] = Heard(list(answer))
         asked, answered = [*prompt, *answer], len(answer)
         lease = None
         if sampling.max_tokens > answered + 1:
-            lease = self.reserve(name, asked, sampling, attempt, answered)
-        self.prefill.worker.prefill(self.task(name, asked, sampling, lease, attempt, answered=answered))
+            lease = self.reserve(name, asked, sampling, attempt, answered, salt=salt)
+        task = self.task(name, asked, sampling, lease, attempt, answered=answered)
+        self.prefill.worker.prefill(replace(task, cache_salt=salt))
         return heard
 
     def abort(self, *names: str, attempt: int = 1) -> None:

@@ -46,6 +46,8 @@ FREQUENCY_MAX = PRESENCE_MAX = 2.0
 """Largest absolute value of these penalties."""
 REPETITION_MIN, REPETITION_MAX = 1e-6, 100.0
 """Limits of that penalty, within which no logit overflows."""
+CACHE_SALT_MAX = 512
+"""Most characters of a cache salt on its way to workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,8 @@ class WorkerConfig:
     kv_checksum_rate: float = 0.05
     """Part of each transfer's pages whose checksums are compared, 0 to 1, at least one page of each prompt; 0 = none.
     The same for all workers of a cluster: the handshake refuses others."""
+    prefix_cache: bool = True
+    """Whether full KV pages are kept as long as there is room, to be read by requests that begin alike."""
     transfer_backend: str = "nixl"
     """What moves KV pages: `nixl`."""
     kv_direction: Direction = Direction.WRITE

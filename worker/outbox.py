@@ -3,22 +3,35 @@
 The engine thread hands over a step's events in one call; the event loop sorts them by router and wakes the streams. A
 stream that is slower than the steps sends several of them as one message.
 
+What changes in the prefix cache goes to those routers that asked for it, in batches that are numbered: a stream that is
+much too slow loses some of them, which its router sees by the numbers.
+
 A router's requests live no longer than its stream: when it ends, or when nobody attaches within `attach_grace_s` of a
 router's first request, `on_gone` is told.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from wire.messages import RequestEvent, RoutedEvent, StepEvents, WorkerLoad
+from wire.prefixes import PrefixChanges
+
+PREFIX_BATCHES_MAX = 64
+"""Batches of one stream that wait to be sent; with more, the oldest is lost."""
+
+Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...]], StepEvents]
 
 
 class RouterStream:
     """What waits to be sent to one router."""
 
-    def __init__(self, router_id: str, snapshot: Callable[[tuple[RequestEvent, ...]], StepEvents]) -> None:
+    def __init__(self, router_id: str, snapshot: Snapshot, *, prefixes: bool = False) -> None:
+        """`prefixes`: whether it is told what changes in the prefix cache."""
         self.router_id = router_id
         self.pending: list[RequestEvent] = []
+        self.prefixes = prefixes
+        self.changes: deque[PrefixChanges] = deque(maxlen=PREFIX_BATCHES_MAX)
         self.attached = False
         self.closed = False
         self._snapshot = snapshot
@@ -40,7 +53,9 @@ class RouterStream:
             await self._changed.wait()
             self._changed.clear()
             pending, self.pending = self.pending, []
-            yield self._snapshot(tuple(pending))
+            changes = tuple(self.changes)
+            self.changes.clear()
+            yield self._snapshot(tuple(pending), changes)
 
 
 class Outbox:
@@ -52,12 +67,16 @@ class Outbox:
         load: Callable[[], WorkerLoad],
         on_gone: Callable[[str], Sequence[RequestEvent]],
         attach_grace_s: float,
+        changes: Callable[[], PrefixChanges | None] = lambda: None,
     ) -> None:
-        """`on_gone(router_id)` aborts its requests and returns what a stream that replaces the lost one must hear."""
+        """`on_gone(router_id)` aborts its requests and returns what a stream that replaces the lost one must hear.
+        `changes` gives the next batch of the prefix cache's, if there is one.
+        """
         self._events = events
         self._load = load
         self._on_gone = on_gone
         self._attach_grace_s = attach_grace_s
+        self._changes = changes
         self._streams: dict[str, RouterStream] = {}
         self._step = 0
         self._closed = False
@@ -79,11 +98,11 @@ class Outbox:
             stream = self._streams[router_id] = RouterStream(router_id, self._snapshot)
             self._events.call_later(self._attach_grace_s, self._lose_unattached, stream)
 
-    def attach(self, router_id: str) -> RouterStream:
+    def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
         """The stream of one router. A second attach ends the first stream, and its requests with it: the router hears
         of each on the new one."""
         known = self._streams.get(router_id)
-        stream = RouterStream(router_id, self._snapshot)
+        stream = RouterStream(router_id, self._snapshot, prefixes=prefixes)
         if known is not None and known.attached:
             stream.pending.extend(self._on_gone(router_id))
         elif known is not None:
@@ -118,8 +137,11 @@ class Outbox:
             stream = self._streams.get(routed.router_id)
             if stream is not None:
                 stream.pending.append(routed.event)
+        changes = self._changes()
         for stream in self._streams.values():
+            if changes is not None and stream.prefixes:
+                stream.changes.append(changes)
             stream.wake()
 
-    def _snapshot(self, events: tuple[RequestEvent, ...]) -> StepEvents:
-        return StepEvents(self._step, events, self._load())
+    def _snapshot(self, events: tuple[RequestEvent, ...], changes: tuple[PrefixChanges, ...]) -> StepEvents:
+        return StepEvents(self._step, events, self._load(), changes)

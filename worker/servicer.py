@@ -25,7 +25,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Attach(
         self, request: worker_pb2.AttachRequest, context: _Context
     ) -> AsyncIterator[worker_pb2.StepEvents]:
-        stream = self._worker.attach(request.router_id)
+        stream = self._worker.attach(request.router_id, prefixes=request.prefixes)
         # Not a `finally`: a generator that waits to be read is not told that its call was cancelled.
         context.add_done_callback(cast(Any, lambda _: self._worker.detach(stream)))
         async for step in stream.messages():
@@ -51,6 +51,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
         return convert.inspection_to_proto(self._worker.inspect())
+
+    async def ListPrefixes(
+        self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
+    ) -> worker_pb2.ListPrefixesResponse:
+        return convert.prefix_list_to_proto(self._worker.known_prefixes())
 
     # ---- other workers ----
 

@@ -4,6 +4,7 @@ import math
 
 from wire.errors import FailedPrecondition, InvalidArgument
 from wire.messages import (
+    CACHE_SALT_MAX,
     FREQUENCY_MAX,
     LOGPROBS_MAX,
     PRESENCE_MAX,
@@ -39,6 +40,8 @@ def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:
     for field, name in (("router_id", asked.router_id), ("request_id", ref.request_id)):
         if not 1 <= len(name) <= ID_LENGTH_MAX:
             raise InvalidArgument(field, f"has {len(name)} characters, must have 1 to {ID_LENGTH_MAX}")
+    if len(asked.cache_salt) > CACHE_SALT_MAX:
+        raise InvalidArgument("cache_salt", f"has {len(asked.cache_salt)} characters, the limit is {CACHE_SALT_MAX}")
     if ref.attempt < 1:
         raise InvalidArgument("attempt", f"{ref.attempt} is less than 1")
     _check_prompt(asked.prompt_token_ids, model)

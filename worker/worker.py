@@ -15,6 +15,7 @@ from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
 from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.checksums import PageChecks, PageSums
 from kv_transfer.handshake import Facts, layout_facts, make_handshake
@@ -39,6 +40,7 @@ from wire.messages import (
     WorkerInspection,
     WorkerLoad,
 )
+from wire.prefixes import PrefixList
 from worker.config import WorkerConfig
 from worker.loop import Runner, StepLoop
 from worker.outbox import Outbox, RouterStream
@@ -87,11 +89,11 @@ class Worker:
         """Set when a step failed: the process must end."""
         self._config = config
         self._pool = engine.pool
-        self._page_tokens = engine.page_tokens
+        self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
         self._handoffs: set[asyncio.Future[None]] = set()
         self._warming: set[asyncio.Future[None]] = set()
-        self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s)
+        self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
         self.admission = self._make_admission(engine)
         self.transport = open_transport(self.admission.notice)
@@ -126,9 +128,9 @@ class Worker:
 
     # ---- routers ----
 
-    def attach(self, router_id: str) -> RouterStream:
-        """The stream of a router's events; give it back to `detach`."""
-        return self._outbox.attach(router_id)
+    def attach(self, router_id: str, *, prefixes: bool = False) -> RouterStream:
+        """The stream of a router's events, with the prefix cache's if it wants them; give it back to `detach`."""
+        return self._outbox.attach(router_id, prefixes=prefixes)
 
     def detach(self, stream: RouterStream) -> None:
         """The stream ended: its router's requests are over."""
@@ -169,6 +171,10 @@ class Worker:
 
     # ---- facts ----
 
+    def known_prefixes(self) -> PrefixList:
+        """The names of all pages that can be used again."""
+        return self._cache.known()
+
     def load(self) -> WorkerLoad:
         """Load now."""
         counts = self._pool.counts()
@@ -176,8 +182,10 @@ class Worker:
             prefill_requests=self._prefill.waiting_requests(),
             prefill_tokens=self._prefill.waiting_tokens(),
             decode_requests=self._decode.running_requests(),
-            pages_used=counts.total - counts.free + counts.promised,
+            pages_used=counts.total - counts.free - counts.cached + counts.promised,
             pages_total=counts.total,
+            prefix_query_tokens=self._cache.query_tokens,
+            prefix_hit_tokens=self._cache.hit_tokens,
         )
 
     def open_requests(self) -> int:
@@ -202,6 +210,9 @@ class Worker:
             fenced=self.admission.fenced + self._prefill.fenced,
             checksums_equal=self.admission.arrival.checksums_equal,
             checksum_failures=self.admission.arrival.checksum_failures,
+            pages_cached=counts.cached,
+            prefix_query_tokens=self._cache.query_tokens,
+            prefix_hit_tokens=self._cache.hit_tokens,
         )
 
     # ---- the end ----
@@ -247,8 +258,7 @@ class Worker:
         return DecodeAdmission(
             config=config,
             me=self.me,
-            pool=engine.pool,
-            page_tokens=engine.page_tokens,
+            cache=self._cache,
             model=engine.facts,
             clock=time.monotonic,
             expect=self._expect,
@@ -271,8 +281,7 @@ class Worker:
         return PrefillHalf(
             config=config,
             me=self.me,
-            pool=engine.pool,
-            page_tokens=engine.page_tokens,
+            cache=self._cache,
             model=engine.facts,
             local=self.admission,
             hand_over=self._hand_over,
@@ -285,7 +294,7 @@ class Worker:
             request=request,
             engine=half,
             me=self.me,
-            page_tokens=self._page_tokens,
+            page_tokens=self._cache.page_tokens,
             sender=self.transport,
             backend=self.transport.backend,
             peers=self.peers,
@@ -335,7 +344,7 @@ class Worker:
             return
         self._steps_checked = steps
         try:
-            await asyncio.to_thread(self._pool.check_integrity)
+            await asyncio.to_thread(self._cache.check_integrity)
         except Internal as error:
             log.error("%s", error.message)
             self._integrity_error = error.message

@@ -21,9 +21,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.cache.page_pool import PagePool
-from wire.errors import Internal, TandemError
+from engine.cache.prefix_log import PrefixLog, runs_of
+from wire.errors import Internal, StaleEpoch, TandemError
 from wire.messages import RequestRef
 from wire.page_digests import page_digests, root_digest
+from wire.prefixes import PrefixChanges, PrefixList
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +62,7 @@ class PrefixCache:
         self._enabled = enabled
         self._nodes: dict[bytes, _Node] = {}
         self._digests: dict[int, bytes] = {}
+        self._log = PrefixLog()
         self.query_tokens = 0
         """Tokens of all prompts that were looked up."""
         self.hit_tokens = 0
@@ -112,12 +115,14 @@ class PrefixCache:
             return [*prefix.pages, *new]
 
     def join(self, prefix: Prefix, pages: int) -> None:
-        """Read the first `pages` pages, which somebody else is reading as well. Internal if they are not known."""
+        """Read the first `pages` pages, which somebody else is reading as well. StaleEpoch if nobody does any more."""
         with self.pool.lock:
             known = prefix.digests[:pages]
-            if len(known) < pages or any(digest not in self._nodes for digest in known):
-                raise Internal(f"{pages} cached pages were to be read, and not all are there; prefill again")
-            self._retain(prefix, known)
+            if len(known) == pages and all(digest in self._nodes for digest in known):
+                self._retain(prefix, known)
+            if len(prefix.pages) < pages:
+                self._let_go(prefix)
+                raise StaleEpoch(f"{pages} cached pages are there no longer, not all of them; drop this attempt")
 
     def publish(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
         """`pages`, the request's own but for those it reads, hold the KV of all its digests: everyone may read them."""
@@ -133,6 +138,7 @@ class PrefixCache:
                     parent = prefix.digests[number - 1] if number else prefix.root
                     self._nodes[digest] = _Node(pages[number], number, parent)
                     self._digests[pages[number]] = digest
+                    self._log.stored(digest, parent)
                     prefix.pages.append(pages[number])
 
     def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
@@ -146,6 +152,20 @@ class PrefixCache:
         """Read nothing any more."""
         with self.pool.lock:
             self._let_go(prefix)
+
+    # ---- for those who keep a list of it ----
+
+    def changes(self) -> PrefixChanges | None:
+        """What has become known and what is forgotten since the last time, None if nothing."""
+        with self.pool.lock:
+            return self._log.take()
+
+    def known(self) -> PrefixList:
+        """All that is known. Takes a microsecond a page, and the pool's lock meanwhile."""
+        with self.pool.lock:
+            pages = [(digest, node.parent) for digest, node in self._nodes.items()]
+            sequence = self._log.sequence
+        return PrefixList(sequence, runs_of(pages))
 
     # ---- facts ----
 
@@ -187,7 +207,9 @@ class PrefixCache:
 
     def _forget(self, page: int) -> None:
         """The pool takes a cached page."""
-        del self._nodes[self._digests.pop(page)]
+        digest = self._digests.pop(page)
+        del self._nodes[digest]
+        self._log.removed(digest)
 
     def _faults(self) -> Iterable[str]:
         readers = self.pool.readers()

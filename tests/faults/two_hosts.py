@@ -117,13 +117,14 @@ class TwoHosts:
         return reply
 
     async def idle_and_sound(self) -> None:
-        """Every page of both workers free, nothing open, both pools consistent, in the end."""
+        """Every page of both workers free or cached, nothing open, both pools consistent, in the end."""
         give_up = time.monotonic() + IDLE_WITHIN_S
         for worker_id in ("prefill-0", "decode-0"):
             while True:
                 one = await self.inspect(worker_id)
                 assert not one.integrity_error
-                if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_promised):
+                unused = one.pages_free + one.pages_cached
+                if unused == one.pages_total and not (one.requests or one.leases or one.pages_promised):
                     break
                 assert time.monotonic() < give_up, one
                 await asyncio.sleep(0.1)

@@ -1,6 +1,8 @@
 """What must hold, looked at from outside: who owns which page, and whose KV is in it."""
 
 import logging
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,14 +29,12 @@ class Holder:
     ref: RequestRef | None = None
 
 
-class Stamps:
-    """A number for each attempt at each request, to be written beside the KV it computed."""
+FIRST_STAMP = 1
 
-    def __init__(self) -> None:
-        self._numbers: dict[RequestRef, int] = {}
 
-    def of(self, ref: RequestRef) -> int:
-        return self._numbers.setdefault(ref, len(self._numbers) + 1)
+def stamp_behind(stamp: int, token: int) -> int:
+    """What is written beside the KV of a token: it depends on all tokens before it, as keys and values do."""
+    return zlib.crc32(b"%d %d" % (stamp, token)) >> 1
 
 
 def holder_of(pool: PagePool, page: int) -> Holder:
@@ -46,7 +46,7 @@ def holder_of(pool: PagePool, page: int) -> Holder:
         for lease, held in leases.items():
             if page in held:
                 return Holder(state, ref_of(lease))
-    return Holder("shared" if page in pool._shared else "free")
+    return Holder("shared" if page in pool._shared else "cached" if page in pool._cached else "free")
 
 
 def ref_of(lease: Lease) -> RequestRef:
@@ -54,35 +54,55 @@ def ref_of(lease: Lease) -> RequestRef:
 
 
 class WatchedEngine(FakeEngine):
-    """Computes in pages of one attempt alone, and reads nothing that another attempt computed."""
+    """Computes in pages of one attempt alone, reads none but these and shared ones, and of no other prefix."""
 
-    def __init__(self, pages: int, stamps: Stamps, *, asynchronous: bool) -> None:
+    def __init__(self, pages: int, *, asynchronous: bool) -> None:
         super().__init__(pages)
         self.asynchronous = asynchronous
         self.memory = np.zeros((pages + 1, PAGE_TOKENS, 2), dtype="<i4")
         """The last page is nobody's: a connection is tried out with it."""
         self.layout = KVLayout(self.memory.ctypes.data, pages + 1, 1, 1, PAGE_TOKENS, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
-        self._stamps = stamps
+        self.seen: Counter[str] = Counter()
 
     def _row(self, row: StepRow) -> int | None:
         end = row.start + len(row.token_ids)
         pages = row.page_ids[: -(-end // PAGE_TOKENS)]
-        stamp = self._stamps.of(self._owner(pages))
-        for position in range(row.start, end):
+        first_written = row.start // PAGE_TOKENS
+        self._check_read(pages[:first_written], self._owner(pages[first_written:]))
+        stamp = self._read(pages, row.start)
+        for position, token in enumerate(row.token_ids, row.start):
+            stamp = stamp_behind(stamp, token)
             self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS, 1] = stamp
-        read = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 1]) for p in range(end)]
-        if set(read) != {stamp}:
-            raise Broken(f"a step of attempt {stamp} reads KV of attempts {sorted(set(read))}")
         return super()._row(row)
 
-    def _owner(self, pages: Sequence[int]) -> RequestRef:
+    def _read(self, pages: Sequence[int], end: int) -> int:
+        """The stamp of position `end - 1`, if that of each position before it is right for the tokens up to there."""
+        stamp = FIRST_STAMP
+        for position in range(end):
+            token, found = self.memory[pages[position // PAGE_TOKENS], position % PAGE_TOKENS].tolist()
+            stamp = stamp_behind(stamp, token)
+            if found != stamp:
+                page = pages[position // PAGE_TOKENS]
+                raise Broken(f"a step reads KV of another prefix at {position}, page {page}")
+        return stamp
+
+    def _owner(self, pages: Sequence[int]) -> Holder:
+        """Of the pages that a step writes to."""
         holders = {holder_of(self.pool, page) for page in pages}
         (holder, *others) = holders
         # A local prefill writes where its own decode half lets it, as a prefill worker elsewhere does.
         if others or holder.ref is None:
             raise Broken(f"a step computes in pages that are {holders}")
-        return holder.ref
+        return holder
+
+    def _check_read(self, pages: Sequence[int], owner: Holder) -> None:
+        """Shared pages come first, by somebody read; behind them the attempt's own."""
+        for page in pages:
+            holder = holder_of(self.pool, page)
+            self.seen[f"reads {holder.state}"] += 1
+            if holder not in (owner, Holder("shared")):
+                raise Broken(f"a step of {owner} reads a page that is {holder}")
 
 
 class Alarms(logging.Handler):

@@ -87,8 +87,8 @@ class ClusterMachine(RuleBasedStateMachine):
             if self.sound:
                 self.world.end()
         finally:
-            ClusterMachine.seen += self.world.seen
             self.world.close()
+            ClusterMachine.seen += self.world.seen
 
     @property
     def at(self) -> World:
@@ -157,11 +157,15 @@ class ClusterMachine(RuleBasedStateMachine):
         return True
 
     def ask(self, which: int, much: int) -> bool:
-        """A client asks; `which` says how long the answer is, whether it stops early, and whether it has penalties."""
+        """A client asks; `which` says how long the answer is, whether it begins as others do, whether it stops early,
+        and whether it has penalties.
+        """
         clients = self.at.router.clients
         if len(self.open_clients()) >= OPEN_MAX:
             return False
-        tokens = [10 + len(clients), *range(500, 500 + much % 13)]
+        # Every second client begins as others do: the same pages, in the same words or in others behind them.
+        first = 7 if which % 2 else 10 + len(clients)
+        tokens = [first, *range(500, 500 + much % 13), *([600 + much % 3] if much % 2 else [])]
         sampling = SamplingParams(1 + which % 9, presence_penalty=which // 9 % 2)
         right = answer_to(tokens, sampling)
         if which % 4 == 0:

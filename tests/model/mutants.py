@@ -6,7 +6,7 @@ A mutant is a function that patches the code under test; what it breaks stands i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,10 +14,13 @@ import pytest
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
+from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
+from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
+from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
 from wire.errors import StaleEpoch
 from wire.messages import Lease, PeerRef, TransferNotice
@@ -131,6 +134,56 @@ def a_late_notice_proves_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTable, "settle", deaf)
 
 
+def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
+    """Cached pages are let go as soon as a prompt has found them."""
+    take = PromptPages.take
+
+    def hasty(self: PromptPages, request: PrefillRequest) -> bool:
+        taken = take(self, request)
+        self._cache.let_go(request.prefix)
+        request.prefix.digests.clear()
+        return taken
+
+    patch.setattr(PromptPages, "take", hasty)
+
+
+def pages_are_known_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
+    """A prompt's pages are published when it gets them."""
+    take = PromptPages.take
+
+    def hasty(self: PromptPages, request: PrefillRequest) -> bool:
+        taken = take(self, request)
+        if taken:
+            self.publish(request)
+        return taken
+
+    patch.setattr(PromptPages, "take", hasty)
+
+
+def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to be computed of it."""
+    make = PrefixCache.prefix
+
+    def prefix(self: PrefixCache, token_ids: Sequence[int], salt: str) -> Prefix:
+        made = make(self, token_ids, salt)
+        made.readable = len(made.digests)
+        return made
+
+    patch.setattr(PrefixCache, "prefix", prefix)
+
+
+def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None:
+    """The pages that nobody had to send count as read only until the others have come."""
+    adopt = Holdings.adopt
+
+    def hasty(self: Holdings, request: DecodeRequest, check_until: float) -> None:
+        adopt(self, request, check_until)
+        self._cache.let_go(request.prefix)
+        request.prefix.digests.clear()
+
+    patch.setattr(Holdings, "adopt", hasty)
+
+
 MUTANTS: dict[Mutant, str] = {
     revoked_pages_are_free: "lands in a page|a step",
     a_notice_counts_for_every_epoch: "lands in a page|a step|left for ever",
@@ -141,5 +194,9 @@ MUTANTS: dict[Mutant, str] = {
     pages_are_freed_under_a_prefill_step: "a step",
     pages_are_freed_under_a_decode_step: "a step",
     a_late_notice_proves_nothing: "left for ever",
+    what_prefill_reads_is_not_held: "a step|reads a page",
+    pages_are_known_before_they_are_computed: "a step",
+    a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of",
+    what_decode_holds_is_let_go_at_the_notice: "a step|inconsistent|does not own",
 }
 """Each with what the model must say of it."""

@@ -67,6 +67,10 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["killed"] > 200
         assert seen["quarantined"] > 200, "writes that come after the end of their request"
         assert seen["from the dead"] > 50, "writes that come after the end of their writer"
+        assert seen["from shared pages"] > 200, "writes of pages that others read as well"
+        assert seen["reads shared"] > 200, "steps that read pages of others"
+        assert seen["tokens from the cache"] > 1000
+        print(seen)
 
 
 @pytest.mark.timeout(1200)

@@ -10,7 +10,7 @@ from typing import Any
 from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
-from tests.model.checks import Broken, Stamps, WatchedEngine
+from tests.model.checks import Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
@@ -56,7 +56,6 @@ class Parts:
 
     loop: VirtualLoop
     fabric: FabricByHand
-    stamps: Stamps
     asynchronous: bool
 
 
@@ -68,7 +67,7 @@ class WorkerProcess:
         self.role = role
         self.address = address
         self.process = Process(f"{me.worker_id}/{me.incarnation}", made_of.loop)
-        self.engine = WatchedEngine(PAGES, made_of.stamps, asynchronous=made_of.asynchronous)
+        self.engine = WatchedEngine(PAGES, asynchronous=made_of.asynchronous)
         self._fabric = made_of.fabric
         self._aborted: dict[str, int] = {}
         self.process.run(self._start)
@@ -125,7 +124,7 @@ class WorkerProcess:
 
     def check(self) -> None:
         """Every page in one state, promises kept, nothing alive that was aborted."""
-        self.engine.pool.check_integrity()
+        self.worker._cache.check_integrity()
         admission = self.worker.admission
         alive = [*admission._held._ready, *(r for r in self.worker._decode._running if not (r.cancelled or r.ended))]
         for request in alive:
@@ -140,7 +139,8 @@ class WorkerProcess:
         found = self.worker.inspect()
         quarantined = self.engine.pool._quarantined
         aside = sum(1 + len(pages) for lease, pages in quarantined.items() if lease in given_up)
-        busy = found.pages_total - found.pages_free + found.pages_promised + found.requests + found.leases
+        held = found.pages_total - found.pages_free - found.pages_cached
+        busy = held + found.pages_promised + found.requests + found.leases
         committed = self.worker.admission._room.committed
         return f"{found}, {committed} pages committed" if busy != aside or committed else ""
 

@@ -28,8 +28,9 @@ import worker.loop
 import worker.worker
 from kv_transfer.in_memory import Flight
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
+from prefill_worker.request import PrefillRequest
 from tests.model.calls import Channel
-from tests.model.checks import Alarms, Broken, Holder, Stamps, holder_of
+from tests.model.checks import Alarms, Broken, Holder, holder_of
 from tests.model.network import Key, Network
 from tests.model.router import CountedAnswer, InlineText, RouterProcess, finish_reason
 from tests.model.virtual_loop import VirtualLoop, this_process
@@ -52,16 +53,20 @@ END_WITHIN_S = 60.0
 """After the last fault, longer than every deadline of the cluster together."""
 
 
-class WatchedFabric(FabricByHand):
-    """Knows for which attempt each write was posted."""
+def is_warm_up(flight: Flight) -> bool:
+    """Whether a connection is tried out, from and to pages that are nobody's."""
+    return flight.write.local_pages == flight.write.remote_pages == (PAGES,)
 
-    writers: dict[Flight, Holder]
-    holder: Callable[[PeerRef, int], Holder | None]
+
+class WatchedFabric(FabricByHand):
+    """Knows for which prompt each write was posted."""
+
+    writers: dict[Flight, PrefillRequest]
+    writer_of: Callable[[Flight], PrefillRequest]
 
     def post(self, flight: Flight) -> None:
-        writer = self.holder(flight.sender, flight.write.local_pages[0])
-        assert writer is not None
-        self.writers[flight] = writer
+        if not is_warm_up(flight):
+            self.writers[flight] = self.writer_of(flight)
         super().post(flight)
 
 
@@ -74,11 +79,11 @@ class World:
         self.network = Network(self.loop, self.failures.append)
         self.fabric = WatchedFabric(self.loop.time, self._check_page)
         self.fabric.writers = {}
-        self.fabric.holder = self._holder
+        self.fabric.writer_of = self._writer_of
         self.roles = roles
         self.workers: dict[str, WorkerProcess] = {}
         self.graveyard: list[WorkerProcess] = []
-        self._parts = Parts(self.loop, self.fabric, Stamps(), asynchronous)
+        self._parts = Parts(self.loop, self.fabric, asynchronous)
         self._addresses = Addresses()
         self.seen: Counter[str] = Counter()
         """What happened, for whoever wants to know that the model looks at anything."""
@@ -117,6 +122,9 @@ class World:
 
     def close(self) -> None:
         """End every task; nothing is checked any more."""
+        for one in [*self.workers.values(), *self.graveyard]:
+            self.seen += one.engine.seen
+            self.seen["tokens from the cache"] += one.worker._cache.hit_tokens
         logging.getLogger().removeHandler(self._alarms)
         self.loop.close()
         self._patches.undo()
@@ -196,16 +204,29 @@ class World:
 
     def _check_page(self, flight: Flight, local: int, remote: int) -> None:
         """A page of a write is about to land."""
-        if local == remote == PAGES:
-            return  # nobody's, to try out a connection
+        if is_warm_up(flight):
+            return
         writer = self.fabric.writers[flight]
+        ref = writer.task.ref
         source, target = self._holder(flight.sender, local), self._holder(flight.write.peer, remote)
-        if writer.state != "owned" or source not in (writer, None):
-            raise Broken(f"a write of a page {writer} reads a page that is {source} now")
-        if target is None or target.ref != writer.ref or target.state not in ("advertised", "quarantined"):
-            raise Broken(f"a write of {writer.ref} lands in a page that is {target} now")
+        if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):
+            raise Broken(f"a write of {ref} reads a page that is {source} now")
+        if target is None or target.ref != ref or target.state not in ("advertised", "quarantined"):
+            raise Broken(f"a write of {ref} lands in a page that is {target} now")
         self.seen[target.state] += 1
         self.seen["from the dead"] += source is None
+        self.seen["from shared pages"] += source == Holder("shared")
+
+    def _writer_of(self, flight: Flight) -> PrefillRequest:
+        """The prompt that this write, which is being posted, is about."""
+        half = self.workers[flight.sender.worker_id].worker._prefill
+        write, known = flight.write, [*half._requests.values(), *half._leaving]
+        writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
+        target = self._holder(write.peer, write.remote_pages[0])
+        if not writers:
+            raise Broken(f"a write reads a page of {write.local_pages}, which are no prompt's")
+        # Several may read these pages. To whom it is sent says which one it is, or that something is wrong.
+        return next((one for one in writers if target is not None and one.task.ref == target.ref), writers[0])
 
     def _holder(self, peer: PeerRef, page: int) -> Holder | None:
         """Who has a page of this process; None when it is dead."""

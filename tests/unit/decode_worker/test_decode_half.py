@@ -10,6 +10,7 @@ from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
 from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, Unavailable
 from wire.messages import (
@@ -39,11 +40,11 @@ class House:
         self.expected = 0
         self.events: list[RoutedEvent] = []
         self.prompts: dict[Lease, tuple[int, ...]] = {}
+        self.skipped: dict[Lease, int] = {}
         self.admission = DecodeAdmission(
             config=DecodeConfig(max_pages=max_pages, lease_s=5.0, quarantine_s=1.0, check_deadline_s=3.0),
             me=PeerRef("decode-0", 1),
-            pool=self.pool,
-            page_tokens=PAGE_TOKENS,
+            cache=PrefixCache(self.pool, PAGE_TOKENS),
             model=FACTS,
             clock=lambda: self.now,
             expect=self._expect,
@@ -59,9 +60,13 @@ class House:
     def reserve(self, name: str, tokens: int = 5, attempt: int = 1, **sampling: int) -> Lease:
         prompt = tuple(range(3, 3 + tokens))
         params = SamplingParams(**({"max_tokens": 6} | sampling))  # type: ignore[arg-type]
-        lease = self.admission.reserve(Reservation("r", RequestRef(name, attempt), prompt, params, P)).lease
-        self.prompts[lease] = prompt
-        return lease
+        # Under a salt of its own: no request of another name has anything it could use.
+        granted = self.admission.reserve(
+            Reservation("r", RequestRef(name, attempt), prompt, params, P, cache_salt=name)
+        )
+        self.prompts[granted.lease] = prompt
+        self.skipped[granted.lease] = granted.held_tokens // PAGE_TOKENS
+        return granted.lease
 
     def allot(self, lease: Lease) -> list[int]:
         return list(self.admission.allot(lease, -(-len(self.prompts[lease]) // PAGE_TOKENS), P))
@@ -70,7 +75,7 @@ class House:
         prompt = self.prompts[lease]
         notice = {
             "lease": lease, "prefill": P, "token_hash": hash_token_ids(prompt), "pages": -(-len(prompt) // PAGE_TOKENS),
-            "first_token_id": FIRST, "next_draw": 1,
+            "first_token_id": FIRST, "next_draw": 1, "skipped": self.skipped[lease],
         }  # fmt: skip
         self.admission.notice(TransferNotice(**(notice | changes)))  # type: ignore[arg-type]
 
@@ -85,7 +90,7 @@ class House:
 
     def assert_empty(self) -> None:
         counts = self.pool.counts()
-        assert (counts.free, counts.promised) == (counts.total, 0)
+        assert (counts.free + counts.cached, counts.promised) == (counts.total, 0)
         self.pool.check_integrity()
         assert self.admission.open_requests == 0
         assert self.admission.open_leases == self.expected == 0
@@ -211,7 +216,7 @@ class Checks:
         self.results: list[Callable[[str], None]] = []
         self.closed = False
 
-    def chosen(self, _lease: Lease, _tokens: int) -> tuple[int, ...]:
+    def chosen(self, _lease: Lease, _tokens: int, _skipped: int) -> tuple[int, ...]:
         return (0,)
 
     def compare(self, _pages: object, _told: object, _tokens: int, on_result: Callable[[str], None]) -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
-from wire.errors import Internal, ResourceExhausted
+from wire.errors import Internal, ResourceExhausted, StaleEpoch
 from wire.messages import Lease, RequestRef
 from wire.page_digests import page_digests, root_digest
+from wire.prefixes import PrefixChanges, PrefixRun
 
 PAGE = 2
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
@@ -181,9 +182,9 @@ def test_joining_needs_pages_that_are_there() -> None:
     other = desk.cache.prefix(PROMPT, "")
     desk.cache.join(other, 2)
     assert other.pages == desk.pages("a")[:2]
-    with pytest.raises(Internal):
+    with pytest.raises(StaleEpoch):
         desk.cache.join(desk.cache.prefix(PROMPT, "bob"), 1)
-    with pytest.raises(Internal):
+    with pytest.raises(StaleEpoch):
         desk.cache.join(desk.cache.prefix([1], ""), 1)
     desk.cache.let_go(other)
     desk.end("a")
@@ -195,6 +196,41 @@ def test_a_cache_that_is_off_knows_nothing() -> None:
     assert desk.run("a") == desk.run("b") == 0
     assert desk.pool.counts().free == 16
     assert desk.cache.query_tokens == 14
+
+
+def names(*runs: PrefixRun) -> set[bytes]:
+    return {digest for run in runs for digest in run.digests}
+
+
+def test_what_is_known_and_what_is_forgotten_is_told_in_batches() -> None:
+    desk = Desk(8)
+    assert desk.cache.changes() is None
+    desk.run("a")
+    first = desk.cache.changes()
+    digests = tuple(page_digests(PROMPT, PAGE, root_digest("")))
+    assert first == PrefixChanges(1, (PrefixRun(root_digest(""), digests),))
+    desk.run("b", [1, 2, 9, 9, 9])
+    desk.pool.allocate(ref("x"), 6)
+    second = desk.cache.changes()
+    assert second is not None
+    assert second.sequence == 2
+    assert second.removed == digests[:0:-1]
+    assert [run.parent for run in second.stored] == [digests[0]]
+    assert desk.cache.changes() is None
+    known = desk.cache.known()
+    assert known.sequence == 2
+    assert names(*known.stored) == names(*first.stored, *second.stored) - set(second.removed)
+
+
+def test_a_page_that_came_and_went_is_told_as_gone() -> None:
+    desk = Desk(3)
+    desk.run("a", [1, 2, 3])
+    desk.run("b", [4, 5, 6, 7, 8])
+    changes = desk.cache.changes()
+    assert changes is not None
+    assert names(*changes.stored).isdisjoint(changes.removed)
+    assert names(*changes.stored) == set(desk.cache._nodes)
+    assert len(changes.removed) == 1
 
 
 def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from engine.batch import StepRow
 from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
@@ -64,8 +65,7 @@ class House:
         self.half = PrefillHalf(
             config=PrefillConfig(max_rows=max_rows),
             me=ME,
-            pool=self.pool,
-            page_tokens=PAGE_TOKENS,
+            cache=PrefixCache(self.pool, PAGE_TOKENS),
             model=FACTS,
             local=self.local,
             hand_over=self._hand_over,  # type: ignore[arg-type]
@@ -77,10 +77,20 @@ class House:
         self.requests[request.task.ref.request_id] = request
         return Handed()
 
-    def submit(self, name: str, tokens: int, max_tokens: int = 5, attempt: int = 1, lease: Lease | None = None) -> None:
+    def submit(
+        self,
+        name: str,
+        tokens: int,
+        max_tokens: int = 5,
+        attempt: int = 1,
+        lease: Lease | None = None,
+        salt: str | None = None,
+    ) -> None:
+        """Under a salt of its own by default: then no request of another name has anything it could use."""
         there = Destination(ME, "", lease) if lease else None
         prompt = tuple(range(3, 3 + tokens))
-        self.half.submit(PrefillTask("r", RequestRef(name, attempt), prompt, SamplingParams(max_tokens), there))
+        ref, sampling = RequestRef(name, attempt), SamplingParams(max_tokens)
+        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=name if salt is None else salt))
 
     def step(self, budget: int) -> list[StepRow]:
         rows = self.half.schedule(budget)
@@ -137,7 +147,8 @@ async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> No
     assert pieces(house.step(100)) == [(0, 20), (0, 2)]
     for name in ("large", "small"):
         house.half.forget(house.requests[name])
-    assert house.pool.counts().free == 8
+    counts = house.pool.counts()
+    assert counts.free + counts.cached == 8
     assert house.half.known_requests() == 0
 
 

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
+from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from prefill_worker import handoff
 from prefill_worker.destination import DecodePeers
@@ -44,7 +45,7 @@ class Scene(Sender, DecodePeers):
         self.refuse_release: list[Exception] = []
         there = Destination(THERE, "nowhere", LEASE) if destination else None
         task = PrefillTask("r", RequestRef("q", 1), PROMPT, SamplingParams(max_tokens=9), there)
-        self.request = PrefillRequest(task, 3, False, Progress(), pages=[10, 11, 12])
+        self.request = PrefillRequest(task, 3, False, Progress(), Prefix(b""), pages=[10, 11, 12])
         self.handoff = Handoff(
             request=self.request,
             engine=self,

@@ -121,7 +121,7 @@ async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:
         assert (worker._loop.steps, len(running.tokens)) == (steps, tokens)
         assert "did not end" in str(worker.died.result())
         counts = pair.decode.engine.pool.counts()
-        assert counts.free + counts.advertised + counts.quarantined == counts.total
+        assert counts.free + counts.cached + counts.advertised + counts.quarantined == counts.total
 
 
 async def test_a_slow_step_is_waited_for() -> None:
