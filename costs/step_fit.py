@@ -1,0 +1,123 @@
+"""Learns the coefficients of `StepCost` from steps as they happen.
+
+Recursive least squares of relative errors (a step of 4 ms counts as much as one of 200), with what a live system needs:
+  - a guess to start from, which holds for every part of a step that was never seen
+  - forgetting by part: a thousand decode steps do not wash out what is known of prompts
+  - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
+  - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
+    become usual, and the fit follows faster
+
+Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
+Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from costs.step_cost import CostParameters, StepWork
+from wire.cost_parameters import UNMEASURED
+
+_Vector = NDArray[np.float64]
+
+FORGET = 0.005
+"""Part of what is known of a step's parts that is forgotten with it, while predictions are good."""
+FORGET_MAX = 0.05
+"""The same while they are bad."""
+GOOD_ERROR = 0.05
+"""Relative error of good predictions."""
+OUTLIER = 4.0
+"""Times the usual relative error, beyond which an error counts no more than that."""
+_USUAL_MIN = 0.02
+_USUAL_PART = 0.05
+"""Weight of the newest error in the usual one."""
+_ERROR_PART = 0.01
+"""Least weight of the newest error in the one that is told."""
+_GUESS_INFORMATION = 1e-3
+"""How much the first guess counts, in steps: errors of a guess are some thirty times those of a measurement."""
+_SECONDS_MIN = 1e-6
+"""Less than any step takes."""
+_SWEEPS = 3
+"""Of a minimisation that goes on from the last one: over some steps it gets as near as many sweeps."""
+
+
+class StepFit:
+    """Owned by who runs the steps; `parameters` may be read by any thread."""
+
+    def __init__(self, guess: CostParameters = UNMEASURED) -> None:
+        self.parameters = replace(guess, error=0.0, observed=0)
+        """The newest, never changed in place."""
+        values, scale = _values(guess), _values(UNMEASURED)
+        scale[:2] = max(guess.base_s, _SECONDS_MIN)
+        self._scale: _Vector = np.where(values > 0, values, scale)
+        self._free: _Vector = values / self._scale
+        """The least squares without bounds, in parts of the scale; below, within them."""
+        self._coefficients = self._free
+        self._information = np.eye(len(values)) * _GUESS_INFORMATION
+        self._usual = 1.0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """A step with this work took so long; one with nothing in it, or no time, tells nothing."""
+        parts = self._parts(work)
+        predicted = float(parts @ self._coefficients)
+        if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
+            return
+        # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
+        reference = max(predicted, seconds)
+        surprise = (seconds - predicted) / reference
+        edge = OUTLIER * max(self._usual, _USUAL_MIN)
+        self._learn(parts / reference, predicted / reference + min(max(surprise, -edge), edge))
+        self._usual += _USUAL_PART * (abs(surprise) - self._usual)
+        self._tell(abs(predicted - seconds) / seconds)
+
+    def _learn(self, row: _Vector, target: float) -> None:
+        """`row` · coefficients should be `target`."""
+        forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
+        keep = np.where(row > 0, np.sqrt(1 - forget), 1.0)
+        information = self._information
+        information *= keep[:, None] * keep
+        information += np.diag((1 - keep * keep) * _GUESS_INFORMATION)
+        wanted = information @ self._free + target * row
+        information += row[:, None] * row
+        found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
+        self._free = found
+        self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
+
+    def _tell(self, error: float) -> None:
+        known = self.parameters
+        observed = known.observed + 1
+        mean = known.error + max(_ERROR_PART, 1 / observed) * (error - known.error)
+        base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
+        self.parameters = CostParameters(
+            base, prompt_base, token, pair, row, context, known.free_tokens, mean, observed
+        )
+
+    def _parts(self, work: StepWork) -> _Vector:
+        """Seconds that each coefficient of 1 stands for."""
+        prompts = work.prefill_tokens
+        free = max(0, self.parameters.free_tokens - work.decode_rows)
+        amounts = (
+            1.0,
+            1.0 if prompts else 0.0,
+            max(0, prompts - free),
+            work.prefill_pairs,
+            work.decode_rows,
+            work.decode_context_tokens,
+        )
+        return np.array(amounts) * self._scale
+
+
+def _values(parameters: CostParameters) -> _Vector:
+    p = parameters
+    return np.array([p.base_s, p.prompt_base_s, p.token_s, p.pair_s, p.row_s, p.context_s])
+
+
+def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:
+    """Coefficients >= 0 that come near to the least of ½ c·information·c - wanted·c, by coordinate descent."""
+    rows, targets, found = information.tolist(), wanted.tolist(), start.tolist()
+    for _ in range(_SWEEPS):
+        for i, row in enumerate(rows):
+            rest = sum(a * b for a, b in zip(row, found, strict=True)) - row[i] * found[i]
+            found[i] = max(0.0, (targets[i] - rest) / row[i])
+    return np.array(found)

@@ -1,0 +1,26 @@
+"""The first guess, against what was measured on an H200."""
+
+import pytest
+
+from costs.roofline import GPU, ModelSizes, guess
+from costs.step_cost import StepCost
+
+WEIGHTS = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
+LLAMA_3_8B = ModelSizes(
+    weights=WEIGHTS, weight_bytes=2 * WEIGHTS, kv_bytes_per_token=131072, attention_flop_per_pair=4 * 32 * 4096
+)
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 4.0), (32, 5.5), (128, 9.3)])
+def test_decode_steps_of_an_8b_model(rows: int, ms: float) -> None:
+    """At about 1,000 tokens of context."""
+    assert StepCost(guess(LLAMA_3_8B, GPU)).decode_step_seconds(rows, rows * 1000) * 1e3 == pytest.approx(ms, rel=0.25)
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(512, 15.2), (2048, 47.8)])
+def test_prompts_of_an_8b_model(tokens: int, ms: float) -> None:
+    assert StepCost(guess(LLAMA_3_8B, GPU)).prefill_seconds(tokens) * 1e3 == pytest.approx(ms, rel=0.25)
+
+
+def test_the_knee_is_where_arithmetic_takes_as_long_as_the_weights() -> None:
+    assert guess(LLAMA_3_8B, GPU).free_tokens == 150
