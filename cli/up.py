@@ -38,6 +38,13 @@ def up(
     max_batch_requests: Annotated[
         int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
     ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep KV pages, while there is room, for requests that begin alike.",
+        ),
+    ] = True,
     kv_checksum_rate: Annotated[
         float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
     ] = 0.05,
@@ -82,6 +89,7 @@ def up(
         memory_fraction=memory_fraction,
         max_step_tokens=max_step_tokens,
         max_batch_requests=max_batch_requests,
+        prefix_cache=prefix_cache,
         kv_checksum_rate=kv_checksum_rate,
         kv_direction=kv_direction,
         threads=threads,

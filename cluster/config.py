@@ -62,6 +62,8 @@ class ClusterConfig:
     step_deadline_s: float | None = None
     """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
     seconds; None = 60 on GPUs, 600 on CPUs."""
+    prefix_cache: bool = True
+    """Whether workers keep full KV pages as long as there is room, for requests that begin alike."""
     kv_checksum_rate: float = 0.05
     """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
     kv_direction: str = Direction.WRITE

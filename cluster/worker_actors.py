@@ -72,6 +72,7 @@ class WorkerActors:
             controller_address=self._controller_address,
             token=self._token,
             step_deadline_s=cluster.step_deadline_s,
+            prefix_cache=cluster.prefix_cache,
             kv_checksum_rate=cluster.kv_checksum_rate,
             kv_direction=Direction(cluster.kv_direction),
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,

@@ -31,6 +31,7 @@ _T = TypeVar("_T")
 _ROLES = ("system", "user", "assistant")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _INT32_MAX = 2**31 - 1
+_SALT_MAX = 256
 _TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
 """Temperatures so small that float32 overflows; the most likely token has all the weight there anyway."""
@@ -77,6 +78,7 @@ class Admission:
             stop=ask.options.stop,
             priority=ask.options.priority,
             edges=(ask.received, EdgeStamp.now(Edge.TOKENIZED)),
+            cache_salt=ask.options.cache_salt,
         )
 
     def close(self) -> None:
@@ -141,6 +143,9 @@ class Admission:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
         if options.slo_class:
             raise InvalidArgument("slo_class", f"{options.slo_class!r} is not configured; leave it empty")
+        if len(options.cache_salt) > _SALT_MAX:
+            raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {_SALT_MAX}")
+        _check_text("cache_salt", options.cache_salt)
         self._check_stop(options, served)
 
     def _check_stop(self, options: Options, served: ServedModel) -> None:

@@ -333,6 +333,6 @@ def _ending(request: RoutedRequest, reason: FinishReason, matched_stop: str) -> 
         matched_stop=matched_stop,
         prompt_tokens=len(request.admitted.prompt_token_ids),
         completion_tokens=request.answer.token_count,
-        cached_tokens=0,
+        cached_tokens=min(request.cached_tokens, len(request.admitted.prompt_token_ids)),
         timeline=Timeline(tuple(request.edges), request.transfer, request.prefill_worker, request.decode_worker),
     )

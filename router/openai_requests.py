@@ -1,6 +1,6 @@
 """What OpenAI clients send: from a JSON body to an `Ask`. Field meanings follow OpenAI's API reference.
 
-Extras beyond OpenAI: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, priority.
+Extras beyond OpenAI: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, priority, cache_salt.
 """
 
 import json
@@ -115,6 +115,7 @@ def _call(
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
         priority=fields.integer("priority") or 0,
+        cache_salt=fields.text("cache_salt") or "",
     )
     stream = fields.boolean("stream")
     include_usage = _include_usage(fields, stream)

@@ -40,6 +40,8 @@ class Options:
     ignore_eos: bool = False
     priority: int = 0
     slo_class: str = ""
+    cache_salt: str = ""
+    """Cached KV is used again only between requests of the same salt."""
 
     @property
     def alternatives(self) -> int | None:
@@ -86,6 +88,7 @@ class Admitted:
     stop: tuple[str, ...]
     priority: int
     edges: tuple[EdgeStamp, ...]
+    cache_salt: str = ""
 
     @property
     def kv_tokens(self) -> int:
@@ -118,6 +121,8 @@ class RoutedRequest:
     assembler: TokenAssembler = field(default_factory=TokenAssembler)
     edges: list[EdgeStamp] = field(default_factory=list)
     transfer: TransferStats | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were not computed for the first token, as their KV was cached."""
     prefill_worker: str = ""
     decode_worker: str = ""
     generated: bool = False

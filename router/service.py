@@ -167,6 +167,7 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         logprobs=given("logprobs"),
         priority=message.priority,
         slo_class=message.slo_class,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -84,6 +84,8 @@ class EventStream:
         if event.first_index == request.answered:
             assert request.prefill is not None
             request.prefill.prompt_computed(request.wire_id)
+            if event.first_index == 0:
+                request.cached_tokens = event.cached_tokens
         elif request.lease is not None:
             self._admitted(request)
         finished = assembler.finished

@@ -54,17 +54,28 @@ class Walks:
     ) -> None:
         """Runs to its end even if the request ends meanwhile, so that whatever was granted in between is given back."""
         asked = prefill if decode is None else decode
-        sampling, token_ids, answered = request.admitted.sampling, request.token_ids, request.answered
+        admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
+        sampling, salt = admitted.sampling, admitted.cache_salt
         try:
             destination = None
             if decode is not None:
                 peer = prefill.info.peer
-                reservation = Reservation(self._config.router_id, ref, token_ids, sampling, peer, answered=answered)
+                reservation = Reservation(
+                    self._config.router_id, ref, token_ids, sampling, peer, answered=answered, cache_salt=salt
+                )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill
             if _current(request, ref):
                 await prefill.prefill(
-                    PrefillTask(self._config.router_id, ref, token_ids, sampling, destination, answered=answered)
+                    PrefillTask(
+                        self._config.router_id,
+                        ref,
+                        token_ids,
+                        sampling,
+                        destination,
+                        answered=answered,
+                        cache_salt=salt,
+                    )
                 )
         except TandemError as error:
             self._refused(request, ref, asked, error)

@@ -23,6 +23,7 @@ from wire.messages import (
     SamplingParams,
     TransferNotice,
 )
+from wire.timeline import Edge
 
 ME = PeerRef("prefill-0", 1)
 
@@ -83,6 +84,7 @@ class House:
         tokens: int,
         max_tokens: int = 5,
         attempt: int = 1,
+        *,
         lease: Lease | None = None,
         salt: str | None = None,
     ) -> None:
@@ -200,6 +202,55 @@ async def test_local_prompts_are_computed_in_the_leases_pages() -> None:
     assert list(row.page_ids) == [40, 41]
     house.half.forget(house.requests["a"])
     assert house.pool.counts().owned == 0
+
+
+async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:
+    house = House()
+    house.submit("a", 10, salt="")
+    assert pieces(house.step(100)) == [(0, 10)]
+    house.submit("b", 10, salt="")
+    assert house.half.waiting_tokens() == 10, "nobody knows before its pages are taken"
+    rows = house.half.schedule(1)
+    assert pieces(rows) == [(8, 1)]
+    assert rows[0].page_ids[:2] == house.requests["a"].pages[:2]
+    assert house.half.waiting_tokens() == 1
+    house.half.apply([None])
+    rows = house.half.schedule(100)
+    assert pieces(rows) == [(9, 1)]
+    (event,) = house.half.apply([7])
+    assert event.event.cached_tokens == 8
+    edges = [stamp.edge for stamp in event.event.edges]
+    assert edges == [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
+    await asyncio.sleep(0)
+    for name in "ab":
+        house.half.forget(house.requests[name])
+    assert house.pool.counts().shared == 0
+
+
+async def test_its_handoff_hears_of_cached_pages_before_anything_is_computed() -> None:
+    house = House()
+    house.submit("a", 10, salt="")
+    house.step(100)
+    house.submit("b", 10, salt="")
+    house.half.schedule(1)
+    await asyncio.sleep(0)
+    assert house.requests["b"].progress.computed_tokens == 8
+
+
+async def test_what_decode_holds_of_a_local_prompt_is_read_in_the_cache() -> None:
+    house = House()
+    house.submit("a", 10, salt="")
+    house.step(100)
+    lease = Lease("b", 1, 1)
+    house.local.pages[lease] = [41]
+    house.submit("b", 10, salt="", lease=lease)
+    (row,) = house.step(100)
+    assert row.start == 8
+    assert list(row.page_ids) == [*house.requests["a"].pages[:2], 41]
+    house.half.forget(house.requests["a"])
+    assert house.pool.counts().shared == 2
+    house.half.forget(house.requests["b"])
+    assert house.pool.counts().shared == 0
 
 
 async def test_a_local_lease_that_is_over_fails_its_request_alone() -> None:

@@ -43,6 +43,7 @@ class Scene(Sender, DecodePeers):
         self.events: list[RoutedEvent] = []
         self.refuse: Exception | None = None
         self.refuse_release: list[Exception] = []
+        self.allotted = [20, 21, 22]
         there = Destination(THERE, "nowhere", LEASE) if destination else None
         task = PrefillTask("r", RequestRef("q", 1), PROMPT, SamplingParams(max_tokens=9), there)
         self.request = PrefillRequest(task, 3, False, Progress(), Prefix(b""), pages=[10, 11, 12])
@@ -76,7 +77,7 @@ class Scene(Sender, DecodePeers):
 
     async def allot(self, destination: Destination, pages: int) -> list[int]:
         self.diary.append(f"allot {pages}")
-        return [20, 21, 22]
+        return self.allotted
 
     async def release(self, destination: Destination) -> None:
         if self.refuse_release:
@@ -138,6 +139,49 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     (routed,) = scene.events
     assert routed.event.transfer is not None
     assert (routed.event.transfer.bytes, routed.event.transfer.pages) == (300, 3)
+
+
+async def test_what_decode_holds_is_not_sent() -> None:
+    scene = Scene()
+    scene.allotted = [21, 22]
+    await scene.compute(PAGE_TOKENS)
+    assert scene.diary == ["connect", "allot 3"]
+    await scene.compute(2 * PAGE_TOKENS)
+    assert scene.diary[2:] == ["write [11]"]
+    await scene.finish()
+    await scene.settle(0)
+    await scene.settle(1)
+    await scene.handoff.ended
+    assert [list(write.remote_pages) for write in scene.writes] == [[21], [22]]
+    notice = scene.writes[1].notice
+    assert notice is not None
+    assert (notice.pages, notice.skipped, notice.token_hash) == (3, 1, hash_token_ids(PROMPT))
+    (routed,) = scene.events
+    assert routed.event.transfer is not None
+    assert routed.event.transfer.pages == 2
+
+
+async def test_the_last_page_alone_goes_with_the_notice() -> None:
+    scene = Scene()
+    scene.allotted = [22]
+    await scene.compute(2 * PAGE_TOKENS)
+    await scene.finish()
+    await scene.settle(0)
+    await scene.handoff.ended
+    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "withdraw", "forget"]
+
+
+@pytest.mark.parametrize("allotted", [[], [20, 21, 22, 23]])
+async def test_an_allotment_that_fits_no_prompt_ends_the_request(allotted: list[int]) -> None:
+    scene = Scene()
+    scene.allotted = allotted
+    await scene.compute(PAGE_TOKENS)
+    scene.request.progress.release()
+    await scene.handoff.ended
+    assert scene.diary == ["connect", "allot 3", "withdraw", "forget", "release"]
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == "INTERNAL"
 
 
 async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:

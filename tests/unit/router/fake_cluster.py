@@ -60,6 +60,8 @@ class Switches:
 
     refuse_reserve: int = 0
     """Answer so many Reserve calls with RESOURCE_EXHAUSTED."""
+    cached_tokens: int = 0
+    """So many tokens of a prompt were cached, and one more for each that was answered already."""
     silent_reserve: bool = False
     """Never answer Reserve."""
     prefill_error: TandemError | None = None
@@ -203,6 +205,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             task.ref, index, (self._token(prompt, index),), reason,
             edges=(EdgeStamp.now(Edge.PREFILL_STARTED), EdgeStamp.now(Edge.PREFILL_FINISHED)),
             logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
+            cached_tokens=self.switches.cached_tokens + index,
         )  # fmt: skip
         if not self.switches.decode_first:
             self.send(task.router_id, first)

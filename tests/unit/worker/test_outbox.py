@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from wire.messages import RequestEvent, RequestRef, RoutedEvent, StepEvents, WorkerLoad
-from worker.outbox import Outbox, RouterStream
+from wire.prefixes import PrefixChanges
+from worker.outbox import PREFIX_BATCHES_MAX, Outbox, RouterStream
 
 LOAD = WorkerLoad(0, 0, 0, 0, 8)
 
@@ -18,7 +19,15 @@ class Office:
 
     def __init__(self, grace_s: float = 0.01) -> None:
         self.gone: list[str] = []
-        self.outbox = Outbox(asyncio.get_running_loop(), lambda: LOAD, self._router_gone, grace_s)
+        self.batches = 0
+        self.outbox = Outbox(asyncio.get_running_loop(), lambda: LOAD, self._router_gone, grace_s, self._changes)
+
+    def _changes(self) -> PrefixChanges | None:
+        """One batch a step, if any were asked for."""
+        if not self.batches:
+            return None
+        self.batches += 1
+        return PrefixChanges(self.batches - 1)
 
     def _router_gone(self, router_id: str) -> list[RequestEvent]:
         self.gone.append(router_id)
@@ -97,3 +106,28 @@ async def test_closing_sends_what_is_pending_first() -> None:
     assert [message.events async for message in messages] == [(event("last"),)]
     late = office.outbox.attach("2")
     assert [message.events async for message in late.messages()] in ([], [()])
+
+
+async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
+    office = Office()
+    office.batches = 1
+    asked, _ = await read(office.outbox.attach("1", prefixes=True))
+    others, _ = await read(office.outbox.attach("2"))
+    for step in (1, 2):
+        office.outbox.publish(step, [])
+    await asyncio.sleep(0)
+    assert await anext(asked) == StepEvents(2, (), LOAD, (PrefixChanges(1), PrefixChanges(2)))
+    assert await anext(others) == StepEvents(2, (), LOAD)
+    office.outbox.post(RoutedEvent("1", event("a")))
+    assert (await anext(asked)).prefixes == ()
+
+
+async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_it() -> None:
+    office = Office()
+    office.batches = 1
+    messages, _ = await read(office.outbox.attach("1", prefixes=True))
+    for step in range(PREFIX_BATCHES_MAX + 3):
+        office.outbox.publish(step, [])
+    await asyncio.sleep(0)
+    numbers = [changes.sequence for changes in (await anext(messages)).prefixes]
+    assert numbers == list(range(4, PREFIX_BATCHES_MAX + 4))

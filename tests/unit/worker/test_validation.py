@@ -24,6 +24,7 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"ref": RequestRef("", 1)}, "request_id"),
         ({"ref": RequestRef("x" * 257, 1)}, "request_id"),
         ({"ref": RequestRef("q", 0)}, "attempt"),
+        ({"cache_salt": "x" * 513}, "cache_salt"),
         ({"answered": 3}, "answered"),
         ({"answered": 2, "sampling": SamplingParams(max_tokens=2)}, "answered"),
         ({"prompt_token_ids": ()}, "prompt_token_ids"),
@@ -48,7 +49,15 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
 )
 def test_both_doors_name_the_field(change: dict[str, Any], field: str) -> None:
     bad = replace(GOOD, **change)
-    task = PrefillTask(bad.router_id, bad.ref, bad.prompt_token_ids, bad.sampling, None, answered=bad.answered)
+    task = PrefillTask(
+        bad.router_id,
+        bad.ref,
+        bad.prompt_token_ids,
+        bad.sampling,
+        None,
+        answered=bad.answered,
+        cache_salt=bad.cache_salt,
+    )
     for check in (
         lambda: check_reservation(bad, FACTS, Role.BOTH),
         lambda: check_prefill(task, FACTS, Role.BOTH),
