@@ -1,9 +1,10 @@
 """The prefill half: which prompts are computed in the next step, and what becomes of the results.
 
 The path of a request, by its queues (`prefill_worker/request.py`):
-  1. `submit`    puts it at the end of the waiting line and starts its handoff
-  2. `schedule`  first come, first served: pages for the whole prompt (`prompt_pages.py`), as late as now so that it
-                 finds what those before it have left in the cache; then chunks up to the step's token budget
+  1. `submit`    puts it at the end of the line and starts its handoff
+  2. `schedule`  the line (`line.py`) says who is computed, the shortest first, up to the step's token budget; pages for
+                 the whole prompt (`prompt_pages.py`) as late as now, so that it finds what those before it have left
+                 in the cache
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then
   4. the handoff writes the pages, ends the request and calls `forget`
 
@@ -24,6 +25,7 @@ from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
 from prefill_worker.handoff import Handoff
+from prefill_worker.line import PromptLine, Start, Waiting
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
@@ -73,8 +75,7 @@ class PrefillHalf:
         self._lock = threading.Lock()
         self._requests: dict[_Key, PrefillRequest] = {}
         self._leaving: set[PrefillRequest] = set()
-        self._waiting: deque[PrefillRequest] = deque()
-        self._computing: list[PrefillRequest] = []
+        self._line = PromptLine()
         self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
         """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
         self._news: list[Callable[[], None]] = []
@@ -99,7 +100,7 @@ class PrefillHalf:
             self._requests[key] = request
             if known is not None:
                 self._leaving.add(known)
-            self._waiting.append(request)
+            self._line.add(request)
         if known is not None and known.handoff is not None:
             known.handoff.abort()
         request.handoff = self._hand_over(request, self)
@@ -137,10 +138,7 @@ class PrefillHalf:
             request.withdrawn = True
             if request.in_flight:
                 return
-            if request in self._computing:
-                self._computing.remove(request)
-            elif request in self._waiting:
-                self._waiting.remove(request)
+            self._line.leave(request)
         request.progress.release()
 
     def forget(self, request: PrefillRequest) -> None:
@@ -171,21 +169,11 @@ class PrefillHalf:
     def schedule(self, budget: int) -> list[StepRow]:
         """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
         with self._lock:
-            self._start_waiting(budget)
-            rows: list[StepRow] = []
-            step: list[tuple[PrefillRequest, int]] = []
-            for request in self._computing:
-                if budget <= 0 or len(rows) >= self._config.max_rows:
-                    break
-                if request.withdrawn or not request.remaining:
-                    continue
-                row = request.next_chunk(budget)
-                budget -= len(row.token_ids)
-                rows.append(row)
-                step.append((request, len(row.token_ids)))
+            step = self._line.plan(budget, self._config.max_rows, self._start)
+            self.announce()
             if step:
                 self._steps.append(step)
-            return rows
+            return [request.next_chunk(tokens) for request, tokens in step]
 
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
@@ -203,12 +191,12 @@ class PrefillHalf:
                 request.in_flight -= 1
                 if request.withdrawn:
                     if not request.in_flight:
-                        self._computing.remove(request)
+                        self._line.leave(request)
                         self._news.append(request.progress.release)
                 elif token_id is None:
                     self._news.append(partial(request.progress.advance, request.computed))
                 else:
-                    self._computing.remove(request)
+                    self._line.leave(request)
                     events.append(self._finish(request, token_id, () if score is None else (score,)))
         return events
 
@@ -223,12 +211,17 @@ class PrefillHalf:
     def waiting_requests(self) -> int:
         """Requests whose prompt is not wholly computed."""
         with self._lock:
-            return len(self._waiting) + len(self._computing)
+            return len(self._line)
 
     def waiting_tokens(self) -> int:
         """Prompt tokens not yet computed."""
         with self._lock:
-            return sum(r.remaining for r in (*self._waiting, *self._computing))
+            return sum(request.remaining for request in self._line)
+
+    def waiting(self) -> Waiting:
+        """What the next step could compute."""
+        with self._lock:
+            return self._line.waiting()
 
     def known_requests(self) -> int:
         """Requests whose handoff has not ended."""
@@ -259,23 +252,17 @@ class PrefillHalf:
                 retry_after_s=RETRY_AFTER_S,
             )
 
-    def _start_waiting(self, budget: int) -> None:
-        """Give pages to the head of the line as long as this step has tokens left for it; nobody overtakes."""
-        wanted = sum(r.remaining for r in self._computing)
-        while self._waiting and wanted < budget:
-            request = self._waiting[0]
-            try:
-                if not self._pages.take(request):
-                    break
-            except TandemError as error:
-                self._waiting.popleft()
-                self._news.append(partial(request.progress.release, error))
-                continue
-            if request.cached:
-                self._news.append(partial(request.progress.advance, request.cached))
-            self._computing.append(self._waiting.popleft())
-            wanted += request.remaining
-        self.announce()
+    def _start(self, request: PrefillRequest) -> Start:
+        """Give it its pages, if there is room."""
+        try:
+            if not self._pages.take(request):
+                return Start.NO_ROOM
+        except TandemError as error:
+            self._news.append(partial(request.progress.release, error))
+            return Start.FAILED
+        if request.cached:
+            self._news.append(partial(request.progress.advance, request.cached))
+        return Start.STARTED
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task

@@ -38,6 +38,8 @@ class PrefillRequest:
     progress: Progress
     prefix: Prefix
     """What of the prompt the prefix cache knows; `prefix.pages` are read by this request until it is forgotten."""
+    arrival: int = 0
+    """The line's count of prompts when it came."""
     handoff: Handoff | None = None
     pages: list[int] = field(default_factory=list)
     cached: int = 0

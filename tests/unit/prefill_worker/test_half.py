@@ -10,6 +10,7 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
+from prefill_worker.line import Waiting
 from prefill_worker.request import PrefillRequest
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, StaleEpoch
@@ -105,13 +106,13 @@ def pieces(rows: Sequence[StepRow]) -> list[tuple[int, int]]:
     return [(row.start, len(row.token_ids)) for row in rows]
 
 
-async def test_chunks_of_several_prompts_fill_a_step_in_order() -> None:
+async def test_chunks_of_several_prompts_fill_a_step_the_shortest_first() -> None:
     house = House()
     house.submit("a", 10)
     house.submit("b", 3)
     house.submit("c", 20)
-    assert pieces(house.step(8)) == [(0, 8)]
-    assert pieces(house.step(8)) == [(8, 2), (0, 3), (0, 3)]
+    assert pieces(house.step(8)) == [(0, 5), (0, 3)]
+    assert pieces(house.step(8)) == [(5, 5), (0, 3)]
     assert pieces(house.step(8)) == [(3, 8)]
     assert pieces(house.step(8)) == [(11, 8)]
     last = house.step(8)
@@ -138,13 +139,14 @@ async def test_no_room_left_by_decoding_means_no_prompt() -> None:
 
 async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> None:
     house = House(pages=8)
-    house.submit("first", 24)
+    house.submit("first", 30)
     house.submit("large", 20)
     house.submit("small", 2)
-    assert pieces(house.step(100)) == [(0, 24)]
+    assert pieces(house.step(100)) == [(0, 30)]
     assert house.step(100) == []
     assert house.half.waiting_requests() == 2
     assert house.half.waiting_tokens() == 22
+    assert house.half.waiting() == Waiting(2, 22, 0)
     house.half.forget(house.requests["first"])
     assert pieces(house.step(100)) == [(0, 20), (0, 2)]
     for name in ("large", "small"):

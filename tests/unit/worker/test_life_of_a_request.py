@@ -394,7 +394,7 @@ async def test_a_full_pool_says_so_and_takes_the_next_when_it_is_free() -> None:
         await pair.empty()
 
 
-async def test_prompts_wait_for_pages_first_come_first_served() -> None:
+async def test_prompts_wait_for_pages_the_short_ones_first_and_none_starves() -> None:
     async with WorkerPair(pages=300, prefill_pages=8) as pair:
         asked = {f"q{n}": [n + 3] * (30 if n % 2 else 5) for n in range(12)}
         heard = {name: pair.send(name, prompt, TEN) for name, prompt in asked.items()}
@@ -404,7 +404,10 @@ async def test_prompts_wait_for_pages_first_come_first_served() -> None:
         started = [
             row.token_ids[0] - 3 for batch in pair.prefill.engine.batches for row in batch.rows if row.start == 0
         ]
-        assert started == list(range(12))
+        assert sorted(started) == list(range(12))
+        short, long = ([number for number in started if number % 2 == odd] for odd in (0, 1))
+        assert (short, long) == (sorted(short), sorted(long))
+        assert started.index(2) < started.index(1) < started.index(10)
         await pair.empty()
 
 
