@@ -247,6 +247,7 @@ def main() -> None:
         max_step_tokens=settings.chunk,
         grpc_port=0,
         http_port=0,
+        prefix_cache=False,
     )
     result: Figures = {"gpus": gpus}
     for direction in _DIRECTIONS[arguments.direction]:

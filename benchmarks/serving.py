@@ -198,6 +198,7 @@ def main() -> None:
         dtype=arguments.dtype,
         grpc_port=0,
         http_port=0,
+        prefix_cache=False,
     )
     workload = make_workload(arguments.streams, arguments.prompt_tokens, arguments.new_tokens)
     runner = ModelRunner.load(engine)
