@@ -56,7 +56,10 @@ def main() -> None:
 
 
 def _title(benchmark: str, run: Run) -> str:
-    return f"{benchmark}: {run.get('shape') or run['model']}, {run['hardware']['name']}, {run['dtype']}"
+    hardware = run["hardware"]["name"]
+    if run.get("gpus", 0) > 1:
+        hardware = f"{run['gpus']} x {hardware}"
+    return f"{benchmark}: {run.get('shape') or run['model']}, {hardware}, {run['dtype']}"
 
 
 def _table(title: str, runs: list[Run]) -> str:
