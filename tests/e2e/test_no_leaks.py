@@ -1,10 +1,11 @@
-"""Two hundred requests, a third cancelled at random moments: every page comes home."""
+"""Two hundred requests, a third cancelled at random moments: every page comes home, or is cached and read by nobody."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,12 @@ MOMENTS = {
 
 
 def request_of(prompt: tuple[int, ...], tokens: int, request_id: str = "") -> inference_pb2.GenerateRequest:
+    """Half of those with a name are computed and sent whole, the others as far as nobody has asked the same before."""
+    salt = request_id if zlib.crc32(request_id.encode()) % 2 else ""
     return inference_pb2.GenerateRequest(
         request_id=request_id,
         token_ids=inference_pb2.TokenIds(ids=prompt),
-        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
     )
 
 
@@ -180,7 +183,9 @@ def test_pages_come_home_from_the_midst_of_a_prompt(
 async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) -> None:
     channel = open_channel(cluster.grpc_address)
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
-    call = stub.Generate(request_of(prompt, 64, name), timeout=60)
+    request = request_of(prompt, 64, name)
+    request.options.cache_salt = name
+    call = stub.Generate(request, timeout=60)
     reader = asyncio.ensure_future(call.read())
     while not (reader.done() or await asyncio.to_thread(prefills, cluster)):
         pass

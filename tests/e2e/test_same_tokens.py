@@ -25,11 +25,13 @@ SHAPES = {
 }
 
 
-async def ask(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], tokens: int) -> tuple[list[int], Any]:
+async def ask(
+    stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], tokens: int, salt: str = ""
+) -> tuple[list[int], Any]:
     """Token ids and the closing message of one greedy request."""
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
-        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
     )
     got: list[int] = []
     async for message in stub.Generate(request, timeout=240):
@@ -39,12 +41,14 @@ async def ask(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], t
     raise AssertionError("the stream ended without a closing message")
 
 
-async def ask_all(address: str, prompts: list[tuple[int, ...]], tokens: int) -> list[tuple[list[int], Any]]:
+async def ask_all(
+    address: str, prompts: list[tuple[int, ...]], tokens: int, salt: str = ""
+) -> list[tuple[list[int], Any]]:
     """All prompts at once."""
     channel = open_channel(address)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)
-        return await asyncio.gather(*(ask(stub, p, tokens) for p in prompts))
+        return await asyncio.gather(*(ask(stub, p, tokens, salt) for p in prompts))
     finally:
         await channel.close()
 
@@ -69,6 +73,28 @@ def test_same_tokens(
     cluster.assert_idle_and_sound()
 
 
+@pytest.mark.timeout(600)
+def test_the_same_tokens_from_the_caches(
+    running_cluster: Callable[..., Any], expected: list[Expected], reference: Reference
+) -> None:
+    """Each prompt once more, and then with most of its answer behind it, as the next turn of a conversation has it."""
+    cluster = running_cluster(dtype="float32", **SHAPES["pages of 16, chunks of 512"])
+    tokens, salt = len(expected[0].tokens), "conversation"
+    answers: list[tuple[list[int], Any]] = []
+    for turn in range(3):
+        behind = tokens - 3 if turn == 2 else 0
+        said = [got[:behind] for got, _ in answers] or [[]] * len(expected)
+        asked = [(*wanted.prompt, *begun) for wanted, begun in zip(expected, said, strict=True)]
+        answers = asyncio.run(ask_all(cluster.grpc_address, asked, tokens - behind, salt))
+        for wanted, begun, prompt, (got, complete) in zip(expected, said, asked, answers, strict=True):
+            compare([*begun, *got], wanted, reference)
+            if turn:
+                assert complete.cached_tokens == (len(wanted.prompt) - (0 if behind else 1)) // 16 * 16
+                # The decode worker has what it has generated, too.
+                assert complete.timeline.transfer.pages == -(-len(prompt) // 16) - (len(prompt) - 1) // 16
+    cluster.assert_idle_and_sound()
+
+
 def counting(prompt: tuple[int, ...], tokens: int) -> Expected:
     """A reference that counts on from the prompt's last token; 10 and its second best, 20, are a tie."""
     numbers = tuple(range(prompt[-1] + 1, prompt[-1] + 1 + tokens))
@@ -89,7 +115,7 @@ def test_a_tie_is_told_and_the_rest_still_compared() -> None:
 
 def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
-    (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4))
+    (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4, salt="real"))
     transfer = complete.timeline.transfer
     pages = -(-len(prompts[12]) // 16)
     assert transfer.backend == "UCX"

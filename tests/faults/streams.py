@@ -28,11 +28,15 @@ class Question:
     tokens: int = ANSWER_TOKENS
 
     def request(self, name: str = "") -> inference_pb2.GenerateRequest:
-        """As it goes to a router."""
+        """As it goes to a router: under a salt of its own, so that its prompt is computed and sent whole, however often
+        it was asked before.
+        """
         return inference_pb2.GenerateRequest(
             request_id=name,
             token_ids=inference_pb2.TokenIds(ids=self.prompt),
-            options=inference_pb2.GenerationOptions(max_tokens=self.tokens, temperature=0, ignore_eos=True),
+            options=inference_pb2.GenerationOptions(
+                max_tokens=self.tokens, temperature=0, ignore_eos=True, cache_salt=name
+            ),
         )
 
 

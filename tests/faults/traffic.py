@@ -15,9 +15,11 @@ REQUESTS = 8
 
 
 def long_request(tokens: int) -> inference_pb2.GenerateRequest:
+    """Computed and sent whole, however often it was asked before."""
+    salt = str(time.time_ns())
     return inference_pb2.GenerateRequest(
         text="Once upon a time, in a small town by the sea, " * 20,
-        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
     )
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ class Answer:
     error: str = ""
     moved: int = 0
     pages: int = 0
+    cached: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def take(self, event: RequestEvent) -> None:
@@ -63,6 +64,7 @@ class Answer:
             assert number not in self.tokens
             self.tokens[number] = token
         self.logprobs |= dict(enumerate(event.logprobs, event.first_index))
+        self.cached += event.cached_tokens
         self.edges |= {stamp.edge for stamp in event.edges}
         if event.transfer is not None:
             self.moved, self.pages = event.transfer.bytes, event.transfer.pages
@@ -293,6 +295,34 @@ async def test_same_tokens_as_the_engine_alone(pair: Pair, model: Path) -> None:
     assert found.checksum_failures == 0
     await pair.prefill.empty()
     await pair.decode.empty()
+
+
+async def test_a_conversation_is_neither_computed_nor_sent_again(pair: Pair, model: Path) -> None:
+    await converse(pair, model)
+
+
+async def test_a_decode_worker_that_reads_reads_what_it_lacks(reading_pair: Pair, model: Path) -> None:
+    await converse(reading_pair, model)
+
+
+async def converse(talking: Pair, model: Path) -> None:
+    """Greedy and drawn, with penalties and log probabilities: the same as by the engine alone, which has no cache."""
+    prompt = np.random.default_rng(11).integers(3, 160, 100).tolist()
+    stored = 0
+    for turn in range(4):
+        sampling = replace(some_sampling(turn), max_tokens=25, ignore_eos=True)
+        answer = await talking.send(f"turn-{turn}", prompt, sampling)
+        async with asyncio.timeout(60):
+            await answer.done.wait()
+            await talking.prefill.empty()
+            await talking.decode.empty()
+        tokens = [answer.tokens[n] for n in range(25)]
+        assert tokens == alone(model, prompt, sampling)[0]
+        assert answer.pages == -(-len(prompt) // 16) - stored // 16
+        assert answer.moved == answer.pages * PAGE_BYTES
+        assert bool(answer.cached) == bool(turn)
+        stored = len(prompt) + 24
+        prompt = [*prompt, *tokens, 5, 6, 7]
 
 
 async def test_a_flipped_bit_is_seen_and_the_next_attempt_is_right(damaging_pair: Pair, model: Path) -> None:
