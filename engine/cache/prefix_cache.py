@@ -19,6 +19,7 @@ Nobody writes to a page once it is published: a prefix has no room left.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_log import PrefixLog, runs_of
@@ -127,25 +128,27 @@ class PrefixCache:
     def publish(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
         """`pages`, the request's own but for those it reads, hold the KV of all its digests: everyone may read them."""
         with self.pool.lock:
-            for number in range(len(prefix.pages), len(prefix.digests)):
-                digest = prefix.digests[number]
-                if digest in self._nodes:
-                    self._retain(prefix, (digest,))
-                    if len(prefix.pages) == number:
-                        return  # no room to read it: what would come behind it could not be found
-                else:
-                    self.pool.share(owner, (pages[number],))
-                    parent = prefix.digests[number - 1] if number else prefix.root
-                    self._nodes[digest] = _Node(pages[number], number, parent)
-                    self._digests[pages[number]] = digest
-                    self._log.stored(digest, parent)
-                    prefix.pages.append(pages[number])
+            self._retain(prefix, self._known(prefix.digests[len(prefix.pages) :]))
+            first = len(prefix.pages)
+            missing = prefix.digests[first:]
+            if not missing or missing[0] in self._nodes:
+                return  # there was no room to read it: what would come behind it could not be found
+            mine = pages[first : len(prefix.digests)]
+            self.pool.share(owner, mine)
+            parent = prefix.digests[first - 1] if first else prefix.root
+            for number, (digest, page) in enumerate(zip(missing, mine, strict=True), first):
+                self._nodes[digest] = _Node(page, number, parent)
+                self._digests[page] = digest
+                self._log.stored(digest, parent)
+                parent = digest
+            prefix.pages += mine
 
     def leave(self, owner: RequestRef, prefix: Prefix, pages: Sequence[int]) -> None:
         """Of `pages`, in the order of the prompt, those that are the owner's own are free, the others are let go."""
         with self.pool.lock:
             read = prefix.pages
-            self.pool.free(owner, [page for number, page in enumerate(pages) if page not in read[number : number + 1]])
+            unread = [page for page, known in zip(pages, read, strict=False) if page != known]
+            self.pool.free(owner, [*unread, *pages[len(read) :]])
             self._let_go(prefix)
 
     def let_go(self, prefix: Prefix) -> None:
@@ -185,12 +188,11 @@ class PrefixCache:
     # ---- inside, under the lock ----
 
     def _read(self, prefix: Prefix) -> None:
-        known: list[bytes] = []
-        for digest in prefix.digests[: prefix.readable]:
-            if digest not in self._nodes:
-                break
-            known.append(digest)
-        self._retain(prefix, known)
+        self._retain(prefix, self._known(prefix.digests[: prefix.readable]))
+
+    def _known(self, digests: Sequence[bytes]) -> list[bytes]:
+        """The first of these, up to one that is not known: what is behind it is not known either."""
+        return list(takewhile(self._nodes.__contains__, digests))
 
     def _retain(self, prefix: Prefix, digests: Sequence[bytes]) -> None:
         pages = [self._nodes[digest].page for digest in digests]

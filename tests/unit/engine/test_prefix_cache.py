@@ -257,7 +257,7 @@ def test_a_lookup_touches_each_page_once(monkeypatch: pytest.MonkeyPatch) -> Non
         (lambda desk: desk.pool.retain(desk.pages("b")[1:2]), "more readers than page"),
         (lambda desk: desk.cache._nodes.pop(desk.open["b"][0].digests[0]), "are shared or cached and"),
         (lambda desk: desk.pool._cached.move_to_end(next(reversed(desk.pool._cached)), last=False), "to be taken"),
-        (lambda desk: desk.pool._free.pop(), "lost"),
+        (lambda desk: desk.pool._free.take(1), "lost"),
     ],
 )
 def test_integrity_names_the_fault(damage, words: str) -> None:
