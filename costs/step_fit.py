@@ -69,7 +69,7 @@ class StepFit:
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
         self._learn(parts / reference, predicted / reference + min(max(surprise, -edge), edge))
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
-        self._tell(abs(predicted - seconds) / seconds)
+        self._tell(min(abs(predicted - seconds) / seconds, 1.0))
 
     def _learn(self, row: _Vector, target: float) -> None:
         """`row` · coefficients should be `target`."""

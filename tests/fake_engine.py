@@ -16,6 +16,7 @@ from engine.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from kv_transfer.layout import KVLayout
+from wire.cost_parameters import UNMEASURED
 from wire.messages import ModelFacts, SamplingParams, TokenLogprobs
 
 PAGE_TOKENS = 4
@@ -39,6 +40,7 @@ class FakeEngine:
         self.memory = np.zeros((pages, PAGE_TOKENS, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
+        self.cost_guess = UNMEASURED
         self.batches: list[StepBatch] = []
         self.waiting = threading.Event()
         """Set while a step is held."""

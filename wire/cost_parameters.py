@@ -25,7 +25,7 @@ class CostParameters:
     free_tokens: int = 0
     """Tokens of a step, decode rows and then prompt tokens, whose arithmetic is hidden by the reading of weights."""
     error: float = 0.0
-    """Recent mean of |predicted - actual| ÷ actual, as a fraction; 0 before the first step."""
+    """Recent mean of |predicted - actual| ÷ actual, each at most 1; 0 before the first step."""
     observed: int = 0
     """Steps these parameters were fitted to; 0 = nothing but a guess."""
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
 from wire.messages import Role
+from worker.step_policy import PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
@@ -57,6 +58,14 @@ class WorkerConfig:
     seconds; None = 60 on GPUs, 600 on CPUs, where a step of many tokens is slow."""
     gather_s: float = 0.0
     """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
+    step_policy: PolicyName = PolicyName.UNCHUNKED
+    """How much of a step may be prompts where requests decode beside them."""
+    step_budget: int | None = None
+    """Most tokens of a step under `chunked`, decode rows included; None = 512."""
+    itl_target_s: float | None = None
+    """How far apart an answer's tokens may be, in seconds: where decoding alone is slower, the batch does not grow, and
+    under `decode-priority` prompts are computed in what is left of it. None = the batch grows as it can, and prompts
+    may double the time of an unloaded step."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 

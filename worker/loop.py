@@ -3,6 +3,9 @@
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
 with what is certain, and hear of a step's tokens one step late.
 
+How much of a step may be prompts is the policy's to say (`step_policy.py`), how many requests may decode the growth's
+(`batch_growth.py`); both go by what steps have taken until now (`step_meter.py`).
+
 A device can hang, and a thread that waits for one cannot be ended: whoever looks after the worker gives up such a
 step with `give_up_stuck`, and ends the process.
 """
@@ -13,10 +16,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from costs.step_cost import NOTHING, StepWork
 from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import RoutedEvent
+from worker.batch_growth import BatchGrowth
+from worker.step_meter import StepMeter, decode_work, with_prompts
+from worker.step_policy import StepPolicy
 
 _JOIN_S = 0.1
 """Between two looks at whether a thread that was told to stop is stuck."""
@@ -33,10 +40,12 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A launched step: its first rows are the decode half's."""
+    """A launched step: its first rows are the decode half's, one for each of `work.decode_rows`."""
 
     result: PendingStep
-    decode_rows: int
+    work: StepWork
+    began: float
+    """By the meter's clock."""
 
 
 class StepLoop:
@@ -49,6 +58,9 @@ class StepLoop:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
+        policy: StepPolicy,
+        growth: BatchGrowth,
+        meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
         publish: Callable[[int, Sequence[RoutedEvent]], None],
@@ -62,6 +74,9 @@ class StepLoop:
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
+        self._policy = policy
+        self._growth = growth
+        self._meter = meter
         self._deadline_s = deadline_s
         self._gather_s = gather_s
         self._publish = publish
@@ -76,6 +91,8 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
         """Engine steps so far."""
+        self.decoding = NOTHING
+        """The decode rows of the newest step."""
 
     def start(self) -> None:
         self._thread.start()
@@ -143,19 +160,24 @@ class StepLoop:
 
     def _launch(self) -> _Step | None:
         """The next step over both halves' rows, if there are any."""
-        decode_rows = self._decode.schedule(self._max_step_tokens)
-        prefill_rows = self._prefill.schedule(self._max_step_tokens - len(decode_rows))
+        began = self._meter.begin()
+        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens))
+        self.decoding = decode_work(decode_rows)
+        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting())
+        prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None
-        return _Step(self._runner.launch(StepBatch([*decode_rows, *prefill_rows])), len(decode_rows))
+        work = with_prompts(self.decoding, prefill_rows)
+        return _Step(self._runner.launch(StepBatch([*decode_rows, *prefill_rows])), work, began)
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
+        self._meter.end(step.work, step.began)
         with self._hands:
             if self._given_up:
                 return
             self.steps += 1
-            decoded, prefilled = result.split(step.decode_rows)
+            decoded, prefilled = result.split(step.work.decode_rows)
             events = [
                 *self._decode.apply(decoded.token_ids, decoded.logprobs),
                 *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),

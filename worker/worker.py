@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from costs.step_cost import CostParameters
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
@@ -41,10 +42,13 @@ from wire.messages import (
     WorkerLoad,
 )
 from wire.prefixes import PrefixList
+from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
 from worker.loop import Runner, StepLoop
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
+from worker.step_meter import StepMeter
+from worker.step_policy import make_policy
 from worker.validation import check_prefill, check_reservation
 
 log = logging.getLogger(__name__)
@@ -68,6 +72,9 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def page_sums(self) -> PageSums: ...
+
+    @property
+    def cost_guess(self) -> CostParameters: ...
 
     def compatibility_facts(self) -> Facts: ...
 
@@ -107,16 +114,8 @@ class Worker:
             max_batch_requests=config.decode_batch,
         )
         self._prefill = self._make_prefill(engine)
-        self._loop = StepLoop(
-            engine,
-            decode=self._decode,
-            prefill=self._prefill,
-            max_step_tokens=config.engine.max_step_tokens,
-            deadline_s=config.step_deadline,
-            gather_s=config.gather_s,
-            publish=self._outbox.publish,
-            on_death=lambda error: self._post_threadsafe(self._die, error),
-        )
+        self._meter = StepMeter(engine.cost_guess)
+        self._loop = self._make_loop(engine)
         self._timer: asyncio.Task[None] | None = None
         self._steps_checked = 0
         self._integrity_error = ""
@@ -186,6 +185,8 @@ class Worker:
             pages_total=counts.total,
             prefix_query_tokens=self._cache.query_tokens,
             prefix_hit_tokens=self._cache.hit_tokens,
+            decode_context_tokens=self._loop.decoding.decode_context_tokens,
+            cost=self._meter.parameters,
         )
 
     def open_requests(self) -> int:
@@ -213,6 +214,7 @@ class Worker:
             pages_cached=counts.cached,
             prefix_query_tokens=self._cache.query_tokens,
             prefix_hit_tokens=self._cache.hit_tokens,
+            step_cost_error=self._meter.parameters.error,
         )
 
     # ---- the end ----
@@ -273,6 +275,25 @@ class Worker:
             return None
         total = engine.pool.counts().total
         return total - min(total // 2, pages_for(engine.facts.max_context, engine.page_tokens))
+
+    def _make_loop(self, engine: LoadedEngine) -> StepLoop:
+        config, cost = self._config, self._meter.cost
+        most, target = config.engine.max_step_tokens, config.itl_target_s
+        return StepLoop(
+            engine,
+            decode=self._decode,
+            prefill=self._prefill,
+            max_step_tokens=most,
+            policy=make_policy(
+                config.step_policy, cost, budget=config.step_budget, itl_target_s=target, max_step_tokens=most
+            ),
+            growth=BatchGrowth(cost, target),
+            meter=self._meter,
+            deadline_s=config.step_deadline,
+            gather_s=config.gather_s,
+            publish=self._outbox.publish,
+            on_death=lambda error: self._post_threadsafe(self._die, error),
+        )
 
     def _make_prefill(self, engine: LoadedEngine) -> PrefillHalf:
         config = PrefillConfig(

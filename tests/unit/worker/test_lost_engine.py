@@ -76,7 +76,7 @@ async def test_a_prompt_that_is_computed_fails_and_gives_its_lease_back(
         pair.prefill.engine.hold(after=1)
         computed = pair.send("computed", list(range(3, 43)), TEN)
         await until(pair.prefill.engine.waiting.is_set)
-        queued = pair.send("queued", PROMPT, TEN)
+        queued = pair.send("queued", list(range(3, 63)), TEN)  # the shorter one is computed first
         break_it(pair.prefill.engine)
         await until(lambda: computed.finish)
         assert computed.error == "INTERNAL"

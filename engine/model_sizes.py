@@ -1,0 +1,28 @@
+"""How much a step of a model reads and computes, from its shape."""
+
+from costs.roofline import CPU, GPU, ModelSizes, guess
+from costs.step_cost import CostParameters
+from engine.cache.paged_cache import PagedCache
+from engine.models.config import ModelConfig
+
+_ATTENTION_FLOP = 4
+"""Of a query and a key in one dimension: the score, and the weighted value; each a product and a sum."""
+
+
+def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
+    """Matrices alone: norms, biases and the embedding of a few tokens are next to nothing."""
+    hidden = config.hidden_size
+    attention = config.qkv_size + config.heads * config.head_dim
+    layer = hidden * (attention + 3 * config.intermediate_size)
+    weights = config.layers * layer + config.vocab_size * hidden
+    return ModelSizes(
+        weights=weights,
+        weight_bytes=weights * cache.item_bytes,
+        kv_bytes_per_token=cache.page_bytes // cache.page_tokens,
+        attention_flop_per_pair=_ATTENTION_FLOP * config.layers * config.heads * config.head_dim,
+    )
+
+
+def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
+    """What steps should take on this kind of device, before one was measured."""
+    return guess(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)

@@ -1,0 +1,27 @@
+"""What a model's steps should take, from its shape alone."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.model_runner import ModelRunner
+from engine.model_sizes import model_sizes
+from engine.models.parameters import allocate_parameters, destinations
+from tests.factories import tiny_engine_config, write_tiny_model
+
+
+@pytest.mark.parametrize("family", ["llama3", "smollm2", "qwen3"])
+def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> None:
+    runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / family, family)))
+    shape, cache = runner.model_config, runner.cache
+    sizes = model_sizes(shape, cache)
+    loaded = destinations(allocate_parameters(shape, torch.float32, torch.device("meta")), shape)
+    multiplied = {name: each for name, each in loaded.items() if each.ndim == 2}
+    if not shape.tied_embeddings:
+        del multiplied["model.embed_tokens.weight"]
+    assert sizes.weights == sum(each.numel() for each in multiplied.values())
+    assert sizes.weight_bytes == 4 * sizes.weights
+    assert sizes.kv_bytes_per_token * cache.page_tokens == cache.tensor[0].nbytes
+    assert runner.cost_guess.base_s > 0
+    assert runner.cost_guess.observed == 0

@@ -1,0 +1,114 @@
+"""Whatever the policy of steps, answers are the same; it only decides who waits."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from engine.batch import StepBatch
+from tests.fake_engine import FakeEngine, answer_to
+from tests.worker_pair import Heard, WorkerPair, until
+from wire.cost_parameters import UNMEASURED
+from wire.messages import SamplingParams
+from worker.step_policy import PATIENCE, PolicyName
+
+LONG = SamplingParams(max_tokens=150)
+TEN = SamplingParams(max_tokens=10)
+STEP_TOKENS = 16
+OUT_OF_REACH_S = 1e-9
+POLICIES: dict[str, dict[str, Any]] = {
+    "unchunked": {"step_policy": PolicyName.UNCHUNKED},
+    "chunked": {"step_policy": PolicyName.CHUNKED, "step_budget": 12},
+    "priority": {"step_policy": PolicyName.DECODE_PRIORITY},
+    "priority that never has spare time": {
+        "step_policy": PolicyName.DECODE_PRIORITY,
+        "itl_target_s": OUT_OF_REACH_S,
+    },
+    "priority with all the time": {"step_policy": PolicyName.DECODE_PRIORITY, "itl_target_s": 100.0},
+}
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+async def decoding(pair: WorkerPair, count: int) -> tuple[dict[str, list[int]], dict[str, Heard]]:
+    """`count` requests that decode, and will for a while."""
+    asked = {f"d{n}": [n + 3, n + 4, n + 5] for n in range(count)}
+    heard = {name: pair.send(name, prompt, LONG) for name, prompt in asked.items()}
+    await until(lambda: all(len(each.tokens) > 2 for each in heard.values()))
+    return asked, heard
+
+
+def is_mixed(batch: StepBatch) -> bool:
+    prompts = [row for row in batch.rows if len(row.token_ids) > 1 or row.draw is None]
+    return 0 < len(prompts) < len(batch.rows)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+async def test_answers_are_the_same(policy: str) -> None:
+    async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **POLICIES[policy]) as pair:
+        asked, heard = await decoding(pair, 3)
+        pair.decode.engine.hold()
+        await until(pair.decode.engine.waiting.is_set)
+        prompts = {f"p{n}": [n + 40] * (5 + 9 * (n % 4)) for n in range(9)}
+        heard |= {name: pair.send(name, prompt, TEN) for name, prompt in prompts.items()}
+        pair.decode.engine.let_go()
+        await until(lambda: all(each.finish for each in heard.values()))
+        assert {name: heard[name].tokens for name in asked} == {n: answer_to(p, LONG) for n, p in asked.items()}
+        assert {name: heard[name].tokens for name in prompts} == {n: answer_to(p, TEN) for n, p in prompts.items()}
+        batches = pair.decode.engine.batches
+        assert any(is_mixed(batch) for batch in batches)
+        most = POLICIES[policy].get("step_budget", STEP_TOKENS)
+        assert max(sum(len(row.token_ids) for row in batch.rows) for batch in batches) <= most
+        await pair.empty()
+
+
+@pytest.mark.parametrize("changes", [{"step_budget": 7}, POLICIES["priority that never has spare time"]])
+async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[str, Any]) -> None:
+    """Seven decode: a budget of seven tokens leaves nothing, nor does the target."""
+    settings = POLICIES["chunked"] | changes
+    async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **settings) as pair:
+        _, heard = await decoding(pair, 7)
+        pair.decode.engine.hold()
+        await until(pair.decode.engine.waiting.is_set)
+        before = len(pair.decode.engine.batches)
+        prompt = [99] * 12
+        waits = pair.send("p", prompt, TEN)
+        pair.decode.engine.let_go()
+        await until(lambda: waits.finish)
+        assert waits.tokens == answer_to(prompt, TEN)
+        begun = [number for number, batch in enumerate(pair.decode.engine.batches) if is_mixed(batch)]
+        first = next(number for number in begun if number >= before) - before
+        # The engine may be held with two steps launched that know of no prompt.
+        assert PATIENCE <= first <= PATIENCE + 2
+        assert not any(each.finish for each in heard.values()), "it did not just wait for all others to end"
+        pair.abort(*heard)
+        await pair.empty()
+
+
+async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
+    async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, itl_target_s=1.0) as pair:
+        worker = pair.decode.worker
+        _, heard = await decoding(pair, 3)
+        growth = worker._loop._growth
+        growth.rows = lambda running, most: running.decode_rows or most  # type: ignore[method-assign]
+        late = pair.send("late", [9, 9, 9], TEN)
+        await until(lambda: late.tokens)
+        await until(lambda: all(each.finish for each in heard.values()) and late.finish)
+        assert late.tokens == answer_to([9, 9, 9], TEN)
+        assert max(len(batch.rows) for batch in pair.decode.engine.batches if not is_mixed(batch)) <= 3
+        await pair.empty()
+
+
+async def test_a_worker_tells_what_its_steps_take() -> None:
+    async with WorkerPair() as pair:
+        heard = pair.send("q", [5, 6, 7], LONG)
+        await until(lambda: heard.finish)
+        load, inspection = pair.decode.worker.load(), pair.decode.worker.inspect()
+        assert load.cost.observed >= LONG.max_tokens - 2
+        assert replace(load.cost, error=0.0, observed=0) != UNMEASURED
+        assert inspection.step_cost_error == load.cost.error > 0
+        told = max(step.load.decode_context_tokens for step in pair.steps)
+        assert 3 < told <= 3 + LONG.max_tokens

@@ -1,0 +1,130 @@
+"""How much of a step may be prompts, and how far the decode batch may grow."""
+
+import pytest
+
+from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
+from prefill_worker.line import Waiting
+from wire.errors import InvalidArgument
+from worker.batch_growth import BatchGrowth
+from worker.step_policy import (
+    PATIENCE,
+    PIECE,
+    PROGRESS_TOKENS,
+    SPARE_STEPS,
+    Chunked,
+    DecodePriority,
+    PolicyName,
+    StepPolicy,
+    Unchunked,
+    make_policy,
+)
+
+MS = CostParameters(
+    base_s=4e-3, prompt_base_s=1e-3, token_s=2e-5, pair_s=0.0, row_s=1e-5, context_s=3e-8, free_tokens=0
+)
+"""32 rows at 1,000 tokens of context take 5.28 ms."""
+DECODING = StepWork(decode_rows=32, decode_context_tokens=32_000)
+MANY = Waiting(prompts=3, tokens=100_000)
+STEP = 2048
+
+
+def cost() -> StepCost:
+    return StepCost(MS)
+
+
+def priority(target_s: float | None) -> DecodePriority:
+    return DecodePriority(cost, target_s, STEP)
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_each_policy_leaves_room_for_the_decode_rows(name: PolicyName) -> None:
+    policy = make_policy(name, cost, budget=512, itl_target_s=0.02, max_step_tokens=STEP)
+    granted = policy.prefill_tokens(DECODING, MANY)
+    assert 0 < granted <= STEP - 32
+    assert make_policy(name, cost, budget=None, itl_target_s=None, max_step_tokens=STEP).prefill_tokens(NOTHING, MANY)
+
+
+def test_unchunked_gives_all_there_is() -> None:
+    assert Unchunked(STEP).prefill_tokens(DECODING, MANY) == STEP - 32
+
+
+def test_chunked_keeps_the_whole_step_within_its_budget() -> None:
+    policy = Chunked(512)
+    assert policy.prefill_tokens(DECODING, MANY) == 480
+    assert policy.prefill_tokens(NOTHING, MANY) == 512
+    assert policy.prefill_tokens(StepWork(decode_rows=600), MANY) == 0
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="step_budget"):
+        make_policy(PolicyName.CHUNKED, cost, budget=0, itl_target_s=None, max_step_tokens=STEP)
+
+
+@pytest.mark.parametrize("context", [0, 5000])
+@pytest.mark.parametrize("target_ms", [8, 12, 25])
+def test_decode_priority_fills_what_is_left_of_the_target_and_no_more(target_ms: int, context: int) -> None:
+    target = target_ms / 1e3
+    tokens = priority(target).prefill_tokens(DECODING, Waiting(1, 100_000, context))
+    assert cost().seconds(DECODING.with_chunk(tokens, context)) <= target
+    assert cost().seconds(DECODING.with_chunk(tokens + 1, context)) > target
+
+
+def test_decode_priority_gives_nothing_when_decoding_alone_takes_too_long() -> None:
+    assert priority(5e-3).prefill_tokens(DECODING, MANY) == 0
+
+
+def test_decode_priority_gives_no_crumbs_but_for_a_prompt_that_is_one() -> None:
+    target = cost().seconds(DECODING.with_chunk(PIECE // 2, 0))
+    assert priority(target).prefill_tokens(DECODING, MANY) == 0
+    assert priority(target).prefill_tokens(DECODING, Waiting(1, 10, 0)) == 10
+
+
+def test_without_a_target_a_step_may_take_twice_an_unloaded_one() -> None:
+    tokens = priority(None).prefill_tokens(DECODING, MANY)
+    assert cost().seconds(DECODING.with_chunk(tokens, 0)) <= SPARE_STEPS * (MS.base_s + MS.row_s)
+    assert tokens > PIECE
+
+
+def test_nobody_who_decodes_means_nobody_to_spare() -> None:
+    assert priority(1e-6).prefill_tokens(NOTHING, MANY) == STEP
+
+
+@pytest.mark.parametrize(
+    ("policy", "beside"),
+    [(priority(1e-6), DECODING), (Chunked(512), StepWork(decode_rows=512))],
+    ids=["priority", "chunked"],
+)
+def test_no_prompt_starves(policy: StepPolicy, beside: StepWork) -> None:
+    granted = [policy.prefill_tokens(beside, MANY) for _ in range(3 * (PATIENCE + 1))]
+    assert granted == 3 * [*[0] * PATIENCE, PROGRESS_TOKENS]
+
+
+def test_patience_is_for_those_who_wait_without_getting_anything() -> None:
+    policy = Chunked(512)
+    beside = StepWork(decode_rows=512)
+    for waiting in (MANY, Waiting(), MANY):
+        granted = [policy.prefill_tokens(beside, waiting) for _ in range(PATIENCE)]
+        assert granted == [0] * PATIENCE
+    policy = Chunked(512)
+    beside = StepWork(decode_rows=512 - PIECE)
+    assert {policy.prefill_tokens(beside, MANY) for _ in range(3 * PATIENCE)} == {PIECE}
+
+
+def test_the_batch_grows_up_to_the_target() -> None:
+    growth = BatchGrowth(cost, 9e-3)
+    rows = growth.rows(DECODING, 256)
+    assert 32 < rows < 256
+    assert (
+        cost().decode_step_seconds(rows, rows * 1000) <= 9e-3 < cost().decode_step_seconds(rows + 1, (rows + 1) * 1000)
+    )
+
+
+@pytest.mark.parametrize(
+    ("target_s", "running", "rows"),
+    [(None, DECODING, 256), (9e-3, NOTHING, 256), (4.5e-3, DECODING, 32), (1e-3, DECODING, 256), (1.0, DECODING, 256)],
+    ids=["no target", "nobody runs", "over it", "out of reach", "far away"],
+)
+def test_the_batch_never_shrinks_and_a_target_out_of_reach_limits_nothing(
+    target_s: float | None, running: StepWork, rows: int
+) -> None:
+    assert BatchGrowth(cost, target_s).rows(running, 256) == rows

@@ -1,0 +1,58 @@
+"""How long steps took, and what was in them: what the cost model learns from."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from costs.step_cost import CostParameters, StepCost, StepWork, chunk_pairs
+from costs.step_fit import StepFit
+from engine.batch import StepRow
+
+
+def decode_work(rows: Sequence[StepRow]) -> StepWork:
+    """Of rows of one token each."""
+    return StepWork(decode_rows=len(rows), decode_context_tokens=sum(row.start for row in rows) + len(rows))
+
+
+def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:
+    """And rows of prompts."""
+    if not rows:
+        return work
+    tokens, pairs = 0, 0.0
+    for row in rows:
+        chunk = len(row.token_ids)
+        tokens += chunk
+        pairs += chunk_pairs(chunk, row.start)
+    return StepWork(tokens, pairs, work.decode_rows, work.decode_context_tokens)
+
+
+class StepMeter:
+    """Engine thread, but for `parameters`, which any thread may read.
+
+    A step that was launched while another ran has begun when that one's results were here: back to back, from result to
+    result, is the time tokens take to follow each other. After a gap it has begun with its own schedule.
+    """
+
+    def __init__(self, guess: CostParameters, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`guess` is what predictions begin with; `clock` in seconds."""
+        self._fit = StepFit(guess)
+        self._clock = clock
+        self._last_end = float("-inf")
+
+    @property
+    def parameters(self) -> CostParameters:
+        """The newest fit, and how good it is."""
+        return self._fit.parameters
+
+    def cost(self) -> StepCost:
+        """Predicts with the newest fit."""
+        return StepCost(self._fit.parameters)
+
+    def begin(self) -> float:
+        """Now: give it back with the step's end."""
+        return self._clock()
+
+    def end(self, work: StepWork, began: float) -> None:
+        """The results of a step with this work are here."""
+        now = self._clock()
+        self._fit.observe(work, now - max(began, self._last_end))
+        self._last_end = now

@@ -1,0 +1,136 @@
+"""How much of a step may be prompts, when requests decode beside them.
+
+A prompt in a step makes everybody's next token late; a prompt that waits makes its own first token late. The policies
+differ in whom they let wait. Without decode rows nobody is disturbed, and without prompts nothing is to be decided.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from enum import StrEnum
+
+from costs.step_cost import StepCost, StepWork
+from prefill_worker.line import Waiting
+from wire.errors import InvalidArgument
+
+CHUNKED_BUDGET = 512
+"""Tokens of a step under `chunked`, decode rows included, if nothing else was asked for."""
+PIECE = 64
+"""Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""
+_PIECES = 8
+"""Where steps are small: part of a budget that is a piece."""
+PATIENCE = 16
+"""Steps in a row in which prompts may get less than a piece."""
+PROGRESS_TOKENS = 256
+"""What they get in the step after these."""
+SPARE_STEPS = 2.0
+"""Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
+
+Cost = Callable[[], StepCost]
+"""The newest fit."""
+
+
+class PolicyName(StrEnum):
+    """As people name them."""
+
+    UNCHUNKED = "unchunked"
+    CHUNKED = "chunked"
+    DECODE_PRIORITY = "decode-priority"
+
+
+class StepPolicy(ABC):
+    """Asked by the step loop before each step, on its thread."""
+
+    @abstractmethod
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top."""
+
+
+class Unchunked(StepPolicy):
+    """Whole prompts join a step, as many as the engine takes: the first token soon, the others' next one late."""
+
+    def __init__(self, max_step_tokens: int) -> None:
+        self._most = max_step_tokens
+
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+        return self._most - decode_work.decode_rows
+
+
+class Chunked(StepPolicy):
+    """A step has at most `budget` tokens, so none takes longer than that many."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._progress = _Progress(budget)
+
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+        return self._progress.at_least(max(0, self._budget - decode_work.decode_rows), waiting)
+
+
+class DecodePriority(StepPolicy):
+    """As many prompt tokens as keep the predicted step within the inter-token target, none if decoding alone is not."""
+
+    def __init__(self, cost: Cost, itl_target_s: float | None, max_step_tokens: int) -> None:
+        """No target: `SPARE_STEPS`."""
+        self._cost = cost
+        self._target_s = itl_target_s
+        self._most = max_step_tokens
+        self._progress = _Progress(max_step_tokens)
+
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+        if not decode_work.decode_rows or not waiting.prompts:
+            return self._most - decode_work.decode_rows
+        fitting = self._fitting(decode_work, waiting)
+        return self._progress.at_least(fitting if self._progress.is_any(fitting, waiting) else 0, waiting)
+
+    def _fitting(self, decode_work: StepWork, waiting: Waiting) -> int:
+        """The largest number of tokens, by bisection: seconds grow with them."""
+        cost = self._cost()
+        target = self._target_s
+        if target is None:
+            target = SPARE_STEPS * cost.decode_step_seconds(1, 0)
+        fits, too_many = 0, min(self._most - decode_work.decode_rows, waiting.tokens) + 1
+        while too_many - fits > 1:
+            tokens = (fits + too_many) // 2
+            if cost.seconds(decode_work.with_chunk(tokens, waiting.context)) <= target:
+                fits = tokens
+            else:
+                too_many = tokens
+        return fits
+
+
+class _Progress:
+    """After `PATIENCE` steps without a piece for the prompts that wait, one step has enough: none of them starves."""
+
+    def __init__(self, budget: int) -> None:
+        self._piece = min(PIECE, max(1, budget // _PIECES))
+        self._enough = min(PROGRESS_TOKENS, budget)
+        self._without = 0
+
+    def is_any(self, tokens: int, waiting: Waiting) -> bool:
+        """Whether it is a piece, or all there is."""
+        return tokens >= min(self._piece, waiting.tokens)
+
+    def at_least(self, tokens: int, waiting: Waiting) -> int:
+        if not waiting.prompts or self.is_any(tokens, waiting):
+            self._without = 0
+            return tokens
+        self._without += 1
+        if self._without <= PATIENCE:
+            return tokens
+        self._without = 0
+        return self._enough
+
+
+def make_policy(
+    name: PolicyName, cost: Cost, *, budget: int | None, itl_target_s: float | None, max_step_tokens: int
+) -> StepPolicy:
+    """InvalidArgument for a budget below one token."""
+    if budget is not None and budget < 1:
+        raise InvalidArgument("step_budget", f"{budget} is less than 1")
+    match name:
+        case PolicyName.UNCHUNKED:
+            return Unchunked(max_step_tokens)
+        case PolicyName.CHUNKED:
+            return Chunked(min(CHUNKED_BUDGET if budget is None else budget, max_step_tokens))
+        case PolicyName.DECODE_PRIORITY:
+            return DecodePriority(cost, itl_target_s, max_step_tokens)
