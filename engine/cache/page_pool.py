@@ -17,9 +17,10 @@ first: nobody is ever refused because of them.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.cache.free_pages import FreePages
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
 from wire.messages import Lease, RequestRef
 
@@ -49,8 +50,7 @@ class PagePool:
         self._total = total
         self.lock = threading.RLock()
         """For who must do several things at once: nothing changes while it is held. Held for microseconds."""
-        # Taken from the end: the page freed last is the one the CPU's caches know best.
-        self._free = list(range(total - 1, -1, -1))
+        self._free = FreePages(range(total))
         self._promised = 0
         self._owned: dict[RequestRef, dict[int, None]] = {}
         self._shared: dict[int, int] = {}
@@ -135,7 +135,7 @@ class PagePool:
         longer: only as many of the first pages are retained as promises leave room for. Returns how many.
         """
         with self.lock:
-            self._need_known(pages, (self._shared, self._cached))
+            self._need_known(pages, [page for page in pages if page not in self._shared and page not in self._cached])
             room = self._room
             for count, page in enumerate(pages):
                 if page in self._cached:
@@ -152,7 +152,7 @@ class PagePool:
         Returns how many those are.
         """
         with self.lock:
-            self._need_known(pages, (self._shared,))
+            self._need_known(pages, [page for page in pages if page not in self._shared])
             cached = 0
             for page in pages:
                 self._shared[page] -= 1
@@ -220,11 +220,11 @@ class PagePool:
             self._spend(pages)
         else:
             self._need(pages)
-        while len(self._free) < pages:
-            page, _ = self._cached.popitem(last=False)
+        missing = max(0, pages - len(self._free))
+        for page in [self._cached.popitem(last=False)[0] for _ in range(missing)]:
             self._on_taken(page)
-            self._free.append(page)
-        return [self._free.pop() for _ in range(pages)]
+            self._free.give([page])
+        return self._free.take(pages)
 
     def _spend(self, pages: int) -> None:
         if not 0 <= pages <= self._promised:
@@ -245,8 +245,7 @@ class PagePool:
         return len(self._free) + len(self._cached) - self._promised
 
     @staticmethod
-    def _need_known(pages: Sequence[int], states: Sequence[Container[int]]) -> None:
-        strangers = [page for page in pages if not any(page in state for state in states)]
+    def _need_known(pages: Sequence[int], strangers: Sequence[int]) -> None:
         if strangers or len(set(pages)) != len(pages):
             raise Internal(f"Pages {strangers or list(pages)} are not shared, or named twice.")
 
@@ -269,7 +268,7 @@ class PagePool:
         return leases.pop(lease)
 
     def _give_back(self, pages: Sequence[int]) -> int:
-        self._free.extend(pages)
+        self._free.give(pages)
         return len(pages)
 
 

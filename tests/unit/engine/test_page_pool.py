@@ -173,12 +173,12 @@ def test_strangers_pages_are_refused_whole() -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda pool: pool._free.pop(), "lost"),
-        (lambda pool: pool._free.append(pool._free[0]), "2 states: free, free"),
-        (lambda pool: pool._free.append(next(iter(pool._owned.get(ALICE, ())))), "owned by alice#1"),
-        (lambda pool: pool._free.append(99), "page 99"),
+        (lambda pool: pool._free.take(1), "lost"),
+        (lambda pool: pool._free.give([next(iter(pool._free))]), "2 states: free, free"),
+        (lambda pool: pool._free.give([next(iter(pool._owned.get(ALICE, ())))]), "owned by alice#1"),
+        (lambda pool: pool._free.give([99]), "page 99"),
         (lambda pool: setattr(pool, "_promised", 9), "9 pages are promised"),
-        (lambda pool: pool._shared.update({pool._free.pop(): 0}), "0 readers"),
+        (lambda pool: pool._shared.update({pool._free.take(1)[0]: 0}), "0 readers"),
     ],
 )
 def test_integrity_names_the_fault(damage, words: str) -> None:

@@ -1,0 +1,85 @@
+"""Nobody's pages, handed out as extents: neighbours travel as one piece."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class FreePages:
+    """A set of page numbers that knows its extents, the longest runs of neighbours. Guarded by its owner's lock.
+
+    Best fit: a request's pages come from the smallest extent that holds them all, so that single pages fill the gaps
+    and long extents stay long. Where none is large enough, the largest is taken whole, and the rest is looked for
+    again. Costs grow with the extents that change, and hardly with the pages in them.
+    """
+
+    def __init__(self, pages: Iterable[int]) -> None:
+        self._count = 0
+        self._ends: dict[int, int] = {}
+        """First page of each extent → the page behind its last."""
+        self._starts: dict[int, int] = {}
+        """The same the other way."""
+        self._by_size: list[tuple[int, int]] = []
+        """(pages, first page) of each extent, ascending."""
+        self.give(list(pages))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        for size, start in self._by_size:
+            yield from range(start, start + size)
+
+    @property
+    def extents(self) -> int:
+        """How many runs of neighbours there are."""
+        return len(self._ends)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages, at most as many as there are; neighbours follow each other."""
+        taken: list[int] = []
+        while len(taken) < count:
+            missing = count - len(taken)
+            index = min(bisect_left(self._by_size, (missing, -1)), len(self._by_size) - 1)
+            size, start = self._by_size[index]
+            self._remove(start, start + size)
+            end = start + min(size, missing)
+            taken.extend(range(start, end))
+            if end < start + size:
+                self._add(end, start + size)
+        self._count -= count
+        return taken
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Pages that are not here, each once, in any order."""
+        for start, end in _runs(sorted(pages)):
+            self._join(start, end)
+        self._count += len(pages)
+
+    def _join(self, start: int, end: int) -> None:
+        if start in self._starts:
+            before = self._starts[start]
+            self._remove(before, start)
+            start = before
+        if end in self._ends:
+            behind = self._ends[end]
+            self._remove(end, behind)
+            end = behind
+        self._add(start, end)
+
+    def _add(self, start: int, end: int) -> None:
+        self._ends[start] = end
+        self._starts[end] = start
+        insort(self._by_size, (end - start, start))
+
+    def _remove(self, start: int, end: int) -> None:
+        del self._ends[start], self._starts[end]
+        del self._by_size[bisect_left(self._by_size, (end - start, start))]
+
+
+def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first, behind the last) of each run of neighbours."""
+    first = 0
+    for index in range(1, len(ascending) + 1):
+        if index == len(ascending) or ascending[index] != ascending[index - 1] + 1:
+            yield ascending[first], ascending[index - 1] + 1
+            first = index
