@@ -6,6 +6,7 @@ that is shared or cached.
 
 import hashlib
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -26,9 +27,9 @@ FACTS = ModelFacts("fake", VOCAB, max_context=256, eos_token_ids=(EOS,), dtype="
 
 
 class FakeEngine:
-    """`asynchronous` says what engines made from now on are like. `hold` stops one before its next step, or the one
-    after `steps` more; `let_go` lets it run on; `error` is raised by every step from then on, `launch_error` by every
-    launch.
+    """`asynchronous` says what engines made from now on are like. `hold` stops one before its next step, or `after` so
+    many more of them, even if it is stopped already; `let_go` lets it run on; `error` is raised by every step from then
+    on, `launch_error` by every launch.
     """
 
     asynchronous = False
@@ -85,10 +86,12 @@ class FakeEngine:
         return token
 
     def run(self, batch: StepBatch) -> StepResult:
-        if len(self.batches) >= self._hold_at and not self._go.is_set():
+        give_up = time.monotonic() + 20
+        while len(self.batches) >= self._hold_at and not self._go.is_set():
             self.waiting.set()
-            assert self._go.wait(20)
-            self.waiting.clear()
+            self._go.wait(0.01)
+            assert time.monotonic() < give_up
+        self.waiting.clear()
         if self.error is not None:
             raise self.error
         self.batches.append(batch)

@@ -15,6 +15,8 @@ from worker.step_policy import PATIENCE, PolicyName
 LONG = SamplingParams(max_tokens=150)
 TEN = SamplingParams(max_tokens=10)
 STEP_TOKENS = 16
+STEPS_BEFORE = 60
+"""Enough for seven to decode under any policy, and not for one of them to end."""
 OUT_OF_REACH_S = 1e-9
 POLICIES: dict[str, dict[str, Any]] = {
     "unchunked": {"step_policy": PolicyName.UNCHUNKED},
@@ -34,10 +36,15 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def decoding(pair: WorkerPair, count: int) -> tuple[dict[str, list[int]], dict[str, Heard]]:
-    """`count` requests that decode, and will for a while."""
+    """`count` requests that decode, and will for a while; the engine is held."""
+    engine = pair.decode.engine
+    engine.hold()
     asked = {f"d{n}": [n + 3, n + 4, n + 5] for n in range(count)}
     heard = {name: pair.send(name, prompt, LONG) for name, prompt in asked.items()}
-    await until(lambda: all(len(each.tokens) > 2 for each in heard.values()))
+    await until(engine.waiting.is_set)
+    engine.hold(after=STEPS_BEFORE)
+    await until(lambda: len(engine.batches) == STEPS_BEFORE)
+    assert len(engine.batches[-1].rows) == count
     return asked, heard
 
 
@@ -50,8 +57,6 @@ def is_mixed(batch: StepBatch) -> bool:
 async def test_answers_are_the_same(policy: str) -> None:
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **POLICIES[policy]) as pair:
         asked, heard = await decoding(pair, 3)
-        pair.decode.engine.hold()
-        await until(pair.decode.engine.waiting.is_set)
         prompts = {f"p{n}": [n + 40] * (5 + 9 * (n % 4)) for n in range(9)}
         heard |= {name: pair.send(name, prompt, TEN) for name, prompt in prompts.items()}
         pair.decode.engine.let_go()
@@ -71,8 +76,6 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
     settings = POLICIES["chunked"] | changes
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, **settings) as pair:
         _, heard = await decoding(pair, 7)
-        pair.decode.engine.hold()
-        await until(pair.decode.engine.waiting.is_set)
         before = len(pair.decode.engine.batches)
         prompt = [99] * 12
         waits = pair.send("p", prompt, TEN)
@@ -95,6 +98,7 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
         growth = worker._loop._growth
         growth.rows = lambda running, most: running.decode_rows or most  # type: ignore[method-assign]
         late = pair.send("late", [9, 9, 9], TEN)
+        pair.decode.engine.let_go()
         await until(lambda: late.tokens)
         await until(lambda: all(each.finish for each in heard.values()) and late.finish)
         assert late.tokens == answer_to([9, 9, 9], TEN)
