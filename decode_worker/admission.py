@@ -162,6 +162,16 @@ class DecodeAdmission:
             self._follow(self._leases.release(lease, prefill), None)
         self._changed()
 
+    def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
+        """`prefill`'s notices of these leases left a while ago: requests that have not heard theirs never will."""
+        with self._lock:
+            lost = self._leases.delivered(leases, prefill)
+            for change in lost:
+                log.warning("the notice of %s from %s was lost", change.lease, prefill.worker_id)
+                self._follow(change, TransferFailed("the notice of the transfer was lost; prefill again"))
+        if lost:
+            self._changed()
+
     def notice(self, notice: TransferNotice) -> None:
         """Transfer thread: every byte of the prompt's KV has arrived. A notice of an old lease is dropped and counted;
         one that does not fit the reservation fails the request, which is prefilled again."""

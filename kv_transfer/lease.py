@@ -10,7 +10,8 @@
 A lease is granted as a promise of so many pages and holds none; pages are attached when the writer asks for them.
 From then on the writer may write until it has delivered its notice (its last act, after every byte), or has released
 the lease (its word that nothing is in flight and nothing will follow), or is dead. No pages are freed before one of
-the three. A writer that knows its notice delivered sends no release; one that failed or was told to stop does.
+the three. A writer whose notice has left sends no release; one that failed or was told to stop does. Some time after
+the notice it says that this was `delivered`, which is the end of a lease whose notice was lost.
 
 What happens when events cross; the first column came first:
 
@@ -23,7 +24,9 @@ What happens when events cross; the first column came first:
     notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
     notice           release           StaleEpoch: the pages belong to the request
     notice           expiry, death     nothing: the lease is over
+    notice           delivered         nothing: the lease is over
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
+    delivered        notice            the same: it was not lost after all, and comes too late
     release          abort, expiry     StaleEpoch, nothing
     expiry           renew             reported as unknown, the router takes its next attempt
     expiry           allot, notice,    as after an abort
@@ -161,6 +164,18 @@ class LeaseTable:
         with self._lock:
             entry = self._entry(lease, prefill)
             return self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
+
+    def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
+        """The writer's notices of these leases have long left: those still open end as after a release, for theirs was
+        lost. Not counted as fenced.
+        """
+        with self._lock:
+            unheard = [entry for lease in leases if (entry := self._entries.get(lease.epoch)) and entry.lease == lease]
+            return tuple(
+                self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
+                for entry in unheard
+                if entry.prefill == prefill
+            )
 
     def revoke(self, lease: Lease) -> LeaseChange:
         """The request is over before its notice: QUARANTINE, or NONE without pages. StaleEpoch when already over."""

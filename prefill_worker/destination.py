@@ -25,6 +25,10 @@ class DecodePeers(ABC):
         """
 
     @abstractmethod
+    def delivered(self, destination: Destination) -> None:
+        """The notice has left: the decode worker is told so, later and among others, lest it was lost on the way."""
+
+    @abstractmethod
     async def release(self, destination: Destination) -> None:
         """Say that no write under the lease is in flight and none will follow; StaleEpoch if it is over.
 

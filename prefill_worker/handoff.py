@@ -185,6 +185,7 @@ class Handoff:
         self._post(destination, remote, last, needed, notice)
         await self._quiet()
         self._delivered = True
+        self._peers.delivered(destination)
         finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
         edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
         self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))

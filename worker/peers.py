@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -14,11 +14,16 @@ from prefill_worker.destination import DecodePeers
 from wire import convert, rpc
 from wire.errors import StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Destination, Handshake, PeerDescription, PeerRef
+from wire.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
+from worker.deliveries import Deliveries
 
 log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
+
+DELIVERY_PERIOD_S = 1.0
+"""How long a notice may be on its way before the decode worker is asked whether it has come, in seconds; notices take
+milliseconds, and one that is later than this costs a second prefill."""
 
 
 class _Connection:
@@ -41,6 +46,7 @@ class Peers(DecodePeers):
         self._timeout_s = rpc_timeout_s
         self._connections: dict[PeerRef, _Connection] = {}
         self._gone: dict[str, int] = {}
+        self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
     # ---- prefill side ----
@@ -76,6 +82,9 @@ class Peers(DecodePeers):
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
         return tuple(reply.page_ids)
 
+    def delivered(self, destination: Destination) -> None:
+        self._deliveries.add(destination)
+
     async def release(self, destination: Destination) -> None:
         request = worker_pb2.ReleaseLeaseRequest(
             lease=convert.lease_to_proto(destination.lease),
@@ -86,6 +95,17 @@ class Peers(DecodePeers):
             return
         stub = self._connection(destination.peer, destination.address).stub
         await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
+
+    async def _name_deliveries(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
+        if self._is_gone(peer):
+            return True
+        request = worker_pb2.NameDeliveriesRequest(
+            leases=[convert.lease_to_proto(lease) for lease in leases],
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        await _call(self._connection(peer, address).stub.NameDeliveries(request, timeout=self._timeout_s), peer)
+        return True
 
     # ---- decode side ----
 
@@ -115,6 +135,7 @@ class Peers(DecodePeers):
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""
+        await self._deliveries.close()
         for peer, connection in list(self._connections.items()):
             self._drop(peer, connection)
         await asyncio.gather(*self._closing)

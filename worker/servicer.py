@@ -78,3 +78,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
         self._worker.admission.release(convert.lease_from_proto(request.lease), writer)
         return worker_pb2.ReleaseLeaseResponse()
+
+    async def NameDeliveries(
+        self, request: worker_pb2.NameDeliveriesRequest, _context: _Context
+    ) -> worker_pb2.NameDeliveriesResponse:
+        writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
+        self._worker.admission.delivered([convert.lease_from_proto(lease) for lease in request.leases], writer)
+        return worker_pb2.NameDeliveriesResponse()

@@ -1,6 +1,7 @@
 """Every interleaving in the table of kv_transfer/lease.py."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -107,6 +108,26 @@ def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], N
     assert desk.table.release(lease, WRITER).action is PageAction.FREE
     desk.stale(lambda: desk.table.settle(lease, WRITER))
     desk.stale(lambda: desk.table.release(lease, WRITER))
+
+
+@pytest.mark.parametrize("over", [lambda _desk: None, *REVOCATIONS])
+def test_a_delivery_that_was_not_heard_of_ends_the_lease(desk: Desk, over: Callable[[Desk], None]) -> None:
+    lease = desk.advertise()
+    over(desk)
+    (change,) = desk.table.delivered([lease], WRITER)
+    assert (change.lease, change.action, change.page_ids) == (lease, PageAction.FREE, (5, 7))
+    assert desk.table.delivered([lease], WRITER) == ()
+    assert desk.table.fenced == 0
+    desk.stale(lambda: desk.table.settle(lease, WRITER))
+
+
+def test_only_the_writer_s_own_open_leases_count_as_delivered(desk: Desk) -> None:
+    lease = desk.advertise()
+    stranger = PeerRef("somebody", 1)
+    assert desk.table.delivered([lease], stranger) == ()
+    assert desk.table.delivered([replace(lease, attempt=7)], WRITER) == ()
+    assert desk.table.settle(lease, WRITER).action is PageAction.ADMIT
+    assert desk.table.delivered([lease], WRITER) == ()
 
 
 @pytest.mark.parametrize("over", [revoke, expire])

@@ -79,6 +79,9 @@ class Scene(Sender, DecodePeers):
         self.diary.append(f"allot {pages}")
         return self.allotted
 
+    def delivered(self, destination: Destination) -> None:
+        self.diary.append("delivered")
+
     async def release(self, destination: Destination) -> None:
         if self.refuse_release:
             raise self.refuse_release.pop(0)
@@ -124,7 +127,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     assert scene.diary[4:] == ["write [12] + notice"]
     await scene.settle(2)
     await scene.handoff.ended
-    assert scene.diary[5:] == ["withdraw", "forget"]
+    assert scene.diary[5:] == ["delivered", "withdraw", "forget"]
     assert [list(write.remote_pages) for write in scene.writes] == [[20], [21], [22]]
     notice = scene.writes[2].notice
     assert notice is not None
@@ -168,7 +171,7 @@ async def test_the_last_page_alone_goes_with_the_notice() -> None:
     await scene.finish()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "withdraw", "forget"]
+    assert scene.diary == ["connect", "allot 3", "write [12] + notice", "delivered", "withdraw", "forget"]
 
 
 @pytest.mark.parametrize("allotted", [[], [20, 21, 22, 23]])

@@ -10,7 +10,8 @@ from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.messages import SamplingParams
-from worker.step_policy import PATIENCE, PolicyName
+from worker.policy_name import PolicyName
+from worker.step_policy import PATIENCE
 
 LONG = SamplingParams(max_tokens=150)
 TEN = SamplingParams(max_tokens=10)

@@ -6,6 +6,7 @@ from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
 from worker.batch_growth import BatchGrowth
+from worker.policy_name import PolicyName
 from worker.step_policy import (
     PATIENCE,
     PIECE,
@@ -13,7 +14,6 @@ from worker.step_policy import (
     SPARE_STEPS,
     Chunked,
     DecodePriority,
-    PolicyName,
     StepPolicy,
     Unchunked,
     make_policy,

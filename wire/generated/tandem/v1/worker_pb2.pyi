@@ -382,6 +382,20 @@ class ReleaseLeaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class NameDeliveriesRequest(_message.Message):
+    __slots__ = ("leases", "prefill_worker_id", "prefill_incarnation")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    prefill_worker_id: str
+    prefill_incarnation: int
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+
+class NameDeliveriesResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TransferNotice(_message.Message):
     __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "token_hash", "pages", "first_token_id", "next_draw", "checksums", "skipped")
     LEASE_FIELD_NUMBER: _ClassVar[int]
