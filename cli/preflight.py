@@ -45,7 +45,7 @@ def check_memory(config: ClusterConfig) -> None:
     to check."""
     if not config.on_cpu or config.worker_kv_cache_bytes is None:
         return
-    workers = config.prefill + config.decode
+    workers = config.worker_count
     each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
     if workers * each > free:
         raise InvalidArgument(

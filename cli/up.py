@@ -19,8 +19,28 @@ def up(
         str | None,
         typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
     ] = None,
-    prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 1,
-    decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 1,
+    mode: Annotated[
+        str, typer.Option(help="disaggregated: --prefill and --decode workers; colocated: --workers that do both.")
+    ] = "disaggregated",
+    prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers; default: 1.")] = None,
+    decode: Annotated[int | None, typer.Option("--decode", help="Decode workers; default: 1.")] = None,
+    workers: Annotated[int | None, typer.Option("--workers", help="Colocated workers; default: 1.")] = None,
+    step_policy: Annotated[
+        str,
+        typer.Option(
+            help="Prompts in a step beside requests that decode: unchunked = as many as fit, chunked = up to"
+            " --step-budget, decode-priority = what --itl-target-ms leaves."
+        ),
+    ] = "unchunked",
+    step_budget: Annotated[
+        int | None, typer.Option(help="Most tokens of a chunked step, decoding ones included; default: 512.")
+    ] = None,
+    itl_target_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Milliseconds between an answer's tokens beyond which batches do not grow; default: no limit."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
     page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None,
@@ -68,7 +88,7 @@ def up(
     """Start a cluster on this host and serve until Ctrl-C."""
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
-    from cluster.config import GIB, ClusterConfig, check_kv_cache_gib
+    from cluster.config import GIB, ClusterConfig, Mode, check_kv_cache_gib
     from wire.errors import InvalidArgument
 
     if model is not None and random_weights is not None:
@@ -77,11 +97,23 @@ def up(
         raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
     if kv_cache_gib is not None:
         check_kv_cache_gib(kv_cache_gib)
+    for option, given, its_mode in (
+        ("--prefill", prefill, Mode.DISAGGREGATED),
+        ("--decode", decode, Mode.DISAGGREGATED),
+        ("--workers", workers, Mode.COLOCATED),
+    ):
+        if given is not None and mode in list(Mode) and mode != its_mode:
+            raise InvalidArgument(option, f"is for --mode {its_mode}")
     sampling = Sampling(max_tokens, temperature)
     config = ClusterConfig(
         model=Path(model or ""),
-        prefill=prefill,
-        decode=decode,
+        mode=mode,
+        prefill=1 if prefill is None else prefill,
+        decode=1 if decode is None else decode,
+        workers=1 if workers is None else workers,
+        step_policy=step_policy,
+        step_budget=step_budget,
+        itl_target_s=None if itl_target_ms is None else itl_target_ms / 1e3,
         device=device,
         dtype=dtype,
         page_tokens=page_tokens,

@@ -2,11 +2,13 @@
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from kv_transfer.base import Direction
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
+from worker.policy_name import PolicyName
 
 GIB = 1 << 30
 PORT_MAX = 65535
@@ -18,6 +20,15 @@ CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+class Mode(StrEnum):
+    """Who does what."""
+
+    DISAGGREGATED = "disaggregated"
+    """Prompts are computed by workers of their own, which hand them over to those that decode."""
+    COLOCATED = "colocated"
+    """Every worker computes prompts and decodes, in mixed steps; nothing is handed over."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """What to serve, with how many workers, and where clients find it."""
@@ -26,10 +37,22 @@ class ClusterConfig:
     """Folder in Hugging Face layout, already checked."""
     model_name: str = ""
     """The name clients use; empty = the folder's name."""
+    mode: str = Mode.DISAGGREGATED
+    """`disaggregated`: `prefill` and `decode` workers; `colocated`: `workers` that do both."""
     prefill: int = 1
-    """Prefill workers, >= 1."""
+    """Prefill workers of a disaggregated cluster, >= 1."""
     decode: int = 1
-    """Decode workers, >= 1."""
+    """Decode workers of a disaggregated cluster, >= 1."""
+    workers: int = 1
+    """Workers of a colocated cluster, >= 1."""
+    step_policy: str = PolicyName.UNCHUNKED
+    """How much of a step may be prompts where requests decode beside them: `unchunked`, as much as fits, `chunked`, as
+    much as `step_budget` leaves, `decode-priority`, as much as `itl_target_s` leaves."""
+    step_budget: int | None = None
+    """Most tokens of a `chunked` step, decoding ones included; None = 512."""
+    itl_target_s: float | None = None
+    """How far apart the tokens of an answer may be, in seconds, above 0: a batch grows no further. None = no limit, and
+    under `decode-priority` twice an unloaded step."""
     random_weights: bool = False
     """Whether workers draw their weights at random, for performance runs: `model` then needs none."""
     device: str = "cpu"
@@ -73,7 +96,7 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         """InvalidArgument names the option and its limit."""
-        for option, value in (("--prefill", self.prefill), ("--decode", self.decode)):
+        for option, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--workers", self.workers)):
             if not 1 <= value <= 64:
                 raise InvalidArgument(option, f"{value} is not between 1 and 64")
         if self.page_tokens is not None and not 1 <= self.page_tokens <= 1024:
@@ -84,26 +107,41 @@ class ClusterConfig:
             raise InvalidArgument("--memory-fraction", f"{self.memory_fraction:g} is not above 0 and at most 1")
         if not 0 <= self.kv_checksum_rate <= 1:
             raise InvalidArgument("--kv-checksum-rate", f"{self.kv_checksum_rate:g} is not between 0 and 1")
-        if self.kv_direction not in list(Direction):
-            raise InvalidArgument("--kv-direction", f"{self.kv_direction!r} is none of {', '.join(Direction)}")
+        self._check_names()
+        if self.itl_target_s is not None and not self.itl_target_s > 0:
+            raise InvalidArgument("--itl-target-ms", f"{self.itl_target_s * 1e3:g} is not above 0")
         for option, number in (
             ("--max-step-tokens", self.max_step_tokens),
             ("--max-batch-requests", self.batch_requests),
             ("--threads", 1 if self.threads is None else self.threads),
+            ("--step-budget", 1 if self.step_budget is None else self.step_budget),
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
         check_ports(self.grpc_port, self.http_port)
         for key in self.api_keys:
             check_key("--api-key", key)
+
+    def _check_names(self) -> None:
         if re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is None:
             raise InvalidArgument("--device", f"{self.device!r} is none of cpu, cuda and cuda:N")
-        if self.dtype not in DTYPES:
-            raise InvalidArgument("--dtype", f"{self.dtype!r} is none of {', '.join(DTYPES)}")
+        for option, name, known in (
+            ("--mode", self.mode, Mode),
+            ("--step-policy", self.step_policy, PolicyName),
+            ("--kv-direction", self.kv_direction, Direction),
+            ("--dtype", self.dtype, DTYPES),
+        ):
+            if name not in list(known):
+                raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")
 
     def log_file(self, name: str) -> Path | None:
         """Where the process called `name` writes what it has to say."""
         return None if self.log_folder is None else self.log_folder / f"{name}.log"
+
+    @property
+    def worker_count(self) -> int:
+        """Workers of all roles."""
+        return self.workers if self.mode == Mode.COLOCATED else self.prefill + self.decode
 
     @property
     def on_cpu(self) -> bool:

@@ -146,8 +146,7 @@ class Cluster:
 
     def _start_ray(self) -> None:
         self._progress(Progress("Ray", False))
-        workers = self._config.prefill + self._config.decode
-        self._node.start(offer(self._config), processes=workers + BESIDES_WORKERS)
+        self._node.start(offer(self._config), processes=self._config.worker_count + BESIDES_WORKERS)
         # Whoever is told that Ray is up may send SIGTERM: only the main thread can take that back from Ray first.
         self._ray_up.set()
         self._signals_back.wait(1.0)

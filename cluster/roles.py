@@ -4,9 +4,10 @@ Every worker is one Ray actor in a placement group of its own. The custom resour
 nodes may hold which role, so each role can sit on its own hardware; a node offers as many units as it has room for.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
-from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig
+from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig, Mode
 from wire.messages import Role
 
 
@@ -24,12 +25,18 @@ class Slot:
 
 def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
     """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn."""
-    roles = [(Role.PREFILL, i) for i in range(config.prefill)] + [(Role.DECODE, i) for i in range(config.decode)]
+    roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
     devices = [_device(config.device, number, gpus) for number in range(len(roles))]
     return tuple(
         Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
         for (role, i), device in zip(roles, devices, strict=True)
     )
+
+
+def _counts(config: ClusterConfig) -> dict[Role, int]:
+    if config.mode == Mode.COLOCATED:
+        return {Role.BOTH: config.workers}
+    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
 
 
 def _memory_fraction(config: ClusterConfig, sharers: int) -> float:
@@ -46,14 +53,17 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 def bundle(slot: Slot) -> dict[str, float]:
     """The resources of a slot's placement group: one unit of each role it plays."""
-    needs: dict[str, float] = {}
-    if slot.role.prefills:
-        needs[Role.PREFILL.value] = 1.0
-    if slot.role.decodes:
-        needs[Role.DECODE.value] = 1.0
-    return needs
+    return _places(slot.role, 1)
 
 
 def offer(config: ClusterConfig) -> dict[str, float]:
     """What one node must offer to hold every worker of `config`."""
-    return {Role.PREFILL.value: float(config.prefill), Role.DECODE.value: float(config.decode)}
+    offered: Counter[str] = Counter()
+    for role, count in _counts(config).items():
+        offered.update(_places(role, count))
+    return dict(offered)
+
+
+def _places(role: Role, count: int) -> dict[str, float]:
+    played = ((Role.PREFILL, role.prefills), (Role.DECODE, role.decodes))
+    return {each.value: float(count) for each, plays in played if plays}

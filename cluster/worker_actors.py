@@ -50,6 +50,7 @@ class WorkerActors:
         from engine.config import EngineConfig
         from kv_transfer.base import Direction
         from worker.config import WorkerConfig
+        from worker.policy_name import PolicyName
 
         cluster = self._cluster
         engine = EngineConfig(
@@ -75,5 +76,8 @@ class WorkerActors:
             prefix_cache=cluster.prefix_cache,
             kv_checksum_rate=cluster.kv_checksum_rate,
             kv_direction=Direction(cluster.kv_direction),
+            step_policy=PolicyName(cluster.step_policy),
+            step_budget=cluster.step_budget,
+            itl_target_s=cluster.itl_target_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

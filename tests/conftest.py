@@ -86,7 +86,7 @@ class RunningCluster:
         give_up = time.monotonic() + IDLE_WITHIN_S
         while True:
             found = self.inspect()
-            assert [one.integrity_error for one in found] == [""] * (self.config.prefill + self.config.decode)
+            assert [one.integrity_error for one in found] == [""] * self.config.worker_count
             if all(_idle(one) for one in found):
                 return
             assert time.monotonic() < give_up, f"still not idle: {found}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
 from wire.messages import Role
-from worker.step_policy import PolicyName
+from worker.policy_name import PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 

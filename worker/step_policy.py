@@ -6,11 +6,11 @@ differ in whom they let wait. Without decode rows nobody is disturbed, and witho
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from enum import StrEnum
 
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
+from worker.policy_name import PolicyName
 
 CHUNKED_BUDGET = 512
 """Tokens of a step under `chunked`, decode rows included, if nothing else was asked for."""
@@ -27,14 +27,6 @@ SPARE_STEPS = 2.0
 
 Cost = Callable[[], StepCost]
 """The newest fit."""
-
-
-class PolicyName(StrEnum):
-    """As people name them."""
-
-    UNCHUNKED = "unchunked"
-    CHUNKED = "chunked"
-    DECODE_PRIORITY = "decode-priority"
 
 
 class StepPolicy(ABC):

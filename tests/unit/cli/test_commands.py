@@ -158,6 +158,19 @@ def test_a_wrong_option_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--workers", "2"], "--workers: is for --mode colocated"),
+        (["--mode", "colocated", "--prefill", "2"], "--prefill: is for --mode disaggregated"),
+        (["--mode", "mixed"], "--mode: 'mixed' is none of disaggregated, colocated"),
+    ],
+)
+def test_each_mode_has_workers_of_its_own(options: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["up", *options])
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         (["--grpc-port", "70000"], "--grpc-port: 70000 is not a port (0 to 65535)"),
         (["--http-port", "-1"], "--http-port: -1 is not a port (0 to 65535)"),
         (["--grpc-port", "8000"], "--http-port: 8000 is --grpc-port too; each door needs a port of its own"),

@@ -10,6 +10,7 @@ from cluster.roles import Slot, bundle, offer, plan
 from cluster.worker_actors import WorkerActors
 from wire.errors import InvalidArgument
 from wire.messages import Role
+from worker.policy_name import PolicyName
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,11 @@ from wire.messages import Role
         ({"api_keys": ("",)}, "--api-key"),
         ({"api_keys": ("good", "é")}, "--api-key"),
         ({"dtype": "int8"}, "--dtype"),
+        ({"mode": "both"}, "--mode"),
+        ({"workers": 0}, "--workers"),
+        ({"step_policy": "greedy"}, "--step-policy"),
+        ({"step_budget": 0}, "--step-budget"),
+        ({"itl_target_s": 0.0}, "--itl-target-ms"),
     ],
 )
 def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
@@ -52,6 +58,23 @@ def test_each_worker_has_a_slot_of_its_role() -> None:
         Slot("prefill-1", Role.PREFILL, "cpu"),
         Slot("decode-0", Role.DECODE, "cpu"),
     )
+
+
+def test_colocated_workers_play_both_roles_and_there_are_no_others() -> None:
+    config = ClusterConfig(model=Path("m"), mode="colocated", workers=2, device="cuda")
+    slots = plan(config, gpus=2)
+    assert [(slot.worker_id, slot.role, slot.device) for slot in slots] == [
+        ("both-0", Role.BOTH, "cuda:0"),
+        ("both-1", Role.BOTH, "cuda:1"),
+    ]
+    assert [slot.memory_fraction for slot in slots] == [0.9, 0.9]
+    assert (config.worker_count, offer(config)) == (2, {"prefill": 2.0, "decode": 2.0})
+
+
+def test_the_policy_of_steps_reaches_the_worker() -> None:
+    config = ClusterConfig(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
+    worker = WorkerActors(config, "", "")._config(plan(config, gpus=0)[0])
+    assert (worker.step_policy, worker.step_budget, worker.itl_target_s) == (PolicyName.CHUNKED, 700, 0.025)
 
 
 @pytest.mark.parametrize(("gpus", "devices"), [(1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])])
