@@ -23,10 +23,8 @@ from kv_transfer.handshake import Facts, layout_facts, make_handshake
 from kv_transfer.layout import KVLayout
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
-from prefill_worker.handoff import Handoff
-from prefill_worker.request import PrefillRequest
 from wire.ending import failure_event, pages_for
-from wire.errors import DeadlineExceeded, Internal, Unavailable
+from wire.errors import Internal, Unavailable
 from wire.messages import (
     GrantedLease,
     ModelFacts,
@@ -43,7 +41,9 @@ from wire.messages import (
 )
 from wire.prefixes import PrefixList
 from worker.batch_growth import BatchGrowth
+from worker.caretaker import Caretaker
 from worker.config import WorkerConfig
+from worker.handovers import Handovers
 from worker.loop import Runner, StepLoop
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
@@ -54,8 +54,6 @@ from worker.validation import check_prefill, check_reservation
 log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
-SETTLE_S = 2.0
-"""Most seconds `close` waits for leases to be given back; with the process, what they wait for is over as well."""
 
 
 class LoadedEngine(Runner, Protocol):
@@ -98,7 +96,6 @@ class Worker:
         self._pool = engine.pool
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
-        self._handoffs: set[asyncio.Future[None]] = set()
         self._warming: set[asyncio.Future[None]] = set()
         self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
@@ -113,17 +110,32 @@ class Worker:
             page_tokens=engine.page_tokens,
             max_batch_requests=config.decode_batch,
         )
+        self._handovers = Handovers(
+            me,
+            engine.page_tokens,
+            self.transport,
+            self.peers,
+            self.admission,
+            self._checks,
+            self._outbox.post,
+            config.transfer_deadline_s,
+        )
         self._prefill = self._make_prefill(engine)
         self._meter = StepMeter(engine.cost_guess)
         self._loop = self._make_loop(engine)
-        self._timer: asyncio.Task[None] | None = None
-        self._steps_checked = 0
-        self._integrity_error = ""
+        self._caretaker = Caretaker(
+            config,
+            loop=self._loop,
+            admission=self.admission,
+            cache=self._cache,
+            open_requests=self.open_requests,
+            on_stuck=self._die,
+        )
 
     def start(self) -> None:
         """Begin to step, and to end what is due."""
         self._loop.start()
-        self._timer = asyncio.ensure_future(self._tend_forever())
+        self._caretaker.start()
 
     # ---- routers ----
 
@@ -207,7 +219,7 @@ class Worker:
             pages_promised=counts.promised,
             requests=self.open_requests(),
             leases=self.admission.open_leases,
-            integrity_error=self._integrity_error,
+            integrity_error=self._caretaker.integrity_error,
             fenced=self.admission.fenced + self._prefill.fenced,
             checksums_equal=self.admission.arrival.checksums_equal,
             checksum_failures=self.admission.arrival.checksum_failures,
@@ -229,8 +241,7 @@ class Worker:
 
     async def close(self) -> None:
         """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._caretaker.stop()
         for warming in self._warming:
             warming.cancel()
         await asyncio.gather(*self._warming, return_exceptions=True)
@@ -240,10 +251,7 @@ class Worker:
         self._abandon()
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
-        if self._handoffs:
-            _, left = await asyncio.wait(self._handoffs, timeout=SETTLE_S)
-            for handoff in left:
-                handoff.cancel()
+        await self._handovers.settle()
         self._outbox.close()
         await self.peers.close()
 
@@ -305,28 +313,10 @@ class Worker:
             cache=self._cache,
             model=engine.facts,
             local=self.admission,
-            hand_over=self._hand_over,
+            hand_over=self._handovers.begin,
             wake=self._wake,
             events=self._events,
         )
-
-    def _hand_over(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
-        handoff = Handoff(
-            request=request,
-            engine=half,
-            me=self.me,
-            page_tokens=self._cache.page_tokens,
-            sender=self.transport,
-            backend=self.transport.backend,
-            peers=self.peers,
-            local=self.admission,
-            emit=self._outbox.post,
-            deadline_s=self._config.transfer_deadline_s,
-            checks=self._checks,
-        )
-        self._handoffs.add(handoff.ended)
-        handoff.ended.add_done_callback(self._handoffs.discard)
-        return handoff
 
     async def _idle(self) -> None:
         for _ in iter(self.open_requests, 0):
@@ -340,35 +330,6 @@ class Worker:
 
     def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
         self._events.call_soon_threadsafe(call, value)
-
-    async def _tend_forever(self) -> None:
-        """Leases, quarantines and stuck steps end at most a tenth of their time late; the pool is checked after each
-        busy time.
-        """
-        due = (self._config.lease_s, self._config.quarantine_s, self._config.step_deadline)
-        period = max(0.01, min(due) / 10)
-        while True:
-            await asyncio.sleep(period)
-            try:
-                if self._loop.give_up_stuck():
-                    self._die(DeadlineExceeded(f"a step did not end within {self._config.step_deadline:g} s"))
-                    return
-                self.admission.expire()
-                await self._check_when_idle()
-            except Exception:
-                log.exception("leases and pages of %s are looked after in spite of an error", self.me.worker_id)
-
-    async def _check_when_idle(self) -> None:
-        """Not on the event loop, and never while the engine needs the pool. What was found stays reported."""
-        steps = self._loop.steps
-        if steps == self._steps_checked or self.open_requests():
-            return
-        self._steps_checked = steps
-        try:
-            await asyncio.to_thread(self._cache.check_integrity)
-        except Internal as error:
-            log.error("%s", error.message)
-            self._integrity_error = error.message
 
     def _refs(self) -> list[tuple[str, RequestRef]]:
         return [*self._prefill.refs(), *self.admission.refs()]

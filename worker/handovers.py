@@ -1,0 +1,57 @@
+"""The hand-overs that run in a worker: begun by its prefill half, and waited for when it ends."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kv_transfer.base import Transport
+from kv_transfer.checksums import PageChecks
+from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.half import PrefillHalf
+from prefill_worker.handoff import Handoff
+from prefill_worker.request import PrefillRequest
+from wire.messages import PeerRef, RoutedEvent
+
+SETTLE_S = 2.0
+"""Most seconds `settle` waits for leases to be given back; with the process, what they wait for is over as well."""
+
+
+@dataclass(slots=True)
+class Handovers:
+    """Starts every `Handoff` of a worker with what they have in common, and knows those that have not ended."""
+
+    me: PeerRef
+    page_tokens: int
+    transport: Transport
+    peers: DecodePeers
+    local: LocalDecode
+    checks: PageChecks
+    emit: Callable[[RoutedEvent], None]
+    deadline_s: float
+    _open: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
+        """Of a request that has just been queued."""
+        handoff = Handoff(
+            request=request,
+            engine=half,
+            me=self.me,
+            page_tokens=self.page_tokens,
+            sender=self.transport,
+            backend=self.transport.backend,
+            peers=self.peers,
+            local=self.local,
+            emit=self.emit,
+            deadline_s=self.deadline_s,
+            checks=self.checks,
+        )
+        self._open.add(handoff.ended)
+        handoff.ended.add_done_callback(self._open.discard)
+        return handoff
+
+    async def settle(self) -> None:
+        """Wait for all of them to end, and give up those that take too long."""
+        if self._open:
+            _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
+            for handoff in left:
+                handoff.cancel()
