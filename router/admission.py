@@ -14,6 +14,8 @@ from typing import TypeVar
 from router.config import RouterConfig
 from router.model_folder import GenerationDefaults
 from router.request import Admitted, Ask, Conversation, Options
+from router.slo import classes_by_name
+from router.tenants import tenant_salt
 from router.tokenizer import Tokenizer
 from router.worker_pool import ServedModel
 from wire.errors import InvalidArgument, TandemError, Unavailable
@@ -25,6 +27,7 @@ from wire.messages import (
     REPETITION_MIN,
     SamplingParams,
 )
+from wire.page_digests import page_digests, root_digest
 from wire.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
@@ -32,6 +35,8 @@ _ROLES = ("system", "user", "assistant")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _INT32_MAX = 2**31 - 1
 _SALT_MAX = 256
+_PAGES_INLINE = 64
+"""Pages that are named on the event loop, a microsecond each; more go to the tokenizer's threads."""
 _TEMPERATURE_MAX = 100.0
 _GREEDY_BELOW = 1e-5
 """Temperatures so small that float32 overflows; the most likely token has all the weight there anyway."""
@@ -55,6 +60,7 @@ class Admission:
     ) -> None:
         """`model` tells what the workers serve now, None if that is not known yet."""
         self._config = config
+        self._classes = classes_by_name(config.slo_classes)
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._model = model
@@ -71,6 +77,8 @@ class Admission:
         self._check_options(ask.options, served)
         ids = await self._token_ids(ask, served)
         max_tokens = self._checked_length(_field(ask), len(ids), ask.options, served)
+        salt = tenant_salt(ask.tenant, ask.options.cache_salt)
+        digests = await self._page_digests(ids, salt, served.page_tokens)
         return Admitted(
             request_id=request_id,
             prompt_token_ids=ids,
@@ -78,7 +86,10 @@ class Admission:
             stop=ask.options.stop,
             priority=ask.options.priority,
             edges=(ask.received, EdgeStamp.now(Edge.TOKENIZED)),
-            cache_salt=ask.options.cache_salt,
+            cache_salt=salt,
+            tenant=ask.tenant,
+            slo=self._classes[ask.options.slo_class or self._config.default_slo_class],
+            digests=digests,
         )
 
     def close(self) -> None:
@@ -99,6 +110,15 @@ class Admission:
         if not ids:
             raise InvalidArgument(_field(ask), "gives no tokens; send at least one")
         return tuple(ids)
+
+    async def _page_digests(self, ids: tuple[int, ...], salt: str, page_tokens: int) -> tuple[bytes, ...]:
+        """Names of the full pages of the prompt, by which workers tell what they hold; () where pages differ."""
+        if not 0 < page_tokens <= len(ids):
+            return ()
+        if len(ids) <= _PAGES_INLINE * page_tokens:
+            return tuple(page_digests(ids, page_tokens, root_digest(salt)))
+        loop = asyncio.get_running_loop()
+        return tuple(await loop.run_in_executor(self._threads, page_digests, ids, page_tokens, root_digest(salt)))
 
     def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
         """The answer's limit in tokens; refuses what no context or no page pool could hold."""
@@ -141,8 +161,9 @@ class Admission:
         _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")
-        if options.slo_class:
-            raise InvalidArgument("slo_class", f"{options.slo_class!r} is not configured; leave it empty")
+        if options.slo_class and options.slo_class not in self._classes:
+            names = ", ".join(self._classes)
+            raise InvalidArgument("slo_class", f"{options.slo_class[:40]!r} is none of {names}; or leave it empty")
         if len(options.cache_salt) > _SALT_MAX:
             raise InvalidArgument("cache_salt", f"has {len(options.cache_salt)} characters, the limit is {_SALT_MAX}")
         _check_text("cache_salt", options.cache_salt)

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from router.placement import Mode
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
+from wire.errors import InvalidArgument
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -30,6 +34,16 @@ class RouterConfig:
     """Largest request either door takes, in bytes."""
     max_queued_requests: int = 1024
     """Most requests that wait for a worker; the next one is turned away at once."""
+    max_queued_per_tenant: int | None = None
+    """Most of them that come with one API key; None = half of them where there are several keys, else all."""
+    mode: Mode = Mode.ADAPTIVE
+    """Where prompts are computed: by prefill workers, by the worker that decodes, or wherever it costs least."""
+    slo_classes: tuple[SloClass, ...] = DEFAULT_CLASSES
+    """What requests may name as their `slo_class`."""
+    default_slo_class: str = BEST_EFFORT.name
+    """The class of requests that name none."""
+    patience_s: float = 30.0
+    """How long requests without a target for their first token wait behind others', at most, in seconds."""
     default_max_tokens: int = 512
     """Answer length when the client names none, in tokens, clipped to what fits behind the prompt."""
     max_stop_strings: int = 16
@@ -55,3 +69,22 @@ class RouterConfig:
     """Longest a token waits for others to travel with, in seconds."""
     tokenizer_threads: int = 2
     """Threads that encode prompts."""
+
+    def __post_init__(self) -> None:
+        """InvalidArgument names the setting and what is wrong with it."""
+        names = classes_by_name(self.slo_classes)
+        if self.default_slo_class not in names:
+            message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"
+            raise InvalidArgument("default_slo_class", message)
+        if self.patience_s <= 0:
+            raise InvalidArgument("patience_s", f"is {self.patience_s:g}, it must be above 0")
+        if self.max_queued_per_tenant is not None and self.max_queued_per_tenant < 1:
+            raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
+
+    @property
+    def tenant_queue_limit(self) -> int:
+        """What `max_queued_per_tenant` means."""
+        if self.max_queued_per_tenant is not None:
+            return self.max_queued_per_tenant
+        several = len(self.api_keys) > 1
+        return max(1, self.max_queued_requests // 2) if several else self.max_queued_requests

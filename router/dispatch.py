@@ -1,7 +1,7 @@
 """One request's walk: queue, place, reserve on the decode worker, prefill, and its end, whatever the end is.
 
 The request's queues, in order:
-1. `queue`: admitted, waits for a worker with room.
+1. waiting: admitted, in the queue (binder.py) until a worker has room.
 2. walking: Reserve and Prefill are on their way (walk.py), one short task a request.
 3. placed: the workers have it; their events (stream.py) carry it on until it ends.
 """
@@ -13,34 +13,33 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from router.answer import Answer, Ending
+from router.answer import Answer
 from router.answer_text import AnswerText, TokenText
+from router.binder import Binder, book
 from router.config import RouterConfig
-from router.placement import Need, Pair, Placement
-from router.queue import RequestQueue
+from router.foresight import Foresight
+from router.placement import Pair, Placement
 from router.request import Admitted, RoutedRequest
 from router.stream import EventStream
+from router.sweeper import Sweeper
 from router.walk import Walks
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
-from wire.ending import pages_for
 from wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
-    ResourceExhausted,
     StaleEpoch,
     TandemError,
     TransferFailed,
     Unavailable,
 )
 from wire.messages import FinishReason, Lease, StepEvents
-from wire.timeline import Edge, EdgeStamp, Timeline
+from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
-_SWEEP_S = 0.25
 _RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
 """Failures of an attempt, not of the request: with other workers, or once more with these, it can succeed."""
 
@@ -57,10 +56,8 @@ class Dispatcher:
     ) -> None:
         """`tokens` turns token ids into text; `on_readiness` is called when `pool.ready` may have changed."""
         self._config = config
-        self._placement = placement
         self._tokens = tokens
         self._on_readiness = on_readiness
-        self._queue = RequestQueue(config.max_queued_requests)
         self._live: dict[str, RoutedRequest] = {}
         self._by_client_id: dict[str, RoutedRequest] = {}
         self._arrivals = 0
@@ -70,13 +67,16 @@ class Dispatcher:
         self._walks = Walks(config, self)
         self._events = EventStream(config, self)
         self.pool = WorkerPool(config, self)
-        self._sweeper = asyncio.create_task(self._sweep_forever(), name="router-sweep")
+        self._binder = Binder(config, placement, self.pool.fleet, time.monotonic)
+        self.foresight = Foresight()
+        """How good placement's expectations are."""
+        self._sweeper = Sweeper(config, self, time.monotonic)
 
     # ---- what the doors call ----
 
     def submit(self, admitted: Admitted) -> Answer:
-        """Queue a request and return its answer-to-be; refuses at once when nobody could serve it or the queue is
-        full. The caller closes the answer.
+        """Queue a request and return its answer-to-be; refuses at once when nobody could serve it, the queue is full,
+        or what its class promises cannot be held. The caller closes the answer.
         """
         if admitted.request_id in self._by_client_id:
             raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
@@ -84,14 +84,10 @@ class Dispatcher:
             raise self._leaving()
         if not self.pool.ready:
             raise self._nobody()
-        if self._queue.full:
-            limit = self._config.max_queued_requests
-            message = f"{limit} requests are waiting, the most this router queues; try again later"
-            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
         request = self._new_request(admitted)
+        self._binder.enter(request.ticket)
         self._live[request.wire_id] = request
         self._by_client_id[admitted.request_id] = request
-        self._queue.push(request)
         self._schedule_pump()
         return request.answer
 
@@ -105,11 +101,11 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._binder)
 
     @property
     def running(self) -> int:
-        return len(self._live) - len(self._queue)
+        return len(self._live) - len(self._binder)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for `grace_s` seconds, then fail the rest."""
@@ -124,8 +120,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Fail what still runs, abort it on the workers, and close every connection."""
         await self.drain(0.0)
-        self._sweeper.cancel()
-        await asyncio.gather(self._sweeper, return_exceptions=True)
+        await self._sweeper.close()
         await self._walks.close()
         await self.pool.close()
         await self._events.close()
@@ -138,7 +133,9 @@ class Dispatcher:
             return
         if reason is FinishReason.ABORT:
             log.info("request %s cancelled after %s", request.wire_id, request.edges[-1].edge.name)
-        request.answer.finish(lambda: _ending(request, reason, matched_stop))
+        request.answer.finish(lambda: request.ending(reason, matched_stop))
+        if request.generated and (record := request.placement_record()) is not None:
+            self.foresight.record(record)
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
@@ -164,7 +161,8 @@ class Dispatcher:
 
     def _end(self, request: RoutedRequest) -> None:
         request.ended = True
-        self._queue.remove(request)
+        self._binder.leave(request.ticket)
+        self._binder.ended(request.ticket, request.assembler.count)
         del self._live[request.wire_id]
         del self._by_client_id[request.admitted.request_id]
         if not self._live:
@@ -176,7 +174,7 @@ class Dispatcher:
         self._leave_workers(request)
         request.attempt += 1
         request.assembler.restart()
-        self._queue.push(request)
+        self._binder.enter_again(request.ticket)
         self._schedule_pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:
@@ -192,14 +190,14 @@ class Dispatcher:
     def settle(self, request: RoutedRequest) -> None:
         """No worker computes for this attempt any more: their room is free."""
         if request.prefill is not None:
-            request.prefill.unbook_prefill(request.wire_id)
+            request.prefill.books.unbook_prefill(request.wire_id)
         if request.decode is not None:
             request.decode.unbook_decode(request.wire_id)
 
     # ---- queue and placement ----
 
     def _schedule_pump(self) -> None:
-        if not self._pump_scheduled and len(self._queue):
+        if not self._pump_scheduled and len(self._binder):
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -207,29 +205,42 @@ class Dispatcher:
         """Bind requests to workers as long as the next one finds room."""
         self._pump_scheduled = False
         if not self.pool.staffed:
-            for waiting in self._queue:
-                self.fail(waiting, self._nobody())
-        while (request := self._queue.head()) is not None:
+            for request in list(self.waiting_requests()):
+                self.fail(request, self._nobody())
+        while (ticket := self._binder.head()) is not None:
+            request = self._live[ticket.wire_id]
             # Not before now: the largest prefill worker may have died while the request waited.
-            request.answered = min(request.assembler.count, self._room_behind(request.admitted))
-            pair = self._placement.choose(_need(request), self.pool.views())
+            room = max(0, self.pool.prefill_room - ticket.prompt_tokens)
+            ticket.answered = min(request.assembler.count, room)
+            pair = self._binder.bind(ticket)
             if pair is None:
                 return
-            self._queue.remove(request)
             self._place(request, pair)
 
     def _place(self, request: RoutedRequest, pair: Pair) -> None:
         request.edges.append(EdgeStamp.now(Edge.PLACED))
-        request.last_heard = time.monotonic()
+        request.last_heard = request.placed_s = time.monotonic()
+        request.first_token_s = 0.0
+        request.forecast = pair.forecast
         request.prefill = self.pool.link(pair.prefill)
-        request.prefill.book_prefill(request.wire_id, request.prefill_tokens)
-        request.prefill_worker, request.decode_worker = pair.prefill.worker_id, ""
-        if pair.decode is not None:
-            request.decode = self.pool.link(pair.decode)
-            size = pages_for(request.admitted.kv_tokens, request.decode.info.page_tokens)
-            request.decode.book_decode(request.wire_id, size)
-            request.decode_worker = pair.decode.worker_id
+        request.decode = None if pair.decode is None else self.pool.link(pair.decode)
+        request.prefill_worker = pair.prefill.worker_id
+        request.decode_worker = "" if pair.decode is None else pair.decode.worker_id
+        book(request.ticket, pair, request.prefill.books, None if request.decode is None else request.decode.books)
         self._walks.start(request)
+
+    def waiting_requests(self) -> Iterator[RoutedRequest]:
+        """Those in the queue."""
+        return (self._live[ticket.wire_id] for ticket in self._binder)
+
+    def live_requests(self) -> Iterable[RoutedRequest]:
+        """All of them."""
+        return self._live.values()
+
+    def swept(self) -> None:
+        """As load reports grow old, waiting requests may have a place."""
+        self.pool.sweep()
+        self._schedule_pump()
 
     # ---- what links report ----
 
@@ -257,43 +268,18 @@ class Dispatcher:
         self._schedule_pump()
         self._on_readiness()
 
-    # ---- time ----
-
-    async def _sweep_forever(self) -> None:
-        while True:
-            await asyncio.sleep(_SWEEP_S)
-            try:
-                self._sweep(time.monotonic())
-            except Exception:
-                log.exception("sweeping failed")
-
-    def _sweep(self, now: float) -> None:
-        """End what waits or is silent for too long; try waiting requests again, as load reports grow old."""
-        for request in self._queue:
-            if now - request.waiting_since > self._config.queue_timeout_s:
-                message = f"no worker had room for {self._config.queue_timeout_s:g} s; try again later"
-                self.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
-        for request in list(self._live.values()):
-            placed = request.prefill is not None
-            if placed and now - request.last_heard > self._config.stall_timeout_s:
-                silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
-                message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
-                # Once all is generated, its text is late: no worker could help.
-                self.fail_attempt(request, DeadlineExceeded(message), retry=False if request.generated else None)
-        self.pool.sweep()
-        self._schedule_pump()
-
     # ---- small parts ----
 
     def _new_request(self, admitted: Admitted) -> RoutedRequest:
         self._arrivals += 1
+        now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
         request = RoutedRequest(
-            wire_id=f"{admitted.request_id}~{uuid.uuid4().hex[:12]}",
+            wire_id=wire_id,
             admitted=admitted,
-            sequence=self._arrivals,
+            ticket=admitted.ticket(wire_id, self._arrivals, now),
             text=AnswerText(self._tokens, admitted.stop),
             answer=Answer(admitted.request_id),
-            waiting_since=time.monotonic(),
+            waiting_since=now,
             edges=list(admitted.edges),
         )
         request.answer.connect(
@@ -301,11 +287,6 @@ class Dispatcher:
             close=lambda: self.finish(request, FinishReason.ABORT, ""),
         )
         return request
-
-    def _room_behind(self, admitted: Admitted) -> int:
-        """Tokens that the largest live prefill worker can take behind the prompt."""
-        rooms = [view.pages_total * view.page_tokens for view in self.pool.views() if view.role.prefills]
-        return max(0, max(rooms, default=0) - len(admitted.prompt_token_ids))
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"
@@ -318,21 +299,3 @@ class Dispatcher:
         if self.pool.staffed:
             message = "; ".join(self.pool.not_ready)
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
-
-
-def _need(request: RoutedRequest) -> Need:
-    admitted = request.admitted
-    decodes = admitted.sampling.max_tokens > request.answered + 1
-    return Need(request.prefill_tokens, admitted.kv_tokens, decodes)
-
-
-def _ending(request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
-    request.edges.append(EdgeStamp.now(Edge.FINISHED))
-    return Ending(
-        finish_reason=reason,
-        matched_stop=matched_stop,
-        prompt_tokens=len(request.admitted.prompt_token_ids),
-        completion_tokens=request.answer.token_count,
-        cached_tokens=min(request.cached_tokens, len(request.admitted.prompt_token_ids)),
-        timeline=Timeline(tuple(request.edges), request.transfer, request.prefill_worker, request.decode_worker),
-    )

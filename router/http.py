@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request, Response
@@ -19,6 +19,7 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.openai_replies import ReplyShape, error_body, error_event, error_headers, json_error, model_card
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
+from router.tenants import tenant_of
 from router.token_scores import TokenScore
 from wire.credentials import shows_key
 from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
@@ -83,7 +84,8 @@ class _Door:
     async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
         call = parse(await _read_body(request, self.config.max_request_bytes), received)
-        answer = self.dispatcher.submit(await self.admission.admit(call.ask))
+        tenant = tenant_of(request.headers.get("authorization", ""), self.config.api_keys)
+        answer = self.dispatcher.submit(await self.admission.admit(replace(call.ask, tenant=tenant)))
         shape = ReplyShape(
             chat=chat,
             request_id=answer.request_id,

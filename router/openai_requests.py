@@ -1,6 +1,7 @@
 """What OpenAI clients send: from a JSON body to an `Ask`. Field meanings follow OpenAI's API reference.
 
-Extras beyond OpenAI: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, priority, cache_salt.
+Extras beyond OpenAI: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, priority, slo_class,
+cache_salt.
 """
 
 import json
@@ -115,6 +116,7 @@ def _call(
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
         priority=fields.integer("priority") or 0,
+        slo_class=fields.text("slo_class") or "",
         cache_salt=fields.text("cache_salt") or "",
     )
     stream = fields.boolean("stream")

@@ -1,99 +1,141 @@
 """Which prefill worker and which decode worker serve a request, and whether any should take it now."""
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
+from router.fleet import Fleet
+from router.slo import BEST_EFFORT, SloClass
+from router.worker_books import WorkerBooks
 from wire.ending import pages_for
 from wire.messages import PeerRef, Role
 
+STEPS_AHEAD = 2
+"""Steps of prompts that may wait at a worker."""
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
-    """A live worker as placement sees it: its size and its load, by its own report or this router's books, whichever
-    is larger.
-    """
 
-    peer: PeerRef
-    role: Role
-    max_step_tokens: int
-    max_batch_requests: int
-    page_tokens: int
-    pages_total: int
-    prefill_idle: bool
-    """Whether none of this router's prompts is being computed there."""
-    prefill_tokens: int
-    """Prompt tokens not yet computed."""
-    decode_requests: int
-    """Requests placed there for decoding."""
-    pages_used: int
-    """Pages promised or in use."""
-    refusing: bool
-    """Whether it turned a request away a moment ago, or says that it is not ready."""
+class Mode(StrEnum):
+    """Where prompts may be computed."""
+
+    DISAGGREGATED = "disaggregated"
+    """By a prefill worker, never by the worker that decodes, unless it is the only one there."""
+    COLOCATED = "colocated"
+    """By the worker that decodes, in mixed steps, wherever a worker has both halves open."""
+    ADAPTIVE = "adaptive"
+    """Wherever it costs least by prediction, for each request anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request takes, in tokens: the prompt, and the most KV it ever stores; `decodes` is False when its first
     token is also its last.
+
+    `digests` name the prompt's full pages (`wire.page_digests`), () = unknown; `waited_s` is its age in seconds.
     """
 
     prompt_tokens: int
     kv_tokens: int
     decodes: bool
+    digests: tuple[bytes, ...] = ()
+    slo: SloClass = BEST_EFFORT
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What placement expects of its choice; seconds.
+
+    `ttft_s` is from the choice to the first token, `cost_s` what the choice costs everybody (docs/decisions/0014),
+    `runner_up_s` what the next best one would have cost, infinite without one.
+    """
+
+    ttft_s: float
+    compute_s: float
+    """The part of it in which the prompt itself is computed."""
+    itl_s: float
+    cached_tokens: int
+    computed_tokens: int
+    long_steps: int
+    """Steps that are going to be longer than decode steps for the answers that run where the prompt is computed."""
+    cost_s: float
+    runner_up_s: float = math.inf
+    measured: bool = True
+    """Whether it rests on steps that were seen; False = on a guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The chosen workers; no decode worker if none is needed."""
+    """The chosen workers; no decode worker if none is needed. `forecast` is None of a policy that predicts nothing."""
 
     prefill: PeerRef
     decode: PeerRef | None
+    forecast: Forecast | None = None
+
+    @property
+    def local(self) -> bool:
+        """Whether one worker does both."""
+        return self.prefill == self.decode
 
 
 class Placement(ABC):
     """Chooses workers for the request at the head of the queue."""
 
     @abstractmethod
-    def choose(self, need: Need, workers: Sequence[WorkerView]) -> Pair | None:
+    def choose(self, need: Need, fleet: Fleet) -> Pair | None:
         """A pair that has room now; None = bind later, the request waits."""
+
+    def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
+        """What is to be expected where the first token would come soonest, whether there is room or not; None = this
+        policy predicts nothing.
+        """
+        return None
+
+    def learn_answer(self, tokens: int) -> None:  # noqa: B027 - a policy that predicts nothing learns nothing
+        """An answer was so long."""
+
+
+def takes_prefill(worker: WorkerBooks, need: Need, steps_ahead: int) -> bool:
+    """Whether a prompt may go there: while less than `steps_ahead` of its steps wait there, enough that its device
+    never idles, little enough that a request is not bound to a worker that turns out slow.
+    """
+    room = worker.prefill_idle or worker.prefill_tokens < steps_ahead * worker.max_step_tokens
+    return room and can_prefill(worker, need)
+
+
+def can_prefill(worker: WorkerBooks, need: Need) -> bool:
+    """Whether it could take the prompt if nothing else were there."""
+    return worker.prefills and not worker.refusing and _fits(need.prompt_tokens, worker, worker.pages_total)
+
+
+def takes_decode(worker: WorkerBooks, need: Need) -> bool:
+    """Whether there is room for the answer, in the batch and in pages."""
+    free = worker.pages_total - worker.pages_used
+    room = worker.decode_requests < worker.max_batch_requests
+    return room and worker.decodes and _fits(need.kv_tokens, worker, free) and not worker.refusing
+
+
+def _fits(tokens: int, worker: WorkerBooks, pages: int) -> bool:
+    return pages_for(tokens, worker.page_tokens) <= pages
 
 
 class LeastLoaded(Placement):
-    """The prefill worker with the fewest prompt tokens before it, the decode worker with the largest free share.
-
-    A prefill worker has room while less than `steps_ahead` of its steps wait there: enough that its device never
-    idles, little enough that a request is not bound to a worker that turns out slow.
+    """The prefill worker with the fewest prompt tokens before it, the decode worker with the largest free share. It
+    looks at every worker and predicts nothing.
     """
 
-    def __init__(self, steps_ahead: int = 2) -> None:
+    def __init__(self, steps_ahead: int = STEPS_AHEAD) -> None:
         self._steps_ahead = steps_ahead
 
-    def choose(self, need: Need, workers: Sequence[WorkerView]) -> Pair | None:
-        prefills = [w for w in workers if self._takes_prefill(w, need)]
+    def choose(self, need: Need, fleet: Fleet) -> Pair | None:
+        prefills = [w for w in fleet.live if takes_prefill(w, need, self._steps_ahead)]
         if not prefills:
             return None
         prefill = min(prefills, key=lambda w: (w.prefill_tokens, w.role is Role.BOTH, w.decode_requests))
         if not need.decodes:
             return Pair(prefill.peer, None)
-        decodes = [w for w in workers if self._takes_decode(w, need)]
+        decodes = [w for w in fleet.live if takes_decode(w, need)]
         if not decodes:
             return None
         decode = max(decodes, key=lambda w: (1 - w.pages_used / w.pages_total, -w.decode_requests, -w.prefill_tokens))
         return Pair(prefill.peer, decode.peer)
-
-    def _takes_prefill(self, worker: WorkerView, need: Need) -> bool:
-        room = worker.prefill_idle or worker.prefill_tokens < self._steps_ahead * worker.max_step_tokens
-        fits = pages_for(need.prompt_tokens, worker.page_tokens) <= worker.pages_total
-        return worker.role.prefills and not worker.refusing and room and fits
-
-    @staticmethod
-    def _takes_decode(worker: WorkerView, need: Need) -> bool:
-        free = worker.pages_total - worker.pages_used
-        room = worker.decode_requests < worker.max_batch_requests
-        return (
-            worker.role.decodes
-            and not worker.refusing
-            and room
-            and pages_for(need.kv_tokens, worker.page_tokens) <= free
-        )

@@ -1,23 +1,58 @@
-"""Requests that wait for a worker: larger priority first, then order of arrival."""
+"""Requests that wait for a worker: fair between tenants, by priority and slack within each.
+
+A tenant's requests are ordered by their priority, larger first, then by slack: the one that must start soonest goes
+first, which is its deadline for the first token less the time that computing its prompt takes. Priorities order a
+tenant's own requests alone: nobody gets ahead of others by calling himself urgent.
+
+Between tenants counts how much work each of them has been given, in tokens (after Sheng et al., Fairness in Serving
+Large Language Models, OSDI 2024: virtual token counters). Among those who are less than `burst_tokens` ahead of the
+one that has been given least, the request that must start soonest goes first; so slack decides as long as all get
+their share, and nobody ever gets more than that many tokens ahead. A tenant who comes, or comes back, begins level with
+those that wait: what was not asked for is not saved up.
+"""
+
+from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
 
-from router.request import RoutedRequest
+from router.backlog import Backlog
+from router.ticket import Ticket
+
+BURST_TOKENS = 8192
+_REMEMBERED_MAX = 4096
+"""Tenants without requests whose account is kept, while it is above the level."""
+
+
+class _Line:
+    """One tenant's requests."""
+
+    def __init__(self, given: float) -> None:
+        self.given = given
+        self.heap: list[tuple[int, float, int, str]] = []
+        self.count = 0
+        self.backlog = Backlog()
 
 
 class RequestQueue:
-    """A bounded priority queue whose members may leave from the middle."""
+    """Bounded, in all and for each tenant; members may leave from the middle. `head` looks at every waiting tenant."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, tenant_limit: int | None = None, burst_tokens: int = BURST_TOKENS) -> None:
+        """`tenant_limit` is the most that one tenant may have waiting, None = as many as all."""
         self._limit = limit
-        self._heap: list[tuple[int, int, str]] = []
-        self._waiting: dict[str, RoutedRequest] = {}
+        self._tenant_limit = limit if tenant_limit is None else tenant_limit
+        self._burst = burst_tokens
+        self._lines: dict[str, _Line] = {}
+        self._waiting: dict[str, Ticket] = {}
+        self._given: dict[str, float] = {}
+        self._level = 0.0
+        self.backlog = Backlog()
+        """All that waits."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[RoutedRequest]:
+    def __iter__(self) -> Iterator[Ticket]:
         """The waiting requests, in no order."""
         return iter(list(self._waiting.values()))
 
@@ -25,25 +60,83 @@ class RequestQueue:
     def full(self) -> bool:
         return len(self._waiting) >= self._limit
 
-    def push(self, request: RoutedRequest) -> None:
-        """Add `request`; one that comes back keeps its place. Whether there is room is the caller's question."""
-        self._waiting[request.wire_id] = request
-        heapq.heappush(self._heap, (-request.admitted.priority, request.sequence, request.wire_id))
+    @property
+    def tenants(self) -> int:
+        """How many have something waiting."""
+        return len(self._lines)
 
-    def head(self) -> RoutedRequest | None:
+    def full_for(self, tenant: str) -> bool:
+        """Whether `tenant` has as much waiting as one may."""
+        line = self._lines.get(tenant)
+        return line is not None and line.count >= self._tenant_limit
+
+    def ahead_s(self, tenant: str, start_by_s: float) -> float:
+        """Seconds of prompts that would be computed before one of `tenant` that must start by then, about: no more
+        than what is more urgent, and than what it and as many others get in turn.
+        """
+        line = self._lines.get(tenant)
+        own_s = line.backlog.before(start_by_s) if line is not None else 0.0
+        turns = self.tenants + (line is None)
+        return min(self.backlog.before(start_by_s), own_s * turns)
+
+    def push(self, ticket: Ticket) -> None:
+        """Add `ticket`; one that comes back keeps its place. Whether there is room is the caller's question."""
+        tenant = ticket.tenant
+        line = self._lines.get(tenant)
+        if line is None:
+            level = min((each.given for each in self._lines.values()), default=self._level)
+            line = self._lines[tenant] = _Line(max(self._given.pop(tenant, 0.0), level))
+        self._waiting[ticket.wire_id] = ticket
+        line.count += 1
+        heapq.heappush(line.heap, (-ticket.priority, ticket.start_by_s, ticket.sequence, ticket.wire_id))
+        for backlog in (line.backlog, self.backlog):
+            backlog.add(ticket.start_by_s, ticket.service_s)
+
+    def head(self) -> Ticket | None:
         """The request whose turn it is; it stays."""
-        while self._heap:
-            request = self._waiting.get(self._heap[0][2])
-            if request is not None:
-                return request
-            heapq.heappop(self._heap)
-        return None
+        lines = self._lines.values()
+        if not lines:
+            return None
+        least = min(line.given for line in lines)
+        heads = [self._head_of(line) for line in lines if line.given <= least + self._burst]
+        return min(heads, key=lambda ticket: (ticket.start_by_s, ticket.sequence))
 
-    def remove(self, request: RoutedRequest) -> None:
-        """Take `request` out, wherever it stands; nothing if it does not wait."""
-        if self._waiting.pop(request.wire_id, None) is None:
+    def remove(self, ticket: Ticket) -> None:
+        """Take `ticket` out, wherever it stands; nothing if it does not wait."""
+        if self._waiting.pop(ticket.wire_id, None) is None:
             return
+        line = self._lines[ticket.tenant]
+        line.count -= 1
+        for backlog in (line.backlog, self.backlog):
+            backlog.remove(ticket.start_by_s, ticket.service_s)
+        if not line.count:
+            self._leave(ticket.tenant, line)
         # Entries of those that left stay in the heap until they surface; a rebuild bounds their number.
-        if len(self._heap) > 2 * len(self._waiting) + 64:
-            self._heap = [entry for entry in self._heap if entry[2] in self._waiting]
-            heapq.heapify(self._heap)
+        elif len(line.heap) > 2 * line.count + 64:
+            line.heap = [entry for entry in line.heap if entry[3] in self._waiting]
+            heapq.heapify(line.heap)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """`tenant` was given so much work."""
+        line = self._lines.get(tenant)
+        if line is not None:
+            line.given += tokens
+        else:
+            self._given[tenant] = max(self._given.get(tenant, 0.0), self._level) + tokens
+            self._forget_old()
+
+    def _head_of(self, line: _Line) -> Ticket:
+        while (ticket := self._waiting.get(line.heap[0][3])) is None:
+            heapq.heappop(line.heap)
+        return ticket
+
+    def _leave(self, tenant: str, line: _Line) -> None:
+        """Nothing of `tenant` waits: what it was given is remembered while others are behind it."""
+        del self._lines[tenant]
+        self._level = max(self._level, min((each.given for each in self._lines.values()), default=line.given))
+        self._given[tenant] = line.given
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        if len(self._given) > _REMEMBERED_MAX:
+            self._given = {name: given for name, given in self._given.items() if given > self._level}

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from router.answer import Answer
+from router.answer import Answer, Ending
 from router.assembler import TokenAssembler
 from router.chat_template import ChatTurn
-from wire.messages import Lease, RequestRef, SamplingParams
-from wire.timeline import EdgeStamp, TransferStats
+from router.foresight import PlacementRecord
+from router.placement import Forecast
+from router.slo import BEST_EFFORT, SloClass
+from router.ticket import Ticket
+from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
+from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 if TYPE_CHECKING:
     from router.answer_text import AnswerText
@@ -76,6 +80,8 @@ class Ask:
     prompt: Prompt
     options: Options
     received: EdgeStamp
+    tenant: str = ""
+    """On whose account it goes (`router/tenants.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +95,25 @@ class Admitted:
     priority: int
     edges: tuple[EdgeStamp, ...]
     cache_salt: str = ""
+    """The tenant's own (`router/tenants.py`)."""
+    tenant: str = ""
+    slo: SloClass = BEST_EFFORT
+    digests: tuple[bytes, ...] = ()
+    """Names of the prompt's full pages, () = unknown."""
 
-    @property
-    def kv_tokens(self) -> int:
-        """Most positions whose KV it ever stores: the last token of the answer is never fed."""
-        return len(self.prompt_token_ids) + self.sampling.max_tokens - 1
+    def ticket(self, wire_id: str, sequence: int, now: float) -> Ticket:
+        """What policies know of it when it arrives."""
+        return Ticket(
+            wire_id=wire_id,
+            sequence=sequence,
+            arrived_s=now,
+            prompt_tokens=len(self.prompt_token_ids),
+            max_tokens=self.sampling.max_tokens,
+            digests=self.digests,
+            tenant=self.tenant,
+            priority=self.priority,
+            slo=self.slo,
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -103,8 +123,8 @@ class RoutedRequest:
     wire_id: str
     """Its name among workers: never used twice, whatever ids clients choose."""
     admitted: Admitted
-    sequence: int
-    """Order of arrival."""
+    ticket: Ticket
+    """What policies know of it."""
     text: AnswerText
     answer: Answer
     waiting_since: float
@@ -112,9 +132,13 @@ class RoutedRequest:
     last_heard: float = 0.0
     """Monotonic seconds of the last sign of life from its workers, once placed."""
     attempt: int = 1
-    answered: int = 0
-    """Tokens of the answer that this attempt starts behind: they go to its workers with the prompt."""
     failures: int = 0
+    forecast: Forecast | None = None
+    """What was expected of the current attempt's workers."""
+    placed_s: float = 0.0
+    """Monotonic seconds: placed, the attempt's first token here, the last one."""
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
     prefill: WorkerLink | None = None
     decode: WorkerLink | None = None
     lease: Lease | None = None
@@ -134,11 +158,39 @@ class RoutedRequest:
         return RequestRef(self.wire_id, self.attempt)
 
     @property
-    def prefill_tokens(self) -> int:
-        """Tokens this attempt prefills: the prompt, and the answer as far as it goes on behind it."""
-        return len(self.admitted.prompt_token_ids) + self.answered
+    def answered(self) -> int:
+        """Tokens of the answer that this attempt starts behind: they go to its workers with the prompt."""
+        return self.ticket.answered
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """These tokens."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
+
+    def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
+        """How its answer ended, for its client."""
+        self.edges.append(EdgeStamp.now(Edge.FINISHED))
+        return Ending(
+            finish_reason=reason,
+            matched_stop=matched_stop,
+            prompt_tokens=len(self.admitted.prompt_token_ids),
+            completion_tokens=self.answer.token_count,
+            cached_tokens=min(self.cached_tokens, len(self.admitted.prompt_token_ids)),
+            timeline=Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker),
+        )
+
+    def placement_record(self) -> PlacementRecord | None:
+        """What was expected of its placement and what came; None if nothing was, or an attempt before had failed."""
+        if self.forecast is None or self.attempt > 1 or not self.first_token_s:
+            return None
+        gaps = self.assembler.count - 1
+        return PlacementRecord(
+            request_id=self.admitted.request_id,
+            prefill_worker=self.prefill_worker,
+            decode_worker=self.decode_worker,
+            slo_class=self.ticket.slo.name,
+            forecast=self.forecast,
+            ttft_s=self.first_token_s - self.placed_s,
+            itl_s=(self.last_token_s - self.first_token_s) / gaps if gaps > 0 else None,
+            cached_tokens=self.cached_tokens,
+        )

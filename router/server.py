@@ -18,10 +18,11 @@ from grpc_reflection.v1alpha import reflection
 
 from router.admission import Admission
 from router.config import RouterConfig
+from router.cost_placement import CostPlacement
 from router.dispatch import Dispatcher
 from router.http import make_app
 from router.model_folder import GenerationDefaults, read_generation_defaults
-from router.placement import LeastLoaded, Placement
+from router.placement import Placement
 from router.service import InferenceServicer
 from router.tokenizer import Tokenizer
 from wire.address import address_of, is_loopback
@@ -49,9 +50,9 @@ class RouterServer:
     """Start it once, stop it once, both on the same event loop."""
 
     def __init__(self, config: RouterConfig, placement: Placement | None = None) -> None:
-        """`placement` chooses workers; None = `LeastLoaded`."""
+        """`placement` chooses workers; None = by predicted cost."""
         self._config = config
-        self._placement = placement or LeastLoaded()
+        self._placement = placement or CostPlacement(config.mode)
         self._health = health.aio.HealthServicer()
         self._ready: bool | None = None
         self._background: set[asyncio.Task[None]] = set()

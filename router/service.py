@@ -15,10 +15,12 @@ from router.chat_template import ChatTurn
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.request import Ask, Conversation, Options, Prompt
+from router.tenants import tenant_of
 from router.token_scores import ScoredToken, TokenScore
 from wire import convert
 from wire.errors import InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.rpc import AUTHORIZATION
 from wire.timeline import Edge, EdgeStamp
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -38,7 +40,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
         check_size(request.ByteSize(), self._config.max_request_bytes)
-        ask = Ask(request.request_id, request.model, _prompt(request), _options(request.options), received)
+        options, tenant = _options(request.options), self._tenant(context)
+        ask = Ask(request.request_id, request.model, _prompt(request), options, received, tenant)
         async for response in self._answer(ask, context):
             yield response
 
@@ -48,7 +51,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         received = EdgeStamp.now(Edge.RECEIVED)
         check_size(request.ByteSize(), self._config.max_request_bytes)
         turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
-        ask = Ask(request.request_id, request.model, Conversation(turns), _options(request.options), received)
+        options, tenant = _options(request.options), self._tenant(context)
+        ask = Ask(request.request_id, request.model, Conversation(turns), options, received, tenant)
         async for response in self._answer(ask, context):
             yield response
 
@@ -86,7 +90,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     address=link.info.address,
                     connected=link.connected,
                     requests=len(link.request_ids),
-                    pages_used=link.view().pages_used,
+                    pages_used=link.books.pages_used,
                     pages_total=link.info.pages_total,
                     transport=link.info.transport,
                     device=link.info.device,
@@ -101,6 +105,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, _request: inference_pb2.GetLoadsRequest, _context: _Context
     ) -> inference_pb2.GetLoadsResponse:
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
+
+    def _tenant(self, context: _Context) -> str:
+        header = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
+        return tenant_of(header, self._config.api_keys)
 
     async def _answer(self, ask: Ask, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         answer = self._dispatcher.submit(await self._admission.admit(ask))

@@ -63,7 +63,7 @@ class EventStream:
                 self._owner.fail_attempt(request, _error(event))
             elif event.token_ids or event.finish_reason is not None:
                 try:
-                    must_not_wait = self._take_tokens(request, event)
+                    must_not_wait = self._take_tokens(request, event, now)
                 except Unavailable as error:
                     self._owner.fail(request, error)
                     continue
@@ -74,7 +74,7 @@ class EventStream:
         if self._jobs:
             self._flush_when_due(now, len(live))
 
-    def _take_tokens(self, request: RoutedRequest, event: RequestEvent) -> bool:
+    def _take_tokens(self, request: RoutedRequest, event: RequestEvent, now: float) -> bool:
         """Add the tokens that are next in order to the request's job; whether the job must not wait."""
         assembler = request.assembler
         first = assembler.count == 0
@@ -83,13 +83,15 @@ class EventStream:
             assembler.finish_at(event.first_index + len(event.token_ids), event.finish_reason)
         if event.first_index == request.answered:
             assert request.prefill is not None
-            request.prefill.prompt_computed(request.wire_id)
+            request.prefill.books.prompt_computed(request.wire_id)
+            request.first_token_s = request.first_token_s or now
             if event.first_index == 0:
                 request.cached_tokens = event.cached_tokens
         elif request.lease is not None:
             self._admitted(request)
         finished = assembler.finished
         if finished is not None:
+            request.last_token_s = now
             self._generated(request)
         if not fresh and finished is None:
             return False
@@ -127,6 +129,8 @@ class EventStream:
         request.edges.extend(event.edges)
         if event.transfer is not None:
             request.transfer = event.transfer
+            if request.decode is not None:
+                request.decode.learn_transfer(event.transfer)
             self._handed_over(request)
         if any(stamp.edge is Edge.DECODE_ADMITTED for stamp in event.edges):
             self._admitted(request)
@@ -141,7 +145,7 @@ class EventStream:
     def _handed_over(self, request: RoutedRequest) -> None:
         """The prefill worker is needed no longer, once its token is here: its death would not matter."""
         if request.prefill is not None and request.assembler.count > request.answered:
-            request.prefill.unbook_prefill(request.wire_id)
+            request.prefill.books.unbook_prefill(request.wire_id)
 
     def _deliver(self, jobs: list[TextJob]) -> None:
         """Back from the text thread: one call for all the requests of a step."""

@@ -10,8 +10,10 @@ from typing import Any, Protocol, TypeVar
 
 import grpc.aio
 
+from router.fleet import Fleet
 from router.lease_keeper import LeaseKeeper
-from router.placement import WorkerView
+from router.prefix_feed import PrefixFeed
+from router.worker_books import REFUSAL_PAUSE_S, WorkerBooks
 from wire import convert
 from wire.errors import TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -23,18 +25,17 @@ from wire.messages import (
     Reservation,
     StepEvents,
     WorkerInfo,
-    WorkerLoad,
 )
 from wire.rpc import error_of, open_channel
+from wire.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 
-_LOAD_FRESH_S = 1.0
-"""A worker without work sends no load: older reports count for nothing."""
-_REFUSAL_PAUSE_S = 0.05
 _RECONNECT_S = (0.05, 1.0)
 """First and longest pause before the event stream is opened again."""
 _ABORT_TRIES = 3
+_LIST_PAUSE_S = 1.0
+"""Before a worker that gave no list of its pages is asked for it again."""
 
 _Reply = TypeVar("_Reply")
 
@@ -59,87 +60,68 @@ class WorkerLink:
     """A connection to one incarnation of a worker. The pool opens and closes it."""
 
     def __init__(
-        self, info: WorkerInfo, router_id: str, token: str, rpc_timeout_s: float, observer: LinkObserver
+        self,
+        info: WorkerInfo,
+        fleet: Fleet,
+        observer: LinkObserver,
+        *,
+        router_id: str,
+        token: str,
+        rpc_timeout_s: float,
     ) -> None:
-        self.info = info
         self.connected = False
         self.retired = False
         """Whether it takes nothing new: it left the cluster, what runs there may end."""
+        self.books = WorkerBooks(info, time.monotonic)
+        self._fleet = fleet
+        fleet.join(self.books)
+        self._prefixes = PrefixFeed(fleet.prefixes, self.books.slot)
         self._router_id = router_id
         self._timeout = rpc_timeout_s
         self._observer = observer
         self._channel = open_channel(info.address, token)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
-        self._prefills: dict[str, int] = {}
-        self._prefill_tokens = 0
-        self._decodes: dict[str, int] = {}
-        self._pages = 0
-        self._load: WorkerLoad | None = None
-        self._load_at = 0.0
-        self._refused_at = 0.0
         self._aborts: list[RequestRef] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._listing: asyncio.Task[None] | None = None
         self.leases = LeaseKeeper(self._heartbeat, lambda lease: observer.on_lease_lost(self, lease))
         self._stream = asyncio.create_task(self._attach_forever(), name=f"attach-{info.peer.worker_id}")
 
-    # ---- books ----
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker as it registered last."""
+        return self.books.info
+
+    @property
+    def live(self) -> bool:
+        """Whether it may be given work."""
+        return self.connected and not self.retired
 
     @property
     def request_ids(self) -> set[str]:
         """Requests this worker is still needed for."""
-        return {*self._prefills, *self._decodes}
+        return self.books.request_ids
 
-    def book_prefill(self, request_id: str, prompt_tokens: int) -> None:
-        """A prompt goes there."""
-        self._prefills[request_id] = prompt_tokens
-        self._prefill_tokens += prompt_tokens
-
-    def prompt_computed(self, request_id: str) -> None:
-        """Its prompt is computed, its KV may still be on the way."""
-        tokens = self._prefills.get(request_id, 0)
-        if tokens:
-            self._prefills[request_id] = 0
-            self._prefill_tokens -= tokens
-
-    def unbook_prefill(self, request_id: str) -> None:
-        """This worker's prefill half is done with it."""
-        self._prefill_tokens -= self._prefills.pop(request_id, 0)
-
-    def book_decode(self, request_id: str, pages: int) -> None:
-        """An answer of at most this size is going to be decoded there."""
-        self._decodes[request_id] = pages
-        self._pages += pages
+    def follow(self, info: WorkerInfo | None) -> None:
+        """What the controller says of it now; None = it left the cluster."""
+        if info is not None:
+            self.books.change(info)
+        self.retired = info is None
+        self._fleet.set_live(self.books, live=self.live)
 
     def unbook_decode(self, request_id: str) -> None:
         """Nothing of it is there any more."""
         self.leases.drop(request_id)
-        pages = self._decodes.pop(request_id, None)
-        if pages is not None:
-            self._pages -= pages
-            self._load_at = 0.0  # the last report still counts these pages
+        self.books.unbook_decode(request_id)
+
+    def learn_transfer(self, transfer: TransferStats) -> None:
+        """KV pages came to it."""
+        self._fleet.learn_transfer(self.books, transfer)
 
     def refuse_for_a_moment(self) -> None:
         """It turned a request away: ask others first."""
-        self._refused_at = time.monotonic()
-        asyncio.get_running_loop().call_later(_REFUSAL_PAUSE_S, self._observer.on_change)
-
-    def view(self) -> WorkerView:
-        """What placement needs to know now."""
-        now = time.monotonic()
-        load = self._load if now - self._load_at < _LOAD_FRESH_S else None
-        return WorkerView(
-            peer=self.info.peer,
-            role=self.info.role,
-            max_step_tokens=self.info.max_step_tokens,
-            max_batch_requests=self.info.max_batch_requests,
-            page_tokens=self.info.page_tokens,
-            pages_total=self.info.pages_total,
-            prefill_idle=self._prefill_tokens == 0,
-            prefill_tokens=max(self._prefill_tokens, load.prefill_tokens if load else 0),
-            decode_requests=max(len(self._decodes), load.decode_requests if load else 0),
-            pages_used=max(self._pages, load.pages_used if load else 0),
-            refusing=bool(self.info.not_ready) or now - self._refused_at < _REFUSAL_PAUSE_S,
-        )
+        self.books.refuse()
+        asyncio.get_running_loop().call_later(REFUSAL_PAUSE_S, self._observer.on_change)
 
     # ---- calls ----
 
@@ -205,22 +187,49 @@ class WorkerLink:
             await asyncio.sleep(pause)
 
     async def _attach(self) -> None:
-        call = self._stub.Attach(worker_pb2.AttachRequest(router_id=self._router_id), wait_for_ready=True)
+        request = worker_pb2.AttachRequest(router_id=self._router_id, prefixes=True)
+        call = self._stub.Attach(request, wait_for_ready=True)
         await call.initial_metadata()
         self._set_connected(True)
         async for message in call:
             step = convert.step_events_from_proto(message)
-            self._load, self._load_at = step.load, time.monotonic()
+            self.books.report(step.load)
+            for changes in step.prefixes:
+                self._prefixes.take(changes)
+            self._keep_in_step()
             self._observer.on_step(self, step)
 
     def _set_connected(self, connected: bool) -> None:
         if connected == self.connected:
             return
         self.connected = connected
+        self._fleet.set_live(self.books, live=self.live)
         log.info("%s (incarnation %d) %s", self.name, self.info.peer.incarnation, "up" if connected else "lost")
-        if not connected:
+        if connected:
+            self._keep_in_step()
+        else:
+            self._prefixes.lose()
             self._observer.on_lost(self)
         self._observer.on_change()
+
+    def _keep_in_step(self) -> None:
+        """Ask for the list of all pages that can be used again, if batches are missing and nobody asks yet."""
+        if not self._prefixes.in_step and (self._listing is None or self._listing.done()):
+            self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
+
+    async def _list_prefixes(self) -> None:
+        """Without the list placement knows less, and that is all."""
+        while self.connected and not self._prefixes.in_step:
+            try:
+                reply = await self._call(
+                    self._stub.ListPrefixes(worker_pb2.ListPrefixesRequest(), timeout=self._timeout)
+                )
+            except TandemError as error:
+                log.info("what %s holds is unknown for now: %s", self.name, error)
+                await asyncio.sleep(_LIST_PAUSE_S)
+            else:
+                if self.connected:
+                    self._prefixes.load(convert.prefix_list_from_proto(reply))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -229,9 +238,12 @@ class WorkerLink:
 
     async def close(self) -> None:
         """Send the last aborts, end the stream, close the channel. Its requests are lost if there are any."""
-        self._stream.cancel()
-        await asyncio.gather(self._stream, return_exceptions=True)
+        asked = [self._stream] if self._listing is None else [self._stream, self._listing]
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
         self._set_connected(False)
+        self._fleet.leave(self.books)
         self.leases.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._channel.close()

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import grpc.aio
 
 from router.config import RouterConfig
-from router.placement import WorkerView
+from router.fleet import Fleet
+from router.worker_books import WorkerBooks
 from router.worker_link import LinkObserver, WorkerLink
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
@@ -29,6 +30,8 @@ class ServedModel:
     facts: ModelFacts
     prefill_tokens_max: int
     decode_tokens_max: int
+    page_tokens: int = 0
+    """Tokens of a KV page; 0 = not the same at all workers, so that pages have no common names."""
 
 
 class WorkerPool:
@@ -37,6 +40,8 @@ class WorkerPool:
     def __init__(self, config: RouterConfig, observer: LinkObserver) -> None:
         self._config = config
         self._observer = observer
+        self.fleet = Fleet()
+        """The live workers, for placement."""
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
         self._channel = open_channel(config.controller_address, config.token)
@@ -68,17 +73,23 @@ class WorkerPool:
         """Why live workers take nothing new, in their words."""
         return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
 
-    def views(self) -> list[WorkerView]:
-        """The live workers, for placement."""
-        return [link.view() for link in self._live()]
+    @property
+    def prefill_room(self) -> int:
+        """Tokens that the largest live prefill worker can take."""
+        return max((each.pages_total * each.page_tokens for each in self.fleet.live if each.prefills), default=0)
+
+    def views(self) -> list[WorkerBooks]:
+        """The books of the live workers."""
+        return list(self.fleet.live)
 
     def link(self, peer: PeerRef) -> WorkerLink:
         """The link to `peer`, which placement just chose."""
         return self._links[peer]
 
     def sweep(self) -> None:
-        """Close links of workers that left and whose requests have ended."""
+        """Close links of workers that left and whose requests have ended; let go of reports that are too old."""
         for link in self.links:
+            link.books.expire()
             if link.retired and not (link.connected and link.request_ids):
                 self._drop(link)
 
@@ -92,7 +103,7 @@ class WorkerPool:
         await self._channel.close()
 
     def _live(self) -> list[WorkerLink]:
-        return [link for link in self._links.values() if link.connected and not link.retired]
+        return [link for link in self._links.values() if link.live]
 
     async def _watch_forever(self) -> None:
         stub = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -118,7 +129,7 @@ class WorkerPool:
         successors = {info.peer.worker_id: info.peer for info in membership.workers}
         for peer, link in list(self._links.items()):
             if peer not in named:
-                link.retired = True
+                link.follow(None)
             if successors.get(peer.worker_id, peer) != peer:
                 self._drop(link)  # its process is gone: what ran there is lost now, not at a timeout
         for peer, info in named.items():
@@ -126,14 +137,21 @@ class WorkerPool:
             if known is None:
                 self._links[peer] = self._open(info)
             else:
-                known.info, known.retired = info, False
+                known.follow(info)
         self._learn_model(membership)
         self.sweep()
         self._observer.on_change()
 
     def _open(self, info: WorkerInfo) -> WorkerLink:
         config = self._config
-        return WorkerLink(info, config.router_id, config.token, config.rpc_timeout_s, self._observer)
+        return WorkerLink(
+            info,
+            self.fleet,
+            self._observer,
+            router_id=config.router_id,
+            token=config.token,
+            rpc_timeout_s=config.rpc_timeout_s,
+        )
 
     def _drop(self, link: WorkerLink) -> None:
         self._links.pop(link.info.peer, None)
@@ -149,6 +167,7 @@ class WorkerPool:
                 facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
                 prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
                 decode_tokens_max=max(w.pages_total * w.page_tokens for w in decodes),
+                page_tokens=sizes.pop() if len(sizes := {w.page_tokens for w in membership.workers}) == 1 else 0,
             )
 
 

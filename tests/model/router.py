@@ -152,7 +152,7 @@ class RouterProcess:
     def left(self) -> str:
         """What the router still keeps books of; "" when nothing."""
         dispatcher = self.dispatcher
-        links = [link for link in dispatcher.pool.links if link.request_ids or len(link.leases) or link._pages]
+        links = [link for link in dispatcher.pool.links if not link.books.idle or len(link.leases)]
         busy = dispatcher._live or dispatcher._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
         return f"{list(dispatcher._live.values())} {links}" if busy else ""
 

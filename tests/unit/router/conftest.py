@@ -81,7 +81,9 @@ class Cluster:
         await until(lambda: not dispatcher._live and not dispatcher._walks, "the router forgot every request")
         await until(lambda: all(w.idle for w in self.workers), "the workers forgot every request")
         for link in dispatcher.pool.links:
-            assert (link.request_ids, link._prefill_tokens, link._pages, len(link.leases)) == (set(), 0, 0, 0)
+            assert link.books.idle
+            assert len(link.leases) == 0
+            assert not link.books.slo_counts
         assert not dispatcher._by_client_id
         assert dispatcher.waiting == 0
 

@@ -14,6 +14,7 @@ from typing import Any
 import grpc.aio
 
 from wire import convert
+from wire.cost_parameters import UNMEASURED
 from wire.errors import ResourceExhausted, StaleEpoch, TandemError
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from wire.messages import (
@@ -34,6 +35,7 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from wire.prefixes import PrefixChanges, PrefixList, PrefixRun
 from wire.rpc import open_server
 from wire.timeline import Edge, EdgeStamp, TransferStats
 
@@ -112,6 +114,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.prefills: list[PrefillTask] = []
         self.epoch = 0
         self.step = 0
+        self.cost = UNMEASURED
+        """What its loads say of its steps."""
+        self.batches = 0
+        self.pages: dict[bytes, PrefixRun] = {}
+        """What its prefix cache holds, each page a run of its own."""
+        self.listed = 0
 
     async def start(self) -> "FakeWorker":
         self.server = open_server(tokens=frozenset({self.token} if self.token else ()))
@@ -155,6 +163,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             for task in self.tasks.values():
                 task.cancel()
             self.leases.clear()
+
+    async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
+        self.listed += 1
+        return convert.prefix_list_to_proto(PrefixList(self.batches, tuple(self.pages.values())))
+
+    def cache(self, digests: Sequence[bytes], *, told: bool = True) -> None:
+        """Its prefix cache holds these pages from now on; unless `told`, the batch that says so is lost."""
+        self.batches += 1
+        for digest in digests:
+            self.pages[digest] = PrefixRun(b"", (digest,))
+        changes = PrefixChanges(self.batches, (PrefixRun(b"", tuple(digests)),))
+        for queue in self.streams.values() if told else ():
+            queue.put_nowait(StepEvents(self.step, (), self.load, (changes,)))
+
+    @property
+    def load(self) -> WorkerLoad:
+        return WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total, cost=self.cost)
 
     async def Reserve(self, request: Any, _context: Any) -> Any:
         reservation = convert.reservation_from_proto(request)
@@ -254,9 +279,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def send(self, router_id: str, *events: RequestEvent) -> None:
         self.step += 1
-        load = WorkerLoad(0, 0, len(self.tasks), 0, self.pages_total)
         if (queue := self.streams.get(router_id)) is not None:
-            queue.put_nowait(StepEvents(self.step, events, load))
+            queue.put_nowait(StepEvents(self.step, events, self.load))
 
     async def drop_streams(self) -> None:
         """Break every event stream, as a network failure would."""

@@ -23,7 +23,7 @@ async def test_a_salt_reaches_both_workers(cluster: Cluster, client: Client) -> 
     async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
         await http.completions.create(model="fake", prompt="x", max_tokens=3, extra_body={"cache_salt": "bob"})
     for told in (cluster.prefill.prefills, cluster.decode.reservations):
-        assert [each.cache_salt for each in told] == ["alice", "", "bob"]
+        assert [each.cache_salt for each in told] == ["/alice", "", "/bob"]
 
 
 async def test_a_salt_has_a_limit(client: Client) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from router.fleet import Fleet
 from router.lease_keeper import LeaseKeeper
 from router.worker_link import WorkerLink
 from tests.unit.router.fake_cluster import FakeWorker, until
@@ -63,7 +64,7 @@ async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(FakeWorker, "Heartbeat", never)
     worker = await FakeWorker("decode-0", Role.DECODE).start()
-    link = WorkerLink(worker.info, "router-0", "", 10.0, Observer())
+    link = WorkerLink(worker.info, Fleet(), Observer(), router_id="router-0", token="", rpc_timeout_s=10.0)
     with pytest.raises(TandemError) as failure:
         await asyncio.wait_for(link._heartbeat([LEASE], 0.1), 5)
     assert isinstance(failure.value, DeadlineExceeded)

@@ -1,102 +1,115 @@
-"""Where requests go, and who goes first."""
+"""What every policy keeps to, and where the plain one sends requests."""
 
-from dataclasses import replace
-from typing import Any
+import pytest
 
-from router.placement import LeastLoaded, Need, Pair, WorkerView
-from router.queue import RequestQueue
-from wire.messages import PeerRef, Role
-
-
-def worker(name: str, role: Role, **facts: Any) -> WorkerView:
-    plain = WorkerView(PeerRef(name, 1), role, 512, 4, 16, 64, True, 0, 0, 0, False)
-    return replace(plain, **facts)
+from router.cost_placement import CostPlacement
+from router.placement import LeastLoaded, Mode, Need, Placement
+from tests.unit.router.fleets import TestFleet, load, names, need
+from wire.messages import Role
 
 
-def names(pair: Pair | None) -> tuple[str, str] | None:
-    return None if pair is None else (pair.prefill.worker_id, pair.decode.worker_id if pair.decode else "")
+@pytest.fixture
+def at() -> TestFleet:
+    return TestFleet()
 
 
-NEED = Need(100, 160, True)
-P, D = worker("p", Role.PREFILL), worker("d", Role.DECODE)
+def choose(at: TestFleet, asked: Need | None = None) -> tuple[str, str] | None:
+    return names(LeastLoaded().choose(asked or need(), at.fleet))
 
 
-def choose(*workers: WorkerView, need: Need = NEED) -> tuple[str, str] | None:
-    return names(LeastLoaded().choose(need, workers))
+def test_the_least_loaded_of_each_role(at: TestFleet) -> None:
+    at.add("busy-p", Role.PREFILL)
+    at.prompt("busy-p", 200)
+    at.add("busy-d", Role.DECODE)
+    at.answers("busy-d", 1, pages=30)
+    at.add("p", Role.PREFILL)
+    at.add("d", Role.DECODE)
+    assert choose(at) == ("p", "d")
 
 
-def test_the_least_loaded_of_each_role() -> None:
-    busy_p = worker("busy-p", Role.PREFILL, prefill_tokens=200, prefill_idle=False)
-    busy_d = worker("busy-d", Role.DECODE, pages_used=30, decode_requests=1)
-    assert choose(busy_p, busy_d, P, D) == ("p", "d")
+def test_free_share_counts_before_the_number_of_requests(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL)
+    at.add("full", Role.DECODE)
+    at.answers("full", 1, pages=40)
+    at.add("many", Role.DECODE)
+    at.answers("many", 3, pages=7)
+    assert choose(at) == ("p", "many")
 
 
-def test_free_share_counts_before_the_number_of_requests() -> None:
-    full = worker("full", Role.DECODE, pages_used=40, decode_requests=1)
-    many = worker("many", Role.DECODE, pages_used=20, decode_requests=3)
-    assert choose(P, full, many) == ("p", "many")
+POLICIES = [LeastLoaded(), *(CostPlacement(mode) for mode in Mode)]
 
 
-def test_a_request_waits_for_room() -> None:
-    assert choose(worker("p", Role.PREFILL, prefill_idle=False, prefill_tokens=1024), D) is None
-    assert choose(worker("p", Role.PREFILL, prefill_idle=False, prefill_tokens=1023), D) == ("p", "d")
-    assert choose(P, worker("d", Role.DECODE, pages_used=55)) is None
-    assert choose(P, worker("d", Role.DECODE, pages_used=54)) == ("p", "d")
-    assert choose(P, worker("d", Role.DECODE, decode_requests=4)) is None
-    assert choose(P, worker("d", Role.DECODE, refusing=True)) is None
-    assert choose(worker("p", Role.PREFILL, refusing=True), D) is None
+@pytest.mark.parametrize("policy", POLICIES)
+class TestEveryPolicy:
+    def test_a_request_waits_for_room(self, policy: Placement, at: TestFleet) -> None:
+        prefill, decode = at.add("p", Role.PREFILL), at.add("d", Role.DECODE)
+        assert names(policy.choose(need(), at.fleet)) == ("p", "d")
+        at.prompt("p", 1023)
+        assert names(policy.choose(need(), at.fleet)) == ("p", "d")
+        at.prompt("p", 1)
+        assert policy.choose(need(), at.fleet) is None
+        prefill.prompt_computed("prompt-0")
+        at.answers("d", 1, pages=54)
+        assert names(policy.choose(need(), at.fleet)) == ("p", "d"), "10 pages are left for 159 tokens"
+        assert policy.choose(need(answer=62), at.fleet) is None
+        at.answers("d", 2, pages=0)
+        assert names(policy.choose(need(), at.fleet)) == ("p", "d")
+        at.answers("d", 1, pages=0)
+        assert policy.choose(need(), at.fleet) is None, "its batch is full"
+        assert decode.decode_requests == 4
+
+    def test_who_refused_is_left_alone_for_a_moment(self, policy: Placement, at: TestFleet) -> None:
+        prefill = at.add("p", Role.PREFILL)
+        at.add("d", Role.DECODE)
+        prefill.refuse()
+        assert policy.choose(need(), at.fleet) is None
+        at.clock.now += 0.06
+        assert names(policy.choose(need(), at.fleet)) == ("p", "d")
+
+    def test_an_idle_prefill_worker_takes_a_prompt_of_any_length(self, policy: Placement, at: TestFleet) -> None:
+        at.add("p", Role.PREFILL, pages_total=1000)
+        at.add("d", Role.DECODE, pages_total=1000)
+        assert names(policy.choose(need(5000), at.fleet)) == ("p", "d")
+        assert policy.choose(need(16_001, answer=1), at.fleet) is None, "one that its pool can hold"
+
+    def test_roles_are_kept(self, policy: Placement, at: TestFleet) -> None:
+        at.add("p", Role.PREFILL)
+        assert policy.choose(need(), at.fleet) is None
+        assert names(policy.choose(need(answer=1), at.fleet)) == ("p", ""), "one token takes no decode worker"
+        at.remove("p")
+        at.add("d", Role.DECODE)
+        assert policy.choose(need(), at.fleet) is None
+        at.remove("d")
+        at.add("b", Role.BOTH)
+        assert names(policy.choose(need(), at.fleet)) == ("b", "b")
+
+    def test_who_is_not_live_gets_nothing(self, policy: Placement, at: TestFleet) -> None:
+        worker = at.add("b", Role.BOTH)
+        at.fleet.set_live(worker, live=False)
+        assert policy.choose(need(), at.fleet) is None
+        at.fleet.set_live(worker, live=True)
+        assert names(policy.choose(need(), at.fleet)) == ("b", "b")
 
 
-def test_an_idle_prefill_worker_takes_a_prompt_of_any_length() -> None:
-    assert choose(worker("p", Role.PREFILL, pages_total=1000), D, need=Need(5000, 160, True)) == ("p", "d")
+def test_what_others_placed_counts_by_the_workers_own_word(at: TestFleet) -> None:
+    worker = at.add("b", Role.BOTH)
+    worker.report(load(prefill_tokens=700, decode_requests=3, pages_used=20))
+    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_used) == (700, 3, 20)
+    at.answers("b", 4, pages=10)
+    assert (worker.decode_requests, worker.pages_used) == (4, 40), "what is on its way there counts at once"
+    at.clock.now += 1.1
+    worker.expire()
+    assert (worker.prefill_tokens, worker.decode_requests) == (0, 4)
 
 
-def test_roles_are_kept() -> None:
-    assert choose(P) is None
-    assert choose(D) is None
-    assert choose(worker("b", Role.BOTH)) == ("b", "b")
-
-
-def test_one_token_takes_no_decode_worker() -> None:
-    assert choose(P, need=Need(100, 100, False)) == ("p", "")
-
-
-class Waiting:
-    """As much of a request as the queue looks at."""
-
-    def __init__(self, name: str, sequence: int, priority: int = 0) -> None:
-        self.wire_id, self.sequence, self.admitted = name, sequence, self
-        self.priority = priority
-
-
-def drained(queue: RequestQueue) -> list[str]:
-    order = []
-    while (head := queue.head()) is not None:
-        order.append(head.wire_id)
-        queue.remove(head)
-    return order
-
-
-def test_queue_orders_by_priority_then_arrival_and_forgets_the_departed() -> None:
-    queue = RequestQueue(3)
-    first, urgent, last = waiting = [Waiting("first", 1), Waiting("urgent", 2, 5), Waiting("last", 3)]
-    for item in waiting:
-        queue.push(item)  # type: ignore[arg-type]
-    assert queue.full
-    queue.remove(first)  # type: ignore[arg-type]
-    queue.remove(first)  # type: ignore[arg-type]
-    assert (len(queue), queue.full) == (2, False)
-    queue.push(first)  # type: ignore[arg-type]
-    assert drained(queue) == [urgent.wire_id, first.wire_id, last.wire_id]
-
-
-def test_queue_memory_is_bounded_by_its_members() -> None:
-    queue = RequestQueue(10)
-    head = Waiting("head", 0, 9)
-    queue.push(head)  # type: ignore[arg-type]
-    for number in range(5000):
-        item = Waiting(f"r{number}", number + 1)
-        queue.push(item)  # type: ignore[arg-type]
-        queue.remove(item)  # type: ignore[arg-type]
-    assert len(queue._heap) < 100
-    assert drained(queue) == ["head"]
+def test_books_are_empty_when_all_is_over(at: TestFleet) -> None:
+    worker = at.add("b", Role.BOTH)
+    at.prompt("b", 300)
+    at.answers("b", 1)
+    worker.prompt_computed("prompt-0")
+    worker.prompt_computed("prompt-0")
+    worker.unbook_prefill("prompt-0")
+    worker.unbook_decode("answer-1")
+    worker.unbook_decode("answer-1")
+    assert worker.idle
+    assert (worker.prefill_pairs, worker.decode_context, worker.slo_counts) == (0, 0, {})

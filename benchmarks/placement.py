@@ -1,0 +1,170 @@
+"""What it costs to choose workers for a request: `python -m benchmarks.placement`.
+
+A fleet whose prefix caches hold a million pages, and requests that come one after the other, each placed by predicted
+cost with its bookings, while those before it end. The time of a request holds all that the router does to place it
+but the tokenizer, the naming of its pages (which threads do) and the two calls to the workers.
+
+The last line is one JSON object: µs a request, and that as a part of one decode step of an 8B model.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from benchmarks.results import run_facts, save_result
+from costs.step_cost import CostParameters, StepCost
+from router.cost_placement import CostPlacement
+from router.fleet import Fleet
+from router.placement import Mode, Need, Pair
+from router.slo import DEFAULT_CLASSES
+from router.worker_books import AnswerWork, PromptWork, WorkerBooks
+from wire.ending import pages_for
+from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
+
+PAGE_TOKENS = 16
+PROMPT_TOKENS, ANSWER_TOKENS = 2000, 500
+RUNNING = 12
+"""Answers that run on each decode worker while others are placed."""
+COSTS = CostParameters(
+    base_s=3.9e-3, token_s=1.8e-5, pair_s=1.1e-11, row_s=1e-5, context_s=3.3e-8, free_tokens=200, observed=1
+)
+"""Of an 8B model on one H200, about."""
+MODEL = ModelFacts("model", 128_256, 131_072, (), "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured."""
+
+    workers: int
+    pages: int
+    requests: int
+    mode: Mode
+    shared: float
+    """Part of the requests whose prompt begins as one that some worker holds."""
+
+
+def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]]]:
+    """The fleet, and the prompts, by their pages' names, that its caches hold."""
+    fleet, pages_each = Fleet(), plan.pages // plan.workers
+    roles = [Role.BOTH] * plan.workers if plan.mode is not Mode.DISAGGREGATED else [Role.PREFILL, Role.DECODE]
+    held: list[list[bytes]] = []
+    system = [dice.randbytes(16) for _ in range(8)]
+    for number in range(plan.workers):
+        peer = PeerRef(f"worker-{number}", 1)
+        role = roles[number % len(roles)]
+        info = WorkerInfo(peer, role, "", MODEL, 4 * pages_each, PAGE_TOKENS, 256, 2048, "cuda:0", "UCX")
+        worker = WorkerBooks(info, time.monotonic)
+        worker.learn(StepCost(COSTS))
+        fleet.join(worker)
+        fleet.set_live(worker, live=True)
+        fleet.prefixes.store(worker.slot, system)
+        for _ in range(pages_each // 125):
+            prompt = system + [dice.randbytes(16) for _ in range(117)]
+            fleet.prefixes.store(worker.slot, prompt)
+            held.append(prompt)
+    return fleet, held
+
+
+def make_needs(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[Need]:
+    """Prompts of a conversation: some go on where a held one ended, others share its beginning alone."""
+    needs = []
+    for _ in range(plan.requests):
+        known = dice.choice(held) if dice.random() < plan.shared else held[0][:8]
+        digests = known + [dice.randbytes(16) for _ in range(PROMPT_TOKENS // PAGE_TOKENS - len(known))]
+        slo = dice.choice(DEFAULT_CLASSES)
+        needs.append(Need(PROMPT_TOKENS, PROMPT_TOKENS + ANSWER_TOKENS, True, tuple(digests), slo))
+    return needs
+
+
+class Placer:
+    """Places requests and lets the oldest end, as a router does."""
+
+    def __init__(self, plan: Plan, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._policy = CostPlacement(plan.mode)
+        self._by_peer = {worker.peer: worker for worker in fleet.live}
+        self._running: deque[tuple[str, Pair]] = deque()
+        self._most = RUNNING * plan.workers
+
+    def place(self, name: str, need: Need) -> bool:
+        """One request; whether it was placed."""
+        if len(self._running) >= self._most:
+            self._end(*self._running.popleft())
+        pair = self._policy.choose(need, self._fleet)
+        if pair is None or pair.decode is None or pair.forecast is None:
+            return False
+        prefill, decode = self._by_peer[pair.prefill], self._by_peer[pair.decode]
+        prefill.book_prefill(name, PromptWork(pair.forecast.computed_tokens, pair.forecast.cached_tokens))
+        pages = pages_for(need.kv_tokens, PAGE_TOKENS)
+        decode.book_decode(name, AnswerWork(pages, need.prompt_tokens + ANSWER_TOKENS // 2, need.slo))
+        self._running.append((name, pair))
+        return True
+
+    def computed(self) -> None:
+        """The prompts placed so far have been computed."""
+        for name, pair in list(self._running)[-len(self._by_peer) :]:
+            self._by_peer[pair.prefill].unbook_prefill(name)
+
+    def _end(self, name: str, pair: Pair) -> None:
+        assert pair.decode is not None
+        self._by_peer[pair.prefill].unbook_prefill(name)
+        self._by_peer[pair.decode].unbook_decode(name)
+
+
+def measure(plan: Plan) -> dict[str, object]:
+    """Seconds of each request, and what they come to."""
+    dice = random.Random(1)
+    fleet, held = make_fleet(plan, dice)
+    needs = make_needs(plan, held, dice)
+    placer = Placer(plan, fleet)
+    seconds, placed = [], 0
+    for number, need in enumerate(needs):
+        started = time.perf_counter()
+        placed += placer.place(f"request-{number}", need)
+        seconds.append(time.perf_counter() - started)
+        if number % (plan.workers // 2) == 0:
+            placer.computed()
+    step_s = StepCost(COSTS).decode_step_seconds(RUNNING, RUNNING * (PROMPT_TOKENS + ANSWER_TOKENS // 2))
+    settled = sorted(seconds[len(seconds) // 10 :])
+    median = statistics.median(settled)
+    return {
+        "mode": str(plan.mode),
+        "workers": plan.workers,
+        "indexed_pages": len(fleet.prefixes),
+        "requests": len(settled),
+        "placed": placed / len(needs),
+        "placement_us": round(median * 1e6, 2),
+        "placement_p99_us": round(settled[int(len(settled) * 0.99)] * 1e6, 2),
+        "placement_mean_us": round(statistics.mean(settled) * 1e6, 2),
+        "step_us": round(step_s * 1e6, 1),
+        "placement_per_step": round(median / step_s, 5),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--pages", type=int, default=1_000_000, help="pages in the prefix index")
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--shared", type=float, default=0.5, help="part of the prompts that a worker holds most of")
+    parser.add_argument("--mode", type=Mode, choices=list(Mode), help="default: each of them")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    asked = parser.parse_args()
+    results = []
+    for mode in [asked.mode] if asked.mode else list(Mode):
+        results.append(measure(Plan(asked.workers, asked.pages, asked.requests, mode, asked.shared)))
+        print(", ".join(f"{name} {value}" for name, value in results[-1].items()))
+    worst = max(results, key=lambda each: float(str(each["placement_us"])))
+    result = run_facts("cpu") | {"dtype": "none", "placements": results} | worst
+    if asked.save:
+        print(save_result("placement", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

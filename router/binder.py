@@ -1,0 +1,107 @@
+"""From the door to a pair of workers: admission by prediction, the queue, late binding. No I/O, no tasks: whoever runs
+requests, on real workers or in a virtual world, asks it for the next one and keeps the books of what was placed.
+"""
+
+from collections.abc import Iterator
+
+from router.config import RouterConfig
+from router.fleet import Fleet
+from router.gate import Gate
+from router.placement import Pair, Placement
+from router.queue import RequestQueue
+from router.ticket import Ticket
+from router.worker_books import AnswerWork, Clock, PromptWork, WorkerBooks
+from wire.ending import pages_for
+from wire.errors import ResourceExhausted
+
+_ANSWER_WEIGHT = 2.0
+"""What a token of an answer counts on a tenant's account, beside one of a prompt that is computed."""
+
+
+class Binder:
+    """Binds requests to workers as late as it can: when somebody has room for the next one."""
+
+    def __init__(self, config: RouterConfig, placement: Placement, fleet: Fleet, clock: Clock) -> None:
+        self._config = config
+        self._placement = placement
+        self._fleet = fleet
+        self._clock = clock
+        self._queue = RequestQueue(config.max_queued_requests, config.tenant_queue_limit)
+        self._gate = Gate(placement, fleet, self._queue, config.patience_s)
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """These, in no order."""
+        return iter(self._queue)
+
+    def enter(self, ticket: Ticket) -> None:
+        """Queue a new request; `ResourceExhausted` if there is no room, or no hope to keep what its class promises."""
+        if self._queue.full:
+            limit = self._config.max_queued_requests
+            message = f"{limit} requests are waiting, the most this router queues; try again later"
+            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+        if self._queue.full_for(ticket.tenant):
+            limit = self._config.tenant_queue_limit
+            message = f"{limit} requests with this API key are waiting, the most one key may have; try again later"
+            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+        self._gate.admit(ticket, self._clock())
+        self._push(ticket)
+
+    def enter_again(self, ticket: Ticket) -> None:
+        """An attempt failed: back to its place."""
+        self._push(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """It waits no more, if it did."""
+        self._queue.remove(ticket)
+        self._gate.pace.note(self._clock(), bool(len(self._queue)))
+
+    def head(self) -> Ticket | None:
+        """Whose turn it is. Who has missed the target by now goes behind those that can still meet theirs."""
+        now = self._clock()
+        while (ticket := self._queue.head()) is not None:
+            if now - ticket.arrived_s <= ticket.slo.ttft_s:
+                return ticket
+            self._queue.remove(ticket)
+            self._gate.degrade(ticket)
+            self._queue.push(ticket)
+        return None
+
+    def bind(self, ticket: Ticket) -> Pair | None:
+        """Workers for the request at the head, which leaves the queue; None = nobody has room for it now."""
+        now = self._clock()
+        pair = self._placement.choose(ticket.need(now), self._fleet)
+        if pair is None:
+            return None
+        self._queue.remove(ticket)
+        self._gate.pace.note(now, bool(len(self._queue)), ticket.service_s)
+        forecast = pair.forecast
+        self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
+        return pair
+
+    def ended(self, ticket: Ticket, answer_tokens: int) -> None:
+        """The request is over; its answer was so long."""
+        if answer_tokens:
+            self._queue.charge(ticket.tenant, _ANSWER_WEIGHT * answer_tokens)
+            self._placement.learn_answer(answer_tokens)
+
+    def _push(self, ticket: Ticket) -> None:
+        self._queue.push(ticket)
+        self._gate.pace.note(self._clock(), True)
+
+
+def book(ticket: Ticket, pair: Pair, prefill: WorkerBooks, decode: WorkerBooks | None) -> None:
+    """Enter the work of a placed request in the books of its workers."""
+    forecast = pair.forecast
+    cached = forecast.cached_tokens if forecast else 0
+    prefill.book_prefill(ticket.wire_id, PromptWork(ticket.prefill_tokens - cached, cached))
+    if forecast is not None and forecast.long_steps:
+        prefill.note_long_steps(forecast.long_steps)
+    if decode is not None:
+        kv_tokens = ticket.need(ticket.arrived_s).kv_tokens
+        # Half of the longest answer, which most are shorter than.
+        context = (ticket.prefill_tokens + kv_tokens) // 2
+        decode.book_decode(ticket.wire_id, AnswerWork(pages_for(kv_tokens, decode.page_tokens), context, ticket.slo))

@@ -1,0 +1,82 @@
+"""Service classes: what a request may expect of its latencies, and what happens when that cannot be held."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from wire.errors import InvalidArgument
+
+
+class Overload(StrEnum):
+    """What becomes of a request whose first token would come too late, wherever it went."""
+
+    REJECT = "reject"
+    """It is turned away at once, with a hint when to come back."""
+    DEGRADE = "degrade"
+    """It is served without targets, behind all that have some."""
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """Targets in seconds; infinite = none."""
+
+    name: str
+    ttft_s: float = math.inf
+    """Of the first token, from the request's arrival."""
+    itl_s: float = math.inf
+    """Of the time between tokens, at `itl_percent`."""
+    itl_steps: float = math.inf
+    """The same in decode steps of an idle worker; the smaller of the two counts."""
+    itl_percent: float = 99.0
+    """The percentile of its own gaps that a request is judged by."""
+    worst_gap_s: float = math.inf
+    """Of every gap."""
+    overload: Overload = Overload.REJECT
+
+    def __post_init__(self) -> None:
+        """InvalidArgument names the field and its limit."""
+        if not self.name:
+            raise InvalidArgument("slo_classes", "has a class without a name; give it one")
+        targets = (self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s)
+        if not (all(target > 0 for target in targets) and 0 < self.itl_percent < 100):
+            message = f"class {self.name!r} needs targets above 0 and a percentile above 0 and below 100"
+            raise InvalidArgument("slo_classes", message)
+
+    def __hash__(self) -> int:
+        """By name: books count by class, many times a request."""
+        return hash(self.name)
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether anything is promised."""
+        return min(self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s) < math.inf
+
+    def gap_target(self, idle_step_s: float) -> float:
+        """The target between tokens where a decode step of one request takes `idle_step_s`, in seconds."""
+        return min(self.itl_s, self.itl_steps * idle_step_s)
+
+    @property
+    def gaps_allowed(self) -> float:
+        """Part of a request's gaps that may be over the target."""
+        return 1 - self.itl_percent / 100
+
+
+BEST_EFFORT = SloClass("best_effort", overload=Overload.DEGRADE)
+"""Nothing is promised and nothing refused for being late."""
+DEFAULT_CLASSES = (
+    SloClass("strict", ttft_s=2.0, itl_steps=2.0),
+    SloClass("balanced", ttft_s=1.0, itl_s=0.025),
+    SloClass("quick", ttft_s=0.3, itl_s=0.060),
+    BEST_EFFORT,
+)
+
+
+def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
+    """InvalidArgument if two have the same name."""
+    named: dict[str, SloClass] = {}
+    for each in classes:
+        if each.name in named:
+            raise InvalidArgument("slo_classes", f"has two classes named {each.name!r}; name each once")
+        named[each.name] = each
+    return named

@@ -1,0 +1,71 @@
+"""What time alone brings about: requests that wait or are silent for too long end, reports grow old."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from router.config import RouterConfig
+from router.request import RoutedRequest
+from wire.errors import DeadlineExceeded, TandemError
+
+log = logging.getLogger(__name__)
+
+_SWEEP_S = 0.25
+
+
+class SweptRequests(Protocol):
+    """Whose requests these are: the dispatcher."""
+
+    def waiting_requests(self) -> Iterable[RoutedRequest]:
+        """Those in the queue."""
+
+    def live_requests(self) -> Iterable[RoutedRequest]:
+        """All of them."""
+
+    def fail(self, request: RoutedRequest, error: TandemError) -> None: ...
+
+    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None: ...
+
+    def swept(self) -> None:
+        """A round is over: what waits may have a place now."""
+
+
+class Sweeper:
+    """A round every quarter of a second. Belongs to the event loop."""
+
+    def __init__(self, config: RouterConfig, owner: SweptRequests, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._owner = owner
+        self._clock = clock
+        self._task = asyncio.create_task(self._run(), name="router-sweep")
+
+    async def close(self) -> None:
+        """No round follows."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            try:
+                self._sweep(self._clock())
+            except Exception:
+                log.exception("sweeping failed")
+
+    def _sweep(self, now: float) -> None:
+        for request in list(self._owner.waiting_requests()):
+            if now - request.waiting_since > self._config.queue_timeout_s:
+                message = f"no worker had room for {self._config.queue_timeout_s:g} s; try again later"
+                self._owner.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
+        for request in list(self._owner.live_requests()):
+            placed = request.prefill is not None
+            if placed and now - request.last_heard > self._config.stall_timeout_s:
+                silent = f"{request.prefill_worker} and {request.decode_worker or 'no decode worker'}"
+                message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
+                # Once all is generated, its text is late: no worker could help.
+                retry = False if request.generated else None
+                self._owner.fail_attempt(request, DeadlineExceeded(message), retry=retry)
+        self._owner.swept()

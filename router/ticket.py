@@ -1,0 +1,50 @@
+"""What policies know of a request that waits: no text, no streams, no clients."""
+
+from dataclasses import dataclass
+
+from router.placement import Need
+from router.slo import BEST_EFFORT, SloClass
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """A request's place in the queue. Seconds are those of the router's clock; tokens are counts."""
+
+    wire_id: str
+    """Its name, used once."""
+    sequence: int
+    """Order of arrival."""
+    arrived_s: float
+    prompt_tokens: int
+    max_tokens: int
+    """Of the answer."""
+    digests: tuple[bytes, ...] = ()
+    """Names of the prompt's full pages."""
+    tenant: str = ""
+    """On whose account it goes."""
+    priority: int = 0
+    """Larger goes first, among those of its tenant."""
+    slo: SloClass = BEST_EFFORT
+    """What it is served under; the class that was asked for, or best effort if that could not be held."""
+    answered: int = 0
+    """Tokens of the answer that are prefilled with the prompt, as an earlier attempt has generated them."""
+    start_by_s: float = 0.0
+    """When its prompt must be started to meet the target; orders the queue, and stays as it is while it waits there."""
+    service_s: float = 0.0
+    """Seconds that its prompt takes to compute, by prediction."""
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens this attempt prefills."""
+        return self.prompt_tokens + self.answered
+
+    def need(self, now: float) -> Need:
+        """What placement needs to know."""
+        return Need(
+            prompt_tokens=self.prefill_tokens,
+            kv_tokens=self.prompt_tokens + self.max_tokens - 1,
+            decodes=self.max_tokens > self.answered + 1,
+            digests=self.digests,
+            slo=self.slo,
+            waited_s=now - self.arrived_s,
+        )

@@ -1,0 +1,258 @@
+"""What this router knows of one live worker: its size, what was placed there, its last report, its costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from costs.step_cost import StepCost, chunk_pairs
+from costs.transfer_cost import TransferCost
+from router.slo import SloClass
+from wire.messages import WorkerInfo, WorkerLoad
+
+LOAD_FRESH_S = 1.0
+"""A worker without work sends no load: older reports count for nothing."""
+REFUSAL_PAUSE_S = 0.05
+"""How long a worker that turned a request away is not asked again, if others are there."""
+_GAP_HALF_LIFE_S = 5.0
+"""Half of the long steps that a worker's answers have seen are forgotten after so long."""
+
+Clock = Callable[[], float]
+"""Seconds, growing; `time.monotonic` or a virtual one."""
+
+
+class Order(Protocol):
+    """Who keeps the order in which workers are asked."""
+
+    def rank_prompts(self, worker: WorkerBooks) -> None:
+        """What waits in its prefill half has changed."""
+
+    def rank_answers(self, worker: WorkerBooks) -> None:
+        """What runs in its decode half has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWork:
+    """What is left to compute of a prompt: `tokens` behind `cached` ones whose KV is there."""
+
+    tokens: int
+    cached: int = 0
+
+    @property
+    def pairs(self) -> float:
+        """Attention pairs."""
+        return chunk_pairs(self.tokens, self.cached)
+
+
+_COMPUTED = PromptWork(0)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerWork:
+    """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts."""
+
+    pages: int
+    context: int
+    slo: SloClass
+
+
+class WorkerBooks:
+    """One run of one worker, as placement sees it. Counts are this router's own or the worker's by its own report,
+    whichever is larger: other routers place work there, too.
+
+    What placement reads are plain attributes, made whenever something changes: it reads many more than change.
+    """
+
+    def __init__(self, info: WorkerInfo, clock: Clock) -> None:
+        self.info = info
+        self.peer = info.peer
+        self.slot = -1
+        """Its number in the fleet; -1 = not in it."""
+        self.live = False
+        """Whether it is connected and takes new work."""
+        self.order: Order | None = None
+        self.cost = StepCost()
+        self.transfer = TransferCost()
+        """Of KV pages that come to this worker."""
+        self.slo_counts: dict[SloClass, int] = {}
+        """How many answers of each class were placed there for decoding."""
+        self.tightest_s = math.inf
+        """The smallest target between tokens among them, in seconds."""
+        self._clock = clock
+        self._prompts: dict[str, PromptWork] = {}
+        self._tokens = 0
+        self._pairs = 0.0
+        self._answers: dict[str, AnswerWork] = {}
+        self._pages = 0
+        self._context = 0
+        self._load: WorkerLoad | None = None
+        self._load_at = float("-inf")
+        self._refused_until = -math.inf
+        self._long_steps = 0.0
+        self._long_at = 0.0
+        self._settle()
+
+    # What goes there and leaves again
+
+    def book_prefill(self, request_id: str, work: PromptWork) -> None:
+        """A prompt goes there."""
+        self._forget_prompt(self._prompts.pop(request_id, _COMPUTED))
+        self._prompts[request_id] = work
+        self._tokens += work.tokens
+        self._pairs += work.pairs
+        self._settle_prompts()
+
+    def prompt_computed(self, request_id: str) -> None:
+        """Its prompt is computed, its KV may still be on the way."""
+        work = self._prompts.get(request_id)
+        if work is not None and work.tokens:
+            self._prompts[request_id] = _COMPUTED
+            self._forget_prompt(work)
+            self._settle_prompts()
+
+    def unbook_prefill(self, request_id: str) -> None:
+        """This worker's prefill half is done with it."""
+        work = self._prompts.pop(request_id, None)
+        if work is not None and work.tokens:
+            self._forget_prompt(work)
+            self._settle_prompts()
+
+    def book_decode(self, request_id: str, work: AnswerWork) -> None:
+        """An answer of at most this size is going to be decoded there."""
+        self._answers[request_id] = work
+        self._pages += work.pages
+        self._context += work.context
+        self.slo_counts[work.slo] = self.slo_counts.get(work.slo, 0) + 1
+        self.tightest_s = min(self.tightest_s, self._gap_target(work.slo))
+        self._settle_answers()
+
+    def unbook_decode(self, request_id: str) -> None:
+        """Nothing of it is there any more."""
+        work = self._answers.pop(request_id, None)
+        if work is None:
+            return
+        self._pages -= work.pages
+        self._context -= work.context
+        self.slo_counts[work.slo] -= 1
+        if not self.slo_counts[work.slo]:
+            del self.slo_counts[work.slo]
+            self._settle_targets()
+        if self._load is not None:
+            self._load = None  # the last report still counts these pages
+            self._settle_prompts()
+        self._settle_answers()
+
+    def report(self, load: WorkerLoad) -> None:
+        """The worker's own word, after a step."""
+        self._load_at = self._clock()
+        if load.cost != self.cost.parameters:
+            self.cost = StepCost(load.cost)
+        if load != self._load:
+            self._load = load
+            self._settle()
+
+    def learn(self, cost: StepCost) -> None:
+        """How long the worker's steps take, by what it has seen."""
+        self.cost = cost
+        self._settle()
+
+    def change(self, info: WorkerInfo) -> None:
+        """The worker registered again: other facts, the same process."""
+        self.info = info
+        self._settle()
+
+    def expire(self) -> None:
+        """Let go of a report that is too old. Called now and then."""
+        if self._load is not None and self._clock() - self._load_at >= LOAD_FRESH_S:
+            self._load = None
+            self._settle()
+
+    def refuse(self) -> None:
+        """It turned a request away: ask others first, for a moment."""
+        self._refused_until = self._clock() + REFUSAL_PAUSE_S
+
+    def note_long_steps(self, steps: float) -> None:
+        """So many steps there are going to be longer than decode steps are, because of a prompt."""
+        self._long_steps, self._long_at = self.long_steps + steps, self._clock()
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests this worker is still needed for."""
+        return {*self._prompts, *self._answers}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of this router is there."""
+        return not (self._prompts or self._answers or self._tokens or self._pages)
+
+    # What placement asks
+
+    @property
+    def refusing(self) -> bool:
+        """Whether it turned a request away a moment ago, or says that it is not ready."""
+        if self._refused_until > -math.inf and self._clock() >= self._refused_until:
+            self._refused_until = -math.inf
+        return bool(self.info.not_ready) or self._refused_until > -math.inf
+
+    @property
+    def long_steps(self) -> float:
+        """How many steps of late were longer than decode steps are, because of prompts that this router sent."""
+        if not self._long_steps:
+            return 0.0
+        age = self._clock() - self._long_at
+        return float(self._long_steps * 2.0 ** (-age / _GAP_HALF_LIFE_S))
+
+    @property
+    def long_window_s(self) -> float:
+        """The seconds that `long_steps` is about."""
+        return _GAP_HALF_LIFE_S / 0.6931
+
+    def _forget_prompt(self, work: PromptWork) -> None:
+        self._tokens -= work.tokens
+        self._pairs = self._pairs - work.pairs if self._tokens else 0.0
+
+    def _settle(self) -> None:
+        info = self.info
+        self.role = info.role
+        self.prefills, self.decodes = info.role.prefills, info.role.decodes
+        self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
+        self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
+        self.idle_step_s = self.cost.decode_step_seconds(1, 0)
+        """A decode step of one request with little context."""
+        self._settle_targets()
+        self._settle_prompts()
+        self._settle_answers()
+
+    def _settle_targets(self) -> None:
+        self.tightest_s = min((self._gap_target(slo) for slo in self.slo_counts), default=math.inf)
+
+    def _gap_target(self, slo: SloClass) -> float:
+        return min(slo.gap_target(self.idle_step_s), slo.worst_gap_s)
+
+    def _settle_prompts(self) -> None:
+        load, tokens = self._load, self._tokens
+        self.prefill_idle = tokens == 0
+        """Whether none of this router's prompts is being computed there."""
+        self.prefill_tokens = max(tokens, load.prefill_tokens) if load else tokens
+        """Prompt tokens not yet computed."""
+        waiting = self.prefill_tokens
+        self.prefill_pairs = self._pairs * waiting / tokens if tokens else chunk_pairs(waiting, 0)
+        """Attention pairs of these."""
+        if self.order is not None:
+            self.order.rank_prompts(self)
+
+    def _settle_answers(self) -> None:
+        load, mine = self._load, len(self._answers)
+        self.decode_requests = rows = max(mine, load.decode_requests) if load else mine
+        """Requests placed there for decoding."""
+        self.pages_used = max(self._pages, load.pages_used) if load else self._pages
+        """Pages promised or in use."""
+        context = self._context * rows // mine if mine else self.pages_used * self.page_tokens if rows else 0
+        self.decode_context = context
+        """Tokens that a decode step there attends to; of others' requests nothing but their number is known."""
+        self.step_s = self.cost.decode_step_seconds(rows, context)
+        """A decode step there, in seconds."""
+        if self.order is not None:
+            self.order.rank_answers(self)

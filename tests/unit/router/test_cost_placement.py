@@ -1,0 +1,241 @@
+"""Where predicted cost sends requests, and that it looks at few workers to find that out."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from router.cost_placement import CostPlacement
+from router.placement import Mode, Need, Pair
+from router.slo import SloClass
+from router.worker_books import AnswerWork, PromptWork
+from tests.unit.router.fleets import H200, TestFleet, names, need
+from wire.messages import Role
+from wire.timeline import TransferStats
+
+STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
+RELAXED = SloClass("relaxed", ttft_s=2.0, itl_s=0.2)
+BIG = {"pages_total": 10_000, "max_step_tokens": 2048, "max_batch_requests": 256}
+
+
+def pages(count: int) -> list[bytes]:
+    return [number.to_bytes(16, "little") for number in range(count)]
+
+
+@pytest.fixture
+def at() -> TestFleet:
+    return TestFleet()
+
+
+def placed(at: TestFleet, asked: Need, mode: Mode = Mode.ADAPTIVE) -> Pair:
+    pair = CostPlacement(mode).choose(asked, at.fleet)
+    assert pair is not None
+    return pair
+
+
+def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there(at: TestFleet) -> None:
+    for name in ("p0", "p1", "p2"):
+        at.add(name, Role.PREFILL, **BIG)
+    at.add("d", Role.DECODE, **BIG)
+    digests = tuple(pages(125))
+    at.fleet.prefixes.store(at.workers["p2"].slot, digests[:100])
+    asked = need(2000, digests=digests)
+    pair = placed(at, asked)
+    assert names(pair) == ("p2", "d")
+    assert pair.forecast is not None
+    assert (pair.forecast.cached_tokens, pair.forecast.computed_tokens) == (1600, 400)
+    at.prompt("p2", 500)
+    assert names(placed(at, asked)) == ("p2", "d"), "900 tokens in all are less than 2000"
+    at.prompt("p2", 1900)
+    assert names(placed(at, asked)) == ("p0", "d")
+
+
+def test_the_last_token_is_computed_whatever_is_cached(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL, **BIG)
+    at.add("d", Role.DECODE, **BIG)
+    digests = tuple(pages(10))
+    at.fleet.prefixes.store(at.workers["p"].slot, digests)
+    forecast = placed(at, need(160, digests=digests)).forecast
+    assert forecast is not None
+    assert (forecast.cached_tokens, forecast.computed_tokens) == (159, 1)
+
+
+def test_an_answer_goes_where_steps_are_short(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL, **BIG)
+    at.add("d0", Role.DECODE, **BIG)
+    at.add("d1", Role.DECODE, **BIG)
+    at.answers("d0", 10, context=4000)
+    at.answers("d1", 20, context=200)
+    assert names(placed(at, need())) == ("p", "d1")
+
+
+def test_an_answer_goes_where_it_breaks_no_target(at: TestFleet) -> None:
+    """Steps of 9.9 ms would become 10.1 for ten answers who were promised 10; where they are longer, nobody was."""
+    at.add("p", Role.PREFILL, **BIG)
+    at.add("tight", Role.DECODE, **BIG)
+    at.answers("tight", 10, context=19_300, slo=STRICT)
+    assert at.workers["tight"].step_s == pytest.approx(9.9e-3, rel=0.01)
+    at.add("loose", Role.DECODE, **BIG)
+    at.answers("loose", 10, context=30_000, slo=RELAXED)
+    assert names(placed(at, need(8000))) == ("p", "loose")
+    at.workers["tight"].unbook_decode("answer-0")
+    at.workers["tight"].unbook_decode("answer-1")
+    assert names(placed(at, need(8000))) == ("p", "tight")
+
+
+def test_a_request_with_a_target_of_its_own_goes_where_it_is_kept(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL, **BIG)
+    at.add("small", Role.DECODE, cost=replace(H200, base_s=9.9e-3), **BIG)
+    at.add("large", Role.DECODE, cost=replace(H200, base_s=5e-3), **BIG)
+    at.answers("large", 100, context=500)
+    assert names(placed(at, need(4000, answer=2))) == ("p", "small")
+    assert names(placed(at, need(4000, answer=2, slo=STRICT))) == ("p", "large")
+
+
+class TestModes:
+    @pytest.fixture
+    def at(self) -> TestFleet:
+        at = TestFleet()
+        at.add("p", Role.PREFILL, **BIG)
+        at.add("b", Role.BOTH, **BIG)
+        return at
+
+    def test_disaggregated_never_prefills_where_it_decodes(self, at: TestFleet) -> None:
+        at.prompt("p", 4000)
+        assert names(placed(at, need(16), Mode.DISAGGREGATED)) == ("p", "b")
+        at.prompt("p", 4000)
+        assert CostPlacement(Mode.DISAGGREGATED).choose(need(16), at.fleet) is None, "rather waits"
+        at.remove("p")
+        assert names(placed(at, need(16), Mode.DISAGGREGATED)) == ("b", "b"), "nobody else is there"
+
+    def test_colocated_always_does(self, at: TestFleet) -> None:
+        at.prompt("b", 4000)
+        assert names(placed(at, need(2000), Mode.COLOCATED)) == ("b", "b")
+        at.prompt("b", 4000)
+        assert CostPlacement(Mode.COLOCATED).choose(need(2000), at.fleet) is None
+
+    def test_adaptive_takes_a_short_prompt_to_an_idle_decode_worker(self, at: TestFleet) -> None:
+        """No transfer, and nobody there to be kept waiting."""
+        at.fleet.learn_transfer(at.workers["b"], TransferStats(2**24, 8, "UCX", 10**7))
+        assert names(placed(at, need(100))) == ("b", "b")
+
+    def test_adaptive_keeps_a_long_prompt_away_from_answers_with_a_tight_target(self, at: TestFleet) -> None:
+        at.answers("b", 8, slo=STRICT)
+        assert names(placed(at, need(2000))) == ("p", "b")
+
+    def test_adaptive_takes_it_there_where_targets_bear_it_and_the_prefill_worker_is_busy(self, at: TestFleet) -> None:
+        at.answers("b", 2, slo=RELAXED)
+        at.prompt("p", 4000)
+        assert names(placed(at, need(2000))) == ("b", "b")
+
+    def test_adaptive_takes_what_the_decode_worker_holds_already(self, at: TestFleet) -> None:
+        at.answers("b", 4, slo=STRICT)
+        digests = tuple(pages(125))
+        at.fleet.prefixes.store(at.workers["b"].slot, digests[:124])
+        assert names(placed(at, need(2000, digests=digests))) == ("b", "b"), "16 tokens fit into a decode step"
+        at.fleet.prefixes.drop(at.workers["b"].slot)
+        assert names(placed(at, need(2000, digests=digests))) == ("p", "b")
+
+    def test_a_percentile_bears_a_long_step_now_and_then(self, at: TestFleet) -> None:
+        """At P99 one step of some hundred may be long; more are kept away, until those are forgotten."""
+        at.answers("b", 4, slo=STRICT)
+        at.prompt("p", 4000)
+        asked = need(1000)
+        local = 0
+        while names(pair := placed(at, asked)) == ("b", "b"):
+            assert pair.forecast is not None
+            at.workers["b"].note_long_steps(pair.forecast.long_steps)
+            local += 1
+            assert local < 100
+        window_steps = at.workers["b"].long_window_s / at.workers["b"].step_s
+        assert local == pytest.approx(0.01 * window_steps, abs=1)
+        at.clock.now += 5
+        assert names(placed(at, asked)) == ("b", "b")
+
+    def test_a_worst_gap_bears_none(self, at: TestFleet) -> None:
+        at.answers("b", 4, slo=replace(STRICT, worst_gap_s=0.010))
+        at.prompt("p", 4000)
+        assert names(placed(at, need(1000))) == ("p", "b")
+
+
+def test_transfers_count_what_the_receiver_does_not_hold(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL, **BIG)
+    for name in ("d0", "d1"):
+        worker = at.add(name, Role.DECODE, **BIG)
+        for _ in range(200):
+            at.fleet.learn_transfer(worker, TransferStats(2**24, 8, "TCP", 10**8))
+    at.answers("d1", 2)
+    digests = tuple(pages(125))
+    assert names(placed(at, need(2000, digests=digests))) == ("p", "d0")
+    at.fleet.prefixes.store(at.workers["d1"].slot, digests)
+    assert names(placed(at, need(2000, digests=digests))) == ("p", "d1")
+
+
+def test_a_forecast_says_what_to_expect(at: TestFleet) -> None:
+    at.add("p0", Role.PREFILL, **BIG)
+    at.add("p1", Role.PREFILL, **BIG)
+    at.prompt("p0", 4000)
+    at.prompt("p1", 2000)
+    at.add("d", Role.DECODE, **BIG)
+    forecast = placed(at, need(1000)).forecast
+    assert forecast is not None
+    # 3000 tokens in steps of 2048 and 952, each with 200 tokens for nothing.
+    assert forecast.ttft_s == pytest.approx(2 * 4e-3 + (1848 + 752) * 2e-5, rel=0.02)
+    assert forecast.itl_s == pytest.approx(4e-3 + 1e-5 + 1030 * 3e-8, rel=0.01)
+    assert forecast.measured
+    assert forecast.runner_up_s - forecast.cost_s == pytest.approx(2000 * 2e-5, rel=0.2)
+    alone = CostPlacement().foresee(need(1000), at.fleet)
+    assert alone is not None
+    assert alone.ttft_s == forecast.ttft_s
+
+
+def test_the_expected_answer_is_learnt(at: TestFleet) -> None:
+    """Where answers are short, a busy decode worker that holds the prompt is worth more than an idle one."""
+    policy = CostPlacement()
+    at.add("p", Role.PREFILL, **BIG)
+    for name in ("d0", "d1"):
+        worker = at.add(name, Role.DECODE, **BIG)
+        for _ in range(100):
+            at.fleet.learn_transfer(worker, TransferStats(2**24, 8, "TCP", 2 * 10**7))
+    at.answers("d1", 20, context=1000)
+    digests = tuple(pages(125))
+    at.fleet.prefixes.store(at.workers["d1"].slot, digests)
+    asked = need(2000, answer=1000, digests=digests)
+    assert names(policy.choose(asked, at.fleet)) == ("p", "d0")
+    for _ in range(500):
+        policy.learn_answer(3)
+    assert names(policy.choose(asked, at.fleet)) == ("p", "d1")
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_few_workers_are_as_good_as_all(mode: Mode) -> None:
+    """The few that it looks at hold the choice of a policy that looks at all of them."""
+    dice = random.Random(3)
+    at = TestFleet()
+    for number in range(24):
+        role = Role.BOTH if mode is not Mode.DISAGGREGATED else (Role.PREFILL, Role.DECODE)[number % 2]
+        at.add(f"w{number}", role, **BIG)
+    prompts = [tuple(dice.randbytes(16) for _ in range(125)) for _ in range(30)]
+    for name in at.workers:
+        for prompt in dice.sample(prompts, 3):
+            at.fleet.prefixes.store(at.workers[name].slot, prompt[: dice.randrange(125)])
+    few, everybody = CostPlacement(mode), CostPlacement(mode, best=24, hits=24)
+    ratios = []
+    for number in range(300):
+        asked = need(2000, answer=300, digests=dice.choice(prompts))
+        chosen, right = few.choose(asked, at.fleet), everybody.choose(asked, at.fleet)
+        assert chosen is not None
+        assert right is not None
+        assert chosen.forecast is not None
+        assert right.forecast is not None
+        ratios.append(chosen.forecast.cost_s / right.forecast.cost_s)
+        prefill, decode = names(chosen) or ("", "")
+        at.workers[prefill].book_prefill(f"r{number}", PromptWork(chosen.forecast.computed_tokens))
+        at.workers[decode].book_decode(f"r{number}", AnswerWork(20, 2150, RELAXED))
+        for old in range(max(0, number - 30), number - 20):
+            for worker in at.workers.values():
+                worker.unbook_prefill(f"r{old}")
+        for worker in at.workers.values():
+            worker.unbook_decode(f"r{number - 120}")
+    assert sum(ratios) / len(ratios) < 1.01
+    assert max(ratios) < 1.2
