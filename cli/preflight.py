@@ -41,9 +41,9 @@ def check_device(config: ClusterConfig) -> None:
 
 
 def check_memory(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory is its worker's
-    to check."""
-    if not config.on_cpu or config.worker_kv_cache_bytes is None:
+    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory, or
+    another host's, is its worker's to check."""
+    if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
         return
     workers = config.worker_count
     each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB

@@ -72,6 +72,13 @@ def up(
         str, typer.Option(help="Who moves KV pages: write = the prefill worker, read = the decode worker.")
     ] = "write",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; "
+            "default: a Ray of its own on this host."
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
@@ -85,7 +92,7 @@ def up(
     temperature: Temperature = 0.0,
     once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False,
 ) -> None:
-    """Start a cluster on this host and serve until Ctrl-C."""
+    """Start a cluster and serve until Ctrl-C."""
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
     from cluster.config import GIB, ClusterConfig, Mode, check_kv_cache_gib
@@ -125,6 +132,7 @@ def up(
         kv_checksum_rate=kv_checksum_rate,
         kv_direction=kv_direction,
         threads=threads,
+        ray_address=address,
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,

@@ -1,4 +1,4 @@
-"""Settings of one cluster on one host."""
+"""Settings of one cluster."""
 
 import re
 from dataclasses import dataclass
@@ -72,8 +72,13 @@ class ClusterConfig:
     """Most requests of one decode step; None = 64 on CPU, 256 on GPUs."""
     threads: int | None = None
     """CPU threads of each worker's engine; None = all cores, for every worker."""
+    ray_address: str = ""
+    """Empty = a Ray of its own, on this host and its loopback alone; else host:port of a Ray cluster that is there
+    already, or `auto` for the one this host belongs to. Then workers go where nodes offer the resources `prefill` and
+    `decode`, router and controller stay on this host, workers and controller listen on the address of their node, and
+    the model lies in the same folder on each. So far with `cpu` alone."""
     host: str = "127.0.0.1"
-    """Address the router listens on; workers and the controller always stay on loopback."""
+    """Address the router listens on."""
     grpc_port: int = 50051
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
@@ -81,7 +86,8 @@ class ClusterConfig:
     api_keys: tuple[str, ...] = ()
     """Keys clients may present; none = no key is asked for."""
     log_folder: Path | None = None
-    """An existing folder for one log file of each process; None = Ray's own files, which go with the cluster."""
+    """A folder for one log file of each process, made on each host that lacks it; None = Ray's own files, which go with
+    its cluster."""
     step_deadline_s: float | None = None
     """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
     seconds; None = 60 on GPUs, 600 on CPUs."""
@@ -119,6 +125,7 @@ class ClusterConfig:
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
         check_ports(self.grpc_port, self.http_port)
+        self._check_ray_address()
         for key in self.api_keys:
             check_key("--api-key", key)
 
@@ -133,6 +140,12 @@ class ClusterConfig:
         ):
             if name not in list(known):
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")
+
+    def _check_ray_address(self) -> None:
+        if self.ray_address and re.fullmatch(r"auto|[^\s/]+:[0-9]+", self.ray_address) is None:
+            raise InvalidArgument("--address", f"{self.ray_address!r} is neither auto nor HOST:PORT of a Ray cluster")
+        if self.ray_address and not self.on_cpu:
+            raise InvalidArgument("--address", f"joins a Ray cluster with --device cpu alone, not {self.device}")
 
     def log_file(self, name: str) -> Path | None:
         """Where the process called `name` writes what it has to say."""

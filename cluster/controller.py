@@ -12,11 +12,13 @@ from functools import partial
 from cluster.config import ClusterConfig
 from cluster.health import ClusterHealth
 from cluster.keeper import Keeper
+from cluster.ray_process import node_address
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.router_actor import RouterProcess
 from cluster.service import ClusterServicer
 from cluster.worker_actors import WorkerActors
+from wire.address import address_of
 from wire.generated.tandem.v1 import cluster_pb2_grpc
 from wire.logs import begin_log
 from wire.messages import PeerRef
@@ -55,7 +57,8 @@ class Controller:
     async def start(self) -> str:
         """Open the controller's door, begin to start everything at once; the door's host:port."""
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._registry), self._server)
-        address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        host = node_address()
+        address = address_of(host, self._server.add_insecure_port(address_of(host, 0)))
         await self._server.start()
         self._router.controller_address = address
         workers = WorkerActors(self._config.cluster, address, self._config.token)

@@ -1,4 +1,4 @@
-"""One cluster on this host, from nothing to serving and back to nothing."""
+"""One cluster, from nothing to serving and back to nothing."""
 
 import contextlib
 import secrets
@@ -13,9 +13,10 @@ from typing import Any
 from cluster.config import ClusterConfig
 from cluster.controller import Controller, ControllerConfig
 from cluster.health import ClusterHealth, Phase
+from cluster.joined_ray import JoinedRay
 from cluster.keeper import first_line
 from cluster.ray_node import RayNode
-from cluster.ray_process import actor_class
+from cluster.ray_process import actor_class, on_this_node
 from cluster.roles import offer, plan
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
 
@@ -73,7 +74,7 @@ class Cluster:
         self._signals_back = threading.Event()
         self._ready: Future[Endpoints] = Future()
         self._failure: TandemError | None = None
-        self._node = RayNode()
+        self._node = JoinedRay(config.ray_address) if config.ray_address else RayNode()
         self._controller: Any = None
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
@@ -157,7 +158,8 @@ class Cluster:
         if self._stopping.is_set():
             return
         config = ControllerConfig(self._config, plan(self._config, self._node.gpus), self._token)
-        self._controller = actor_class(Controller).options(name="controller", num_cpus=0).remote(config)
+        options = {"name": "controller", "num_cpus": 0, "scheduling_strategy": on_this_node()}
+        self._controller = actor_class(Controller).options(**options).remote(config)
         life = self._controller.run.remote()
         address = _ask(self._controller.start.remote(), timeout_s=60.0)
         health = self._await_serving(life)

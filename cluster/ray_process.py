@@ -17,6 +17,21 @@ def actor_class(plain: type) -> Any:
     return ray.remote(plain)
 
 
+def on_this_node() -> Any:
+    """Where this process is: the node for actors that must not be anywhere else."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+
+
+def node_address() -> str:
+    """The address at which all other nodes reach this one; loopback where there are none."""
+    from ray.util import get_node_ip_address
+
+    return str(get_node_ip_address())
+
+
 class RayProcess(Process):
     """An actor with `pid()`, `start()`, `progress()`, `run()` (pending until it stops) and `stop()`. Owns the actor.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
-from cluster.ray_process import RayProcess, actor_class
+from cluster.ray_process import RayProcess, actor_class, on_this_node
 from wire.logs import begin_log
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RouterActor:
 
 
 class RouterProcess:
-    """Spawns the router, each time on the ports that its first incarnation found."""
+    """Spawns the router on this node, each time on the ports that its first incarnation found."""
 
     def __init__(self, config: ClusterConfig, token: str) -> None:
         self._cluster = config
@@ -73,7 +73,7 @@ class RouterProcess:
 
     async def spawn(self, incarnation: int) -> Process:
         """A new router process; it keeps the doors of the one before."""
-        options = {"name": f"router-{incarnation}", "num_cpus": 0}
+        options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         log = self._cluster.log_file("router")
         actor = actor_class(RouterActor).options(**options).remote(self._config(incarnation), log)
         return RayProcess(actor, on_start=self._opened)

@@ -9,6 +9,12 @@ def address_of(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """The two parts of what `address_of` makes. ValueError where there is no port."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach a server that listens on `host`, an address or a name."""
     try:

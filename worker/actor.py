@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from wire.logs import begin_log
@@ -10,14 +11,19 @@ from worker.config import WorkerConfig
 
 
 class WorkerActor:
-    """To be made an actor by the controller. Its methods are coroutines, so `run` can stay pending beside them."""
+    """To be made an actor by the controller; listens on its node's address, whatever `config` says.
+
+    Its methods are coroutines, so `run` can stay pending beside them.
+    """
 
     def __init__(self, config: WorkerConfig, incarnation: int, log: Path | None = None) -> None:
         begin_log(log)
+        from ray.util import get_node_ip_address
+
         # Here, not above: the controller imports this module too, and has no use for torch.
         from worker.process import WorkerProcess
 
-        self._process = WorkerProcess(config, incarnation)
+        self._process = WorkerProcess(replace(config, host=get_node_ip_address()), incarnation)
         self._progress = ("starting", 0.0)
 
     async def pid(self) -> int:

@@ -19,6 +19,7 @@ from engine.model_runner import ModelRunner
 from kv_transfer.backends import open_transport
 from kv_transfer.layout import KVLayout
 from wire import rpc
+from wire.address import address_of
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
 from wire.messages import PeerRef, WorkerInfo
@@ -109,7 +110,7 @@ class WorkerProcess:
         port = self._listen(self._server)
         await self._server.start()
         self._worker.start()
-        describe = partial(self._info, engine, self._worker, f"{self._config.host}:{port}")
+        describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
                 self._config.controller_address,
@@ -124,7 +125,7 @@ class WorkerProcess:
         return describe()
 
     def _listen(self, server: grpc.aio.Server) -> int:
-        address = f"{self._config.host}:{self._config.port}"
+        address = address_of(self._config.host, self._config.port)
         try:
             return server.add_insecure_port(address)
         except RuntimeError as error:

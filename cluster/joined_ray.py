@@ -1,0 +1,85 @@
+"""A Ray cluster that others started: this process joins it for a while, and leaves it as it was."""
+
+import atexit
+import logging
+import os
+import socket
+import sys
+
+from wire.address import host_and_port
+from wire.errors import FailedPrecondition, Unavailable
+
+ANY = "auto"
+"""The address of whichever Ray cluster this host belongs to."""
+CONNECT_S = 5.0
+"""How long the first connection may take, in seconds; Ray itself would try for minutes."""
+
+# Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+_ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
+
+
+class JoinedRay:
+    """Joined from `start` until `stop` or `kill`. What runs there is a job of this process and ends with it."""
+
+    gpus = 0
+    """Joined clusters compute on CPUs so far: see `ClusterConfig.ray_address`."""
+
+    def __init__(self, address: str) -> None:
+        """`address` is host:port of the head's GCS, or `ANY`: then Ray's own variable comes first."""
+        self._address = (os.environ.get("RAY_ADDRESS") or ANY) if address == ANY else address
+
+    def start(self, resources: dict[str, float], processes: int) -> None:
+        """Join, and check that all nodes together offer `resources`; Ray starts `processes` as they are asked for.
+
+        Unavailable where there is no such cluster or it keeps this process out, FailedPrecondition where it has too
+        few places.
+        """
+        os.environ.update(_ENVIRONMENT)
+        if self._address != ANY:
+            self._knock()
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+        except Exception as error:
+            raise Unavailable(
+                f"cannot join the Ray cluster at {self._address}: {error}; start a node of it on this host with "
+                "`ray start`, and give its RAY_AUTH_TOKEN if it has one"
+            ) from error
+        try:
+            self._check_places(resources)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Leave; Ray ends what is left of this process's actors. Idempotent."""
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            ray.shutdown()
+
+    def kill(self) -> None:
+        """Give up on a Ray that hangs: what is left of the job ends when this process does. From any thread."""
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
+
+    def _knock(self) -> None:
+        try:
+            socket.create_connection(host_and_port(self._address), CONNECT_S).close()
+        except OSError as error:
+            raise Unavailable(
+                f"no Ray cluster answers at {self._address} ({error}); start one with `ray start --head`"
+            ) from error
+
+    def _check_places(self, needed: dict[str, float]) -> None:
+        import ray
+
+        there = ray.cluster_resources()
+        for role, count in needed.items():
+            if there.get(role, 0.0) < count:
+                raise FailedPrecondition(
+                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} places for {role} workers, "
+                    f"{count:g} are asked for; start a node with `ray start --resources '{{\"{role}\": {count:g}}}'`"
+                )
