@@ -1,4 +1,4 @@
-"""Prefill and decode on two hosts, a bad wire between them: right tokens, or clear errors, and no page lost."""
+"""Prefill and decode on two hosts of a Ray cluster, a bad wire between: right tokens or clear errors, no page lost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from .streams import Client, Question, Stream
 from .two_hosts import TwoHosts, refusal, two_hosts
+from .wire import ADDRESSES
 
 DELAY_S, LOSS = 0.02, 0.01
 CUT_S = 5.0
@@ -56,7 +57,9 @@ async def cut_amid_transfer(hosts: TwoHosts) -> Stream:
 async def scenario(model: Path) -> None:
     async with two_hosts(model) as hosts:
         right = [stream.tokens for stream in await answers(hosts, [*QUESTIONS, LONG])]
-        transports = {worker.transport for worker in hosts.registry.membership().workers}
+        hosts_of = {name: worker.address.rpartition(":")[0] for name, worker in hosts.workers.items()}
+        assert hosts_of == {"decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
+        first = {name: worker.incarnation for name, worker in hosts.workers.items()}
         await hosts.wire.tell(delay_s=DELAY_S, loss=LOSS)
         for stream, tokens in zip(await answers(hosts, QUESTIONS), right, strict=False):
             stream.check(tokens)
@@ -73,6 +76,9 @@ async def scenario(model: Path) -> None:
         for stream, tokens in zip(await answers(hosts, [*QUESTIONS, LONG]), right, strict=True):
             stream.check(tokens)
         await hosts.idle_and_sound()
+        await hosts.look()
+        assert {name: worker.incarnation for name, worker in hosts.workers.items()} == first, "Ray gave a worker up"
+        transports = {worker.transport for worker in hosts.workers.values()}
         assert any("tcp" in transport for transport in transports), transports
 
 

@@ -1,7 +1,5 @@
-"""Two hosts on one machine: this network namespace with registry, router and decode worker, and another with a prefill
-worker, KV over TCP between them.
-
-Real processes and the real registry, but no Ray: a Ray of Tandem stays on one host.
+"""Two hosts on one machine, one Ray cluster over both: in this network namespace Ray's head with controller, router and
+decode worker, in another a second Ray node with the prefill worker, KV over TCP between them.
 """
 
 from __future__ import annotations
@@ -10,30 +8,40 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.registry import Registry
-from cluster.service import ClusterServicer
-from router.config import RouterConfig
-from router.server import RouterServer
+from cluster.launcher import Endpoints
 from wire import rpc
-from wire.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 from .wire import ADDRESSES
 
 ROOT = Path(__file__).parents[2]
-TOKEN = "secret"
 HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
 """What UCX may use: left alone, it would find that both hosts share their memory."""
-START_S, IDLE_WITHIN_S = 150.0, 60.0
-ENGINE = {"dtype": "float32", "threads": 1, "kv_cache_bytes": 1 << 26, "max_step_tokens": 64}
+START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 60.0
+OBJECT_STORE_BYTES = 80 << 20
+RAY_STARTED = "Ray runtime started"
+SETTINGS = {
+    "model_name": "small",
+    "dtype": "float32",
+    "threads": 1,
+    "kv_cache_bytes": 1 << 26,
+    "max_step_tokens": 64,
+    "prefix_cache": False,
+    "kv_checksum_rate": 1.0,
+    "grpc_port": 0,
+    "http_port": 0,
+}
 
 
 def refusal() -> str:
@@ -67,6 +75,13 @@ def namespace() -> Iterator[str]:
         subprocess.run(["ip", "netns", "del", name], check=True)
 
 
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for the names of Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
 class Process:
     """A script that is told what to do by lines on stdin, answers with lines, and ends with stdin."""
 
@@ -94,8 +109,16 @@ class Process:
     async def stop(self) -> None:
         assert self._process.stdin
         self._process.stdin.close()
+        await self._gone()
+
+    async def terminate(self) -> None:
+        """For one that does not look at stdin."""
+        self._process.terminate()
+        await self._gone()
+
+    async def _gone(self) -> None:
         try:
-            await asyncio.wait_for(self._process.wait(), 30)
+            await asyncio.wait_for(self._process.wait(), STOP_S)
         except TimeoutError:
             self._process.kill()
             raise
@@ -104,65 +127,89 @@ class Process:
 class TwoHosts:
     """Serves while inside `two_hosts`."""
 
-    def __init__(self, wire: Process, registry: Registry, router_address: str) -> None:
+    def __init__(self, wire: Process, endpoints: Endpoints) -> None:
         self.wire = wire
-        self.registry = registry
-        self.router_address = router_address
+        self.router_address = endpoints.grpc
+        self._controller_address, self._token = endpoints.controller, endpoints.token
+        self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
+
+    async def look(self) -> None:
+        """Learn who is registered now."""
+        async with rpc.open_channel(self._controller_address, self._token) as channel:
+            watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=10)
+            membership = await watch.read()
+            assert isinstance(membership, cluster_pb2.Membership)
+            watch.cancel()
+        self.workers = {worker.worker_id: worker for worker in membership.workers}
 
     async def inspect(self, worker_id: str) -> worker_pb2.InspectResponse:
-        address = next(w.address for w in self.registry.membership().workers if w.peer.worker_id == worker_id)
-        async with rpc.open_channel(address, TOKEN) as channel:
+        async with rpc.open_channel(self.workers[worker_id].address, self._token) as channel:
             reply = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
         assert isinstance(reply, worker_pb2.InspectResponse)
         return reply
 
     async def idle_and_sound(self) -> None:
-        """Every page of both workers free or cached, nothing open, both pools consistent, in the end."""
+        """Every page of both workers free, nothing open, both pools consistent, in the end."""
         give_up = time.monotonic() + IDLE_WITHIN_S
         for worker_id in ("prefill-0", "decode-0"):
             while True:
                 one = await self.inspect(worker_id)
                 assert not one.integrity_error
-                unused = one.pages_free + one.pages_cached
-                if unused == one.pages_total and not (one.requests or one.leases or one.pages_promised):
+                if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_promised):
                     break
                 assert time.monotonic() < give_up, one
                 await asyncio.sleep(0.1)
+
+
+def ray_environment(device: str, token: str) -> dict[str, str]:
+    """Of a Ray node, and of all workers on it, behind one end of the wire."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "UCX_TLS": WIRES,
+        "UCX_NET_DEVICES": device,
+    }
+
+
+async def ray_node(*prefix: str, options: dict[str, str], folder: Path, env: dict[str, str]) -> Process:
+    """`ray start` under `prefix`; returns when the node is up. It ends when terminated."""
+    await asyncio.to_thread(folder.mkdir)
+    own = {"temp-dir": str(folder), "object-store-memory": str(OBJECT_STORE_BYTES), "num-cpus": "0"}
+    arguments = [f"--{name}={value}" if value else f"--{name}" for name, value in {**own, **options}.items()]
+    node = await Process.start(
+        *prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments, **env
+    )
+    while RAY_STARTED not in await node.line():
+        pass
+    return node
 
 
 @contextlib.asynccontextmanager
 async def two_hosts(model: Path) -> AsyncIterator[TwoHosts]:
     """Everything up, over a perfect wire at first."""
     async with contextlib.AsyncExitStack() as stack:
-        there = stack.enter_context(namespace())
-        wire_script, worker_script = ROOT / "tests/faults/wire.py", ROOT / "tests/integration/worker_process.py"
-        worker = (sys.executable, str(worker_script))
-        wire = await Process.start(sys.executable, str(wire_script), there, HERE, THERE)
+        there, folder = stack.enter_context(namespace()), stack.enter_context(short_folder())
+        wire = await Process.start(sys.executable, str(ROOT / "tests/faults/wire.py"), there, HERE, THERE)
         stack.push_async_callback(wire.stop)
         assert await wire.line() == "up\n"
-        registry = Registry()
-        server = rpc.open_server(tokens=frozenset({TOKEN}))
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry), server)
-        controller = f"{ADDRESSES[0]}:{server.add_insecure_port(f'{ADDRESSES[0]}:0')}"
-        await server.start()
-        stack.push_async_callback(server.stop, None)
-        here = Process.start(*worker, UCX_TLS=WIRES, UCX_NET_DEVICES=HERE)
-        beyond = Process.start("ip", "netns", "exec", there, *worker, UCX_TLS=WIRES, UCX_NET_DEVICES=THERE)
-        order = {"incarnation": 1, "model": str(model), "engine": ENGINE, "token": TOKEN}
-        order["controller_address"] = controller
-        both = await asyncio.gather(here, beyond)
-        for process in both:
-            stack.push_async_callback(process.stop)
-        await asyncio.gather(
-            both[0].tell(worker_id="decode-0", role="decode", host=ADDRESSES[0], **order),
-            both[1].tell(worker_id="prefill-0", role="prefill", host=ADDRESSES[1], **order),
+        token = secrets.token_hex(32)
+        here = ray_environment(HERE, token)
+        options = {"head": "", "port": "0", "node-ip-address": ADDRESSES[0], "resources": '{"decode": 1}'}
+        head = await ray_node(options={**options, "include-dashboard": "false"}, folder=folder / "here", env=here)
+        stack.push_async_callback(head.terminate)
+        address = (folder / "here/ray_current_cluster").read_text().strip()
+        beyond = await ray_node(
+            *("ip", "netns", "exec", there),
+            options={"address": address, "node-ip-address": ADDRESSES[1], "resources": '{"prefill": 1}'},
+            folder=folder / "there",
+            env=ray_environment(THERE, token),
         )
-        config = RouterConfig("router", model, "small", controller, token=TOKEN, grpc_port=0, http_port=0)
-        router = RouterServer(config)
-        endpoints = await router.start()
-        stack.push_async_callback(router.stop, 0.5)
-        give_up = time.monotonic() + START_S
-        while not router.ready:
-            assert time.monotonic() < give_up
-            await asyncio.sleep(0.05)
-        yield TwoHosts(wire, registry, endpoints.grpc_address)
+        stack.push_async_callback(beyond.terminate)
+        cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **here)
+        stack.push_async_callback(cluster.stop)
+        places = {"model": str(model), "log_folder": str(folder / "logs"), "ray_address": address}
+        hosts = TwoHosts(wire, Endpoints(**json.loads(await cluster.tell(**SETTINGS, **places))))
+        await hosts.look()
+        yield hosts

@@ -1,0 +1,26 @@
+"""A cluster that is started, told apart and stopped from outside: its own process, so that its Ray is its own too.
+
+It takes one JSON line with settings of `ClusterConfig` on stdin, prints one with the `Endpoints` once it serves, and
+stops, leaving nothing behind, when stdin closes.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster
+
+
+def main() -> None:
+    settings = json.loads(sys.stdin.readline())
+    paths = {name: Path(settings[name]) for name in ("model", "log_folder")}
+    cluster = Cluster.start(ClusterConfig(**{**settings, **paths}))
+    print(json.dumps(asdict(cluster.endpoints)), flush=True)
+    sys.stdin.read()
+    cluster.stop()
+
+
+if __name__ == "__main__":
+    main()
