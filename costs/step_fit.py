@@ -6,6 +6,8 @@ Recursive least squares of relative errors (a step of 4 ms counts as much as one
   - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
   - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
     become usual, and the fit follows faster
+  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike, and
+    the scheduler has other things to do
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -16,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from costs.step_cost import CostParameters, StepWork
+from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.cost_parameters import UNMEASURED
 
 _Vector = NDArray[np.float64]
@@ -29,6 +31,8 @@ GOOD_ERROR = 0.05
 """Relative error of good predictions."""
 OUTLIER = 4.0
 """Times the usual relative error, beyond which an error counts no more than that."""
+LEARN_EVERY = 8
+"""One in so many steps without prompts is learned from while predictions are good."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
@@ -56,18 +60,21 @@ class StepFit:
         self._coefficients = self._free
         self._information = np.eye(len(values)) * _GUESS_INFORMATION
         self._usual = 1.0
+        self._alike = 0
+        """Steps that were not learned from since one was."""
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step with this work took so long; one with nothing in it, or no time, tells nothing."""
-        parts = self._parts(work)
-        predicted = float(parts @ self._coefficients)
+        predicted = StepCost(self.parameters).seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return
         # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
         reference = max(predicted, seconds)
         surprise = (seconds - predicted) / reference
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
-        self._learn(parts / reference, predicted / reference + min(max(surprise, -edge), edge))
+        self._alike = 0 if work.prefill_tokens or self._usual > GOOD_ERROR else (self._alike + 1) % LEARN_EVERY
+        if not self._alike:
+            self._learn(self._parts(work) / reference, predicted / reference + min(max(surprise, -edge), edge))
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
         self._tell(min(abs(predicted - seconds) / seconds, 1.0))
 
@@ -88,7 +95,10 @@ class StepFit:
         known = self.parameters
         observed = known.observed + 1
         mean = known.error + max(_ERROR_PART, 1 / observed) * (error - known.error)
-        base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
+        if self._alike:
+            base, prompt_base, token, pair, row, context = _seconds(known)
+        else:
+            base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
         self.parameters = CostParameters(
             base, prompt_base, token, pair, row, context, known.free_tokens, mean, observed
         )
@@ -109,8 +119,12 @@ class StepFit:
 
 
 def _values(parameters: CostParameters) -> _Vector:
+    return np.array(_seconds(parameters))
+
+
+def _seconds(parameters: CostParameters) -> tuple[float, float, float, float, float, float]:
     p = parameters
-    return np.array([p.base_s, p.prompt_base_s, p.token_s, p.pair_s, p.row_s, p.context_s])
+    return p.base_s, p.prompt_base_s, p.token_s, p.pair_s, p.row_s, p.context_s
 
 
 def _within_bounds(information: _Vector, wanted: _Vector, start: _Vector) -> _Vector:

@@ -84,7 +84,7 @@ def test_a_change_is_followed(factor: float) -> None:
     fit = StepFit(GUESS)
     play(fit, TRUE, mixed, 1000)
     slow = replace(TRUE, **{name: getattr(TRUE, name) * factor for name in SECONDS})
-    play(fit, slow, mixed, 400, seed=1)
+    play(fit, slow, mixed, 600, seed=1)
     assert worst(fit, slow, mixed) < 0.08
 
 
