@@ -20,8 +20,15 @@ from router.backlog import Backlog
 from router.ticket import Ticket
 
 BURST_TOKENS = 8192
-_REMEMBERED_MAX = 4096
-"""Tenants without requests whose account is kept, while it is above the level."""
+_REMEMBERED = 1024
+"""Accounts of tenants without requests that are kept until it is looked which of them still say anything."""
+
+
+_Entry = tuple[int, float, int, str]
+
+
+def _entry(ticket: Ticket) -> _Entry:
+    return -ticket.priority, ticket.start_by_s, ticket.sequence, ticket.wire_id
 
 
 class _Line:
@@ -29,7 +36,7 @@ class _Line:
 
     def __init__(self, given: float) -> None:
         self.given = given
-        self.heap: list[tuple[int, float, int, str]] = []
+        self.heap: list[_Entry] = []
         self.count = 0
         self.backlog = Backlog()
 
@@ -45,6 +52,7 @@ class RequestQueue:
         self._lines: dict[str, _Line] = {}
         self._waiting: dict[str, Ticket] = {}
         self._given: dict[str, float] = {}
+        self._remembered_max = _REMEMBERED
         self._level = 0.0
         self.backlog = Backlog()
         """All that waits."""
@@ -88,7 +96,7 @@ class RequestQueue:
             line = self._lines[tenant] = _Line(max(self._given.pop(tenant, 0.0), level))
         self._waiting[ticket.wire_id] = ticket
         line.count += 1
-        heapq.heappush(line.heap, (-ticket.priority, ticket.start_by_s, ticket.sequence, ticket.wire_id))
+        heapq.heappush(line.heap, _entry(ticket))
         for backlog in (line.backlog, self.backlog):
             backlog.add(ticket.start_by_s, ticket.service_s)
 
@@ -113,7 +121,7 @@ class RequestQueue:
             self._leave(ticket.tenant, line)
         # Entries of those that left stay in the heap until they surface; a rebuild bounds their number.
         elif len(line.heap) > 2 * line.count + 64:
-            line.heap = [entry for entry in line.heap if entry[3] in self._waiting]
+            line.heap = [entry for entry in line.heap if self._counts(entry)]
             heapq.heapify(line.heap)
 
     def charge(self, tenant: str, tokens: float) -> None:
@@ -126,9 +134,14 @@ class RequestQueue:
             self._forget_old()
 
     def _head_of(self, line: _Line) -> Ticket:
-        while (ticket := self._waiting.get(line.heap[0][3])) is None:
+        while not self._counts(line.heap[0]):
             heapq.heappop(line.heap)
-        return ticket
+        return self._waiting[line.heap[0][3]]
+
+    def _counts(self, entry: _Entry) -> bool:
+        """Whether an entry stands for a waiting request, and for its place: one that came back may have another."""
+        ticket = self._waiting.get(entry[3])
+        return ticket is not None and entry == _entry(ticket)
 
     def _leave(self, tenant: str, line: _Line) -> None:
         """Nothing of `tenant` waits: what it was given is remembered while others are behind it."""
@@ -138,5 +151,6 @@ class RequestQueue:
         self._forget_old()
 
     def _forget_old(self) -> None:
-        if len(self._given) > _REMEMBERED_MAX:
+        if len(self._given) > self._remembered_max:
             self._given = {name: given for name, given in self._given.items() if given > self._level}
+            self._remembered_max = max(_REMEMBERED, 2 * len(self._given))

@@ -1,0 +1,139 @@
+"""Admission by prediction, under a virtual clock: what is admitted meets its target, what cannot be kept is said."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from router.gate import Pace
+from router.slo import BEST_EFFORT, Overload, SloClass
+from tests.unit.router.virtual_world import PROMPT_S, Request, World
+from wire.errors import ResourceExhausted
+
+SECOND = SloClass("second", ttft_s=1.0)
+KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)
+CAPACITY = 2 / PROMPT_S
+"""Prompts a second that the world's two prefill workers compute."""
+
+
+def arrivals(world: World, start: float, seconds: float, rate: float, slo: SloClass, **more: object) -> list[Request]:
+    dice, at, made = random.Random(1), start, []
+    while (at := at + dice.expovariate(rate)) < start + seconds:
+        made.append(world.arrive(at, slo=slo, **more))
+    return made
+
+
+def test_under_its_capacity_nobody_is_refused() -> None:
+    world = World()
+    arrivals(world, 1000.0, 10.0, 0.8 * CAPACITY, SECOND)
+    world.run()
+    assert all(each.refused is None and each.met for each in world.requests)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.15])
+def test_a_burst_of_ten_times_capacity_does_not_hurt_those_admitted(slowness: float) -> None:
+    """Also where predictions are a little too good."""
+    world = World(slowness=slowness)
+    before = arrivals(world, 1000.0, 5.0, 0.7 * CAPACITY, SECOND)
+    burst = arrivals(world, 1005.0, 3.0, 10 * CAPACITY, SECOND)
+    after = arrivals(world, 1010.0, 5.0, 0.7 * CAPACITY, SECOND)
+    world.run()
+    admitted = [each for each in world.requests if each.refused is None]
+    late = [each for each in admitted if not each.met]
+    assert len(late) <= 0.01 * len(admitted), max(each.ttft_s for each in late)
+    assert all(each.refused is None for each in [*before, *after])
+    assert sum(each.refused is not None for each in burst) > 0.8 * len(burst)
+    assert sum(each.met for each in burst) > 0.75 * 3.0 * CAPACITY / slowness, "and the capacity is used"
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    world = World()
+    flood = [world.arrive(1000.0, slo=SECOND) for _ in range(200)]
+    world.run()
+    refused = [each.refused for each in flood if each.refused is not None]
+    assert refused
+    hint = refused[-1].retry_after_s
+    again = World()
+    for _ in range(200):
+        again.arrive(1000.0, slo=SECOND)
+    later = again.arrive(1000.0 + hint + 0.05, slo=SECOND)
+    again.run()
+    assert later.met, "who comes back then is served in time"
+    assert "class 'second' promises it within 1 s" in refused[-1].message
+
+
+def test_what_no_idle_worker_could_keep_gets_no_hint() -> None:
+    world = World()
+    request = world.arrive(1000.0, tokens=100_000, slo=SECOND)
+    world.run()
+    assert request.refused is not None
+    assert request.refused.retry_after_s == 0
+    assert "send a shorter prompt" in request.refused.message
+
+
+def test_a_class_may_rather_be_served_late() -> None:
+    world = World()
+    kind = [world.arrive(1000.0, slo=KIND) for _ in range(100)]
+    strict = [world.arrive(1000.0 + 0.1 * n, slo=SECOND) for n in range(1, 20)]
+    world.run()
+    assert all(each.refused is None and each.ttft_s < 60 for each in world.requests)
+    assert all(each.met for each in strict), "those without a target go behind"
+    degraded = [each for each in kind if each.ticket.slo is BEST_EFFORT]
+    assert 0 < len(degraded) < 100
+    assert all(each.met for each in kind if each not in degraded)
+
+
+def test_who_has_missed_goes_behind_those_who_can_still_meet() -> None:
+    """Nothing was measured, so all are admitted; the first ones take the blame alone."""
+    world = World()
+    for worker in world.by_peer.values():
+        worker.learn(replace(worker.cost, parameters=replace(worker.cost.parameters, observed=0)))
+    flood = [world.arrive(1000.0, slo=SECOND) for _ in range(200)]
+    fresh = [world.arrive(1001.5 + 0.1 * n, slo=SECOND) for n in range(10)]
+    world.run()
+    assert all(each.refused is None for each in world.requests)
+    assert sum(each.met for each in flood) == pytest.approx(CAPACITY, rel=0.15)
+    assert all(each.met for each in fresh)
+
+
+def test_best_effort_waits_for_its_turn_and_not_for_ever() -> None:
+    world = World(settings={"patience_s": 3.0})
+    patient = world.arrive(1000.0)
+    for number in range(2):
+        world.arrive(999.99 + number * 0.001, tokens=8192)
+    arrivals(world, 1000.0, 10.0, 3 * CAPACITY, SECOND)
+    world.run()
+    assert 1.0 < patient.ttft_s < 4.0
+
+
+def test_a_tenants_flood_leaves_others_their_service() -> None:
+    world = World(settings={"api_keys": ("a", "b")})
+    flood = arrivals(world, 1000.0, 6.0, 10 * CAPACITY, SECOND, tenant="flood")
+    small = arrivals(world, 1001.0, 4.0, 0.2 * CAPACITY, SECOND, tenant="small")
+    world.run()
+    assert sum(each.met for each in small) >= 0.97 * len(small)
+    assert sum(each.refused is not None for each in flood) > 0.8 * len(flood)
+
+
+def test_a_tenants_queue_is_bounded() -> None:
+    world = World(settings={"max_queued_per_tenant": 5})
+    flood = [world.arrive(1000.0, tenant="flood") for _ in range(50)]
+    other = world.arrive(1000.0, tenant="other")
+    world.run()
+    refused = [each.refused for each in flood if each.refused is not None]
+    assert len(refused) > 30
+    assert "5 requests with this API key" in refused[0].message
+    assert other.refused is None
+    assert isinstance(refused[0], ResourceExhausted)
+    assert refused[0].retry_after_s > 0
+
+
+def test_the_pace_is_what_leaves_while_others_wait() -> None:
+    pace = Pace()
+    assert pace.seconds(0.0, 4) == 4.0
+    pace.note(0.0, True)
+    for tenth in range(1, 100):
+        pace.note(tenth / 10, True, left_s=0.1)
+    assert pace.seconds(9.9, 4) == pytest.approx(1.0, rel=0.6)
+    assert pace.seconds(19.9, 4) < 0.5, "nothing left for ten seconds"
+    assert pace.seconds(10**6, 4) >= 0.08

@@ -1,0 +1,117 @@
+"""The router's policies over workers that only pass time: a discrete-event world for tests.
+
+Prefill workers compute one prompt after the other, as fast as their step costs say (times `slowness`); decode workers
+hold an answer for a fixed time.
+"""
+
+import heapq
+import itertools
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from router.binder import Binder, book
+from router.config import RouterConfig
+from router.cost_placement import CostPlacement
+from router.placement import Mode, Pair
+from router.slo import BEST_EFFORT, SloClass
+from router.ticket import Ticket
+from tests.unit.router.fleets import H200, TestFleet
+from wire.errors import ResourceExhausted
+from wire.messages import Role
+
+
+@dataclass
+class Request:
+    """One request of the world and what became of it."""
+
+    ticket: Ticket
+    asked: SloClass
+    refused: ResourceExhausted | None = None
+    ttft_s: float = math.inf
+
+    @property
+    def met(self) -> bool:
+        return self.ttft_s <= self.asked.ttft_s
+
+
+@dataclass
+class World:
+    """Two prefill workers and two decode workers, unless said otherwise."""
+
+    prefills: int = 2
+    slowness: float = 1.0
+    answer_s: float = 1.0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at = TestFleet()
+        for number in range(self.prefills):
+            self.at.add(f"p{number}", Role.PREFILL, pages_total=100_000, max_step_tokens=2048)
+        for number in range(2):
+            self.at.add(f"d{number}", Role.DECODE, pages_total=100_000, max_batch_requests=1024)
+        self.by_peer = {worker.peer: worker for worker in self.at.workers.values()}
+        self.config = RouterConfig("r", Path(), "m", "", **{"max_queued_requests": 100_000, **self.settings})
+        self.binder = Binder(self.config, CostPlacement(Mode.DISAGGREGATED), self.at.fleet, self.at.clock)
+        self.requests: list[Request] = []
+        self._events: list[tuple[float, int, Any]] = []
+        self._numbers = itertools.count()
+        self._free_at = dict.fromkeys(self.by_peer, 0.0)
+        self._by_id: dict[str, Request] = {}
+
+    def later(self, at: float, what: Any) -> None:
+        heapq.heappush(self._events, (at, next(self._numbers), what))
+
+    def arrive(self, at: float, tokens: int = 2048, slo: SloClass = BEST_EFFORT, **more: Any) -> Request:
+        """A request comes then."""
+        number = len(self.requests)
+        ticket = Ticket(f"r{number}", number, at, tokens, 100, slo=slo, **more)
+        request = Request(ticket, slo)
+        self.requests.append(request)
+        self._by_id[ticket.wire_id] = request
+        self.later(at, lambda: self._enter(request))
+        return request
+
+    def run(self) -> None:
+        """Until nothing happens any more."""
+        while self._events:
+            self.at.clock.now, _, what = heapq.heappop(self._events)
+            what()
+            self._pump()
+
+    def _enter(self, request: Request) -> None:
+        try:
+            self.binder.enter(request.ticket)
+        except ResourceExhausted as error:
+            request.refused = error
+
+    def _pump(self) -> None:
+        while (ticket := self.binder.head()) is not None:
+            pair = self.binder.bind(ticket)
+            if pair is None:
+                return
+            self._place(self._by_id[ticket.wire_id], pair)
+
+    def _place(self, request: Request, pair: Pair) -> None:
+        assert pair.decode is not None
+        assert pair.forecast is not None
+        prefill, decode, name = self.by_peer[pair.prefill], self.by_peer[pair.decode], request.ticket.wire_id
+        book(request.ticket, pair, prefill, decode)
+        compute_s = prefill.cost.prefill_seconds(pair.forecast.computed_tokens) * self.slowness
+        done = self._free_at[pair.prefill] = max(self.at.clock.now, self._free_at[pair.prefill]) + compute_s
+
+        def first_token() -> None:
+            request.ttft_s = self.at.clock.now - request.ticket.arrived_s
+            prefill.unbook_prefill(name)
+            self.later(self.at.clock.now + self.answer_s, over)
+
+        def over() -> None:
+            decode.unbook_decode(name)
+            self.binder.ended(request.ticket, 100)
+
+        self.later(done, first_token)
+
+
+PROMPT_S = 4e-3 + (2048 - 200) * H200.token_s + 2048 * 2049 / 2 * H200.pair_s
+"""What a prompt of 2048 tokens takes: 41 ms."""
