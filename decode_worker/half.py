@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from decode_worker.admission import DecodeAdmission
 from decode_worker.request import DecodeRequest
 from engine.batch import Draw, History, StepRow
-from wire.ending import may_go_on, reason_to_end
+from wire.ending import Ending
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
 from wire.timeline import Edge, EdgeStamp
 
@@ -44,13 +44,20 @@ class DecodeHalf:
         room = min(self._max_batch, budget) - len(self._running)
         for request in self._admission.join(room):
             request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
-            if request.reservation.sampling.penalized:
+            sampling = request.reservation.sampling
+            request.ending = Ending.of(request.prompt_tokens, sampling, self._model)
+            if sampling.penalized:
                 request.history = History(request.reservation.question, request.token_ids)
             self._running.append(request)
-        step = [request for request in self._running if not request.cancelled and self._goes_on(request)]
-        rows = [self._row(request) for request in step]
-        for number, request in enumerate(step):
-            request.in_flight, request.row = request.in_flight + 1, number
+        step: list[DecodeRequest] = []
+        rows: list[StepRow] = []
+        for request in self._running:
+            planned = len(request.token_ids) + request.in_flight
+            if not request.cancelled and planned < request.ending.limit:
+                rows.append(self._row(request, planned))
+                request.in_flight += 1
+                request.row = len(step)
+                step.append(request)
         if step:
             self._steps.append(step)
         return rows
@@ -100,23 +107,22 @@ class DecodeHalf:
                 self._admission.leave(request)
             self._running = [request for request in self._running if request not in gone]
 
-    def _goes_on(self, request: DecodeRequest) -> bool:
-        """Whether the answer may have more tokens than those that are here or on their way."""
-        return may_go_on(request.planned, request.prompt_tokens, request.reservation.sampling, self._model)
-
-    def _row(self, request: DecodeRequest) -> StepRow:
-        """Feed the newest token: it takes the position after the prompt and the tokens before it."""
-        position = request.prompt_tokens + request.planned - 1
+    def _row(self, request: DecodeRequest, planned: int) -> StepRow:
+        """Feed the newest of the `planned` tokens that are here or on their way: it takes the position after the prompt
+        and the tokens before it.
+        """
+        position = request.prompt_tokens + planned - 1
         if position >= len(request.pages) * self._page_tokens:
             self._admission.grow(request)
-        draw = Draw(request.reservation.sampling, request.first_draw + request.planned - 1, request.history)
+        draw = Draw(request.reservation.sampling, request.first_draw + planned - 1, request.history)
         source = request.row if request.in_flight else None
         return StepRow((request.token_ids[-1],), position, request.pages, draw, source)
 
     def _append(self, request: DecodeRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RequestEvent:
         index = len(request.token_ids)
         request.token_ids.append(token_id)
-        reservation = request.reservation
-        reason = reason_to_end(token_id, index, request.prompt_tokens, reservation.sampling, self._model)
-        edges, request.edges = tuple(request.edges), []
-        return RequestEvent(reservation.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs)
+        edges: tuple[EdgeStamp, ...] = ()
+        if request.edges:
+            edges, request.edges = tuple(request.edges), []
+        reason = request.ending.reason(token_id, index)
+        return RequestEvent(request.reservation.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs)

@@ -5,6 +5,7 @@ from enum import Enum
 
 from engine.batch import History
 from engine.cache.prefix_cache import Prefix
+from wire.ending import Ending
 from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
 
@@ -65,14 +66,16 @@ class DecodeRequest:
     """Launched steps with a row of it whose tokens are not here yet."""
     row: int = 0
     """Its row in the newest of them."""
+    prompt_tokens: int = field(init=False)
+    """Of the client's own prompt."""
+    ending: Ending = field(init=False)
+    """Of a running request: when its answer is complete."""
     history: History | None = None
     """Of a running request with penalties."""
     edges: list[EdgeStamp] = field(default_factory=list)
 
-    @property
-    def planned(self) -> int:
-        """Tokens of the answer that are here or on their way."""
-        return len(self.token_ids) + self.in_flight
+    def __post_init__(self) -> None:
+        self.prompt_tokens = self.reservation.question_tokens
 
     def stored_from(self, position: int) -> list[int]:
         """Of a running request, the tokens from `position` of the prompt on whose KV is in its pages: all but the
@@ -80,11 +83,6 @@ class DecodeRequest:
         """
         reservation = self.reservation
         return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Of the client's own prompt."""
-        return self.reservation.question_tokens
 
     @property
     def key(self) -> tuple[str, str]:

@@ -6,6 +6,7 @@ by name, only by length.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from wire.messages import SamplingParams, TokenLogprobs
 
@@ -36,9 +37,8 @@ class Draw:
     history: History | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A piece of one request.
+class StepRow(NamedTuple):
+    """A piece of one request; a tuple, as one is made for each request and step.
 
     `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
     which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.

@@ -8,7 +8,6 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -72,7 +71,7 @@ class FakeEngine:
 
         def run() -> StepResult:
             rows = [
-                row if row.source is None else replace(row, token_ids=[self._drew(row.source)]) for row in batch.rows
+                row if row.source is None else row._replace(token_ids=[self._drew(row.source)]) for row in batch.rows
             ]
             result = self.run(StepBatch(rows))
             self._drawn = result.token_ids

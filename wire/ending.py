@@ -1,24 +1,39 @@
 """When a generation ends, how a failed one does, and how much KV it needs until then: one rule for both halves."""
 
+from dataclasses import dataclass
+
 from wire.errors import TandemError
 from wire.messages import ErrorDetail, FinishReason, ModelFacts, RequestEvent, RequestRef, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """When one answer ends, made once for all its tokens. Stop strings are the router's."""
+
+    stops: frozenset[int]
+    """Tokens behind which nothing comes; they are part of the answer."""
+    limit: int
+    """Most tokens of the answer."""
+
+    @classmethod
+    def of(cls, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> "Ending":
+        stops = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops |= frozenset(model.eos_token_ids)
+        return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens))
+
+    def reason(self, token_id: int, index: int) -> FinishReason | None:
+        """Why the answer ends with token number `index` (from 0), or None: it goes on."""
+        if token_id in self.stops:
+            return FinishReason.STOP
+        return None if index + 1 < self.limit else FinishReason.LENGTH
 
 
 def reason_to_end(
     token_id: int, index: int, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts
 ) -> FinishReason | None:
-    """Why the answer ends with token number `index` (from 0), or None: it goes on.
-
-    The token itself is part of the answer. Stop strings are the router's.
-    """
-    if token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in model.eos_token_ids):
-        return FinishReason.STOP
-    return None if may_go_on(index + 1, prompt_tokens, sampling, model) else FinishReason.LENGTH
-
-
-def may_go_on(tokens: int, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> bool:
-    """Whether an answer that has `tokens` tokens has room for another."""
-    return tokens < sampling.max_tokens and prompt_tokens + tokens < model.max_context
+    """Of a single token: see `Ending`."""
+    return Ending.of(prompt_tokens, sampling, model).reason(token_id, index)
 
 
 def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> int:
