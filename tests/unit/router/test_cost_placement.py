@@ -83,6 +83,25 @@ def test_an_answer_goes_where_it_breaks_no_target(at: TestFleet) -> None:
     assert names(placed(at, need(8000))) == ("p", "tight")
 
 
+def test_where_targets_are_broken_already_nothing_more_breaks(at: TestFleet) -> None:
+    at.add("p", Role.PREFILL, **BIG)
+    at.add("tight", Role.DECODE, **BIG)
+    at.answers("tight", 3, context=19_300 * 10 // 3, slo=STRICT)
+    at.add("broken", Role.DECODE, **BIG)
+    at.answers("broken", 10, context=30_000, slo=STRICT)
+    assert at.workers["tight"].step_s < STRICT.itl_s < at.workers["broken"].step_s
+    assert names(placed(at, need(8000))) == ("p", "broken")
+
+
+def test_workers_are_asked_in_the_order_of_their_room(at: TestFleet) -> None:
+    for name, used in (("full", 60), ("empty", 0), ("half", 30)):
+        at.add(name, Role.DECODE)
+        at.answers(name, 1, pages=used)
+    assert [worker.peer.worker_id for worker in at.fleet.decodes] == ["empty", "half", "full"]
+    at.workers["full"].unbook_decode("answer-0")
+    assert next(iter(at.fleet.decodes)) is at.workers["full"]
+
+
 def test_a_request_with_a_target_of_its_own_goes_where_it_is_kept(at: TestFleet) -> None:
     at.add("p", Role.PREFILL, **BIG)
     at.add("small", Role.DECODE, cost=replace(H200, base_s=9.9e-3), **BIG)

@@ -1,0 +1,228 @@
+"""Service classes, tenants and prefix caches, through both doors of a router over fake workers."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import openai
+import pytest
+
+from router.config import RouterConfig
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
+from router.tenants import tenant_of, tenant_salt
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
+from tests.unit.router.test_generate import Client, ask, expected
+from wire.cost_parameters import UNMEASURED
+from wire.errors import InvalidArgument
+from wire.messages import Role
+from wire.page_digests import page_digests, root_digest
+from wire.rpc import RETRY_AFTER
+
+HOPELESS = SloClass("hopeless", ttft_s=1e-3)
+KIND = SloClass("kind", ttft_s=1e-3, overload=Overload.DEGRADE)
+PROMPT = list(range(5, 5 + 40))
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> Any:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield Client(channel)
+
+
+async def measured(cluster: Cluster) -> None:
+    """The workers say that they know how long their steps take."""
+    for worker in cluster.workers:
+        worker.cost = replace(UNMEASURED, observed=1)
+        worker.cache([])
+    links = cluster.router._dispatcher.pool.links
+    await until(lambda: all(link.books.cost.parameters.observed for link in links), "the router heard it")
+
+
+class TestClasses:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"slo_classes": (*DEFAULT_CLASSES, HOPELESS, KIND)}
+
+    async def test_both_doors_take_configured_names(self, cluster: Cluster, client: Client) -> None:
+        await measured(cluster)
+        for name in ("", "best_effort", "strict", "kind"):
+            _, ids, _ = await client.run(ask(4, slo_class=name))
+            assert ids == expected(4)
+        error = await client.error(ask(4, slo_class="gold"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "'gold' is none of strict, balanced, quick, best_effort, hopeless, kind" in (error.details() or "")
+        base = f"http://{cluster.endpoints.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
+            body = {"slo_class": "strict"}
+            reply = await http.completions.create(model="fake", prompt="x", max_tokens=3, extra_body=body)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == 3
+            with pytest.raises(openai.BadRequestError, match="slo_class"):
+                await http.completions.create(model="fake", prompt="x", extra_body={"slo_class": "gold"})
+
+    async def test_what_cannot_be_kept_is_said_at_once(self, cluster: Cluster, client: Client) -> None:
+        _, ids, _ = await client.run(ask(4, slo_class="hopeless"))
+        assert ids == expected(4), "as long as nothing was measured nothing is refused"
+        await measured(cluster)
+        error = await client.error(ask(4, slo_class="hopeless"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "class 'hopeless' promises it within 0.001 s" in (error.details() or "")
+        base = f"http://{cluster.endpoints.http_address}/v1"
+        async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
+            with pytest.raises(openai.RateLimitError):
+                await http.completions.create(model="fake", prompt="x", extra_body={"slo_class": "hopeless"})
+
+    async def test_a_busy_cluster_says_when_to_come_back(self, cluster: Cluster, client: Client) -> None:
+        await measured(cluster)
+        cluster.prefill.switches.silent_prefill = True
+        waiting = [asyncio.create_task(client.run(ask(4, prompt=[5] * 900, slo_class="best_effort")))]
+        await until(lambda: len(cluster.prefill.prefills) == 1, "it is placed")
+        error = await client.error(ask(4, slo_class="quick"))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        hint = float(dict(error.trailing_metadata() or ())[RETRY_AFTER])
+        assert 0.4 < hint < 1.2, "900 tokens take 0.95 s"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        cluster.prefill.switches.silent_prefill = False
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"default_slo_class": "gold"}, "default_slo_class"),
+        ({"slo_classes": (*DEFAULT_CLASSES, BEST_EFFORT)}, "slo_classes"),
+        ({"patience_s": 0.0}, "patience_s"),
+        ({"max_queued_per_tenant": 0}, "max_queued_per_tenant"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(tmp_path: Any, settings: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{field}: "):
+        RouterConfig("r", tmp_path, "m", "", **settings)
+
+
+@pytest.mark.parametrize("wrong", [{"name": ""}, {"ttft_s": 0.0}, {"itl_s": -1.0}, {"itl_percent": 100.0}])
+def test_classes_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument, match=r"^slo_classes: "):
+        SloClass(**{"name": "x", **wrong})
+
+
+class TestTenants:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("one", "two")}
+
+    async def test_no_two_tenants_share_a_cache(self, cluster: Cluster) -> None:
+        """By key, at either door, and whatever salt they choose."""
+        for key in ("one", "two"):
+            async with channel_to(cluster.endpoints.grpc_address, key) as channel:
+                for salt in ("", "x"):
+                    await Client(channel).run(ask(2, cache_salt=salt))
+            base = f"http://{cluster.endpoints.http_address}/v1"
+            async with openai.AsyncOpenAI(base_url=base, api_key=key, max_retries=0) as http:
+                await http.completions.create(model="fake", prompt=[5, 6], max_tokens=2, extra_body={"cache_salt": "x"})
+        salts = [task.cache_salt for task in cluster.prefill.prefills]
+        assert salts[2] == salts[1]
+        assert salts[5] == salts[4]
+        assert len({salts[0], salts[1], salts[3], salts[4]}) == 4
+        assert not any("one" in salt or "two" in salt for salt in salts), "keys stay here"
+        assert [each.cache_salt for each in cluster.decode.reservations] == salts
+
+
+def test_salts_of_tenants_never_meet() -> None:
+    keys = ("a", "b")
+    tenants = ["", *(tenant_of(f"Bearer {key}", keys) for key in keys)]
+    assert len(set(tenants)) == 3
+    assert tenant_of("bearer a", keys) == tenant_of(b"Bearer a", keys)
+    assert tenant_of("Bearer a", ()) == ""
+    wished = ["", "x", "/x", *tenants, *(f"{tenant}/x" for tenant in tenants)]
+    made = [tenant_salt(tenant, salt) for tenant in tenants for salt in dict.fromkeys(wished)]
+    assert len(set(made)) == len(made)
+    assert tenant_salt("", "") == ""
+
+
+def salted(prompt: list[int]) -> list[bytes]:
+    return page_digests(prompt, 16, root_digest(""))
+
+
+async def test_requests_go_where_their_beginning_is(cluster: Cluster, client: Client) -> None:
+    others = [await FakeWorker(f"prefill-{n}", Role.PREFILL, token="secret").start() for n in (1, 2)]
+    await cluster.members(cluster.prefill, *others, cluster.decode)
+    others[1].cache(salted(PROMPT))
+    index = cluster.router._dispatcher.pool.fleet.prefixes
+    await until(lambda: len(index) == 2, "the router heard of both pages")
+    for _ in range(3):
+        await client.run(ask(2, prompt=PROMPT))
+    assert [len(worker.prefills) for worker in (cluster.prefill, *others)] == [0, 0, 3]
+    await client.run(ask(2, prompt=PROMPT, cache_salt="mine"))
+    assert len(others[1].prefills) == 3, "under another salt nothing is held anywhere"
+
+
+async def test_what_was_cached_before_the_router_came_is_listed(cluster: Cluster) -> None:
+    old = FakeWorker("prefill-1", Role.PREFILL, token="secret")
+    old.cache(salted(PROMPT))
+    await old.start()
+    await cluster.members(cluster.prefill, old, cluster.decode)
+    index = cluster.router._dispatcher.pool.fleet.prefixes
+    await until(lambda: len(index) == 2, "the list came")
+    assert old.listed == 1
+
+
+async def test_a_lost_batch_is_repaired_and_a_lost_worker_forgotten(cluster: Cluster) -> None:
+    pool, worker = cluster.router._dispatcher.pool, cluster.prefill
+    link = pool.link(worker.info.peer)
+    await until(lambda: link._prefixes.in_step, "in step")
+    worker.cache(salted(PROMPT), told=False)
+    assert len(pool.fleet.prefixes) == 0
+    worker.cache(salted([9] * 16))
+    await until(lambda: len(pool.fleet.prefixes) == 3, "the gap was seen, and the list has all")
+    assert worker.listed == 2
+    await worker.drop_streams()
+    await until(lambda: worker.listed == 3 and link._prefixes.in_step, "a new stream begins with a list")
+    assert len(pool.fleet.prefixes) == 3
+    heir = await FakeWorker(worker.worker_id, Role.PREFILL, incarnation=2, token="secret").start()
+    await cluster.members(heir, cluster.decode)
+    await until(lambda: len(pool.fleet.prefixes) == 0, "what the dead one held is gone")
+
+
+async def test_what_was_expected_is_compared_with_what_came(cluster: Cluster, client: Client) -> None:
+    foresight = cluster.router._dispatcher.foresight
+    await client.run(ask(8, prompt=PROMPT))
+    record = foresight.last
+    assert record is not None
+    assert (record.prefill_worker, record.decode_worker, record.slo_class) == ("prefill-0", "decode-0", "best_effort")
+    assert record.forecast.computed_tokens == 40
+    assert record.forecast.ttft_s == pytest.approx(0.06, rel=0.01), "a base of 20 ms and 1 ms a token, as guessed"
+    assert record.ttft_s > 0
+    assert record.itl_s is not None
+    assert foresight.surprise_s == record.surprise_s == record.ttft_s - record.forecast.ttft_s
+    assert record.regret_s == 0, "there was nobody else"
+    cluster.prefill.switches.fail_transfers = 1
+    await client.run(ask(8, prompt=PROMPT))
+    assert foresight.recorded == 1, "an attempt that failed says nothing of placement"
+    await client.run(ask(1, prompt=PROMPT))
+    assert foresight.recorded == 2
+    assert foresight.last is not None
+    assert foresight.last.itl_s is None
+
+
+async def test_transfers_teach_the_router_how_large_pages_are(cluster: Cluster, client: Client) -> None:
+    await client.run(ask(8, prompt=PROMPT))
+    fleet = cluster.router._dispatcher.pool.fleet
+    assert fleet.kv_bytes(33, 16) == 3 * 4096
+    assert cluster.router._dispatcher.pool.link(cluster.decode.info.peer).books.transfer.observed == 1
+
+
+async def test_a_worker_that_gives_no_list_serves_all_the_same(cluster: Cluster) -> None:
+    plain = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+
+    async def unknown(_request: Any, _context: Any) -> Any:
+        raise InvalidArgument("method", "is not known here")
+
+    plain.ListPrefixes = unknown  # type: ignore[method-assign]
+    await cluster.members(cluster.prefill, plain)
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        _, ids, _ = await Client(channel).run(ask(4))
+        assert ids == expected(4)
