@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
 from wire.messages import Role
-from worker.policy_name import PolicyName
+from worker.policy_name import CHUNKED_BUDGET, PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
@@ -74,6 +74,13 @@ class WorkerConfig:
         """What `step_deadline_s` means on this device."""
         default = CPU_STEP_DEADLINE_S if self.engine.device == "cpu" else GPU_STEP_DEADLINE_S
         return default if self.step_deadline_s is None else self.step_deadline_s
+
+    @property
+    def prompt_step_tokens(self) -> int:
+        """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
+        if self.step_policy is not PolicyName.CHUNKED:
+            return self.engine.max_step_tokens
+        return min(self.step_budget or CHUNKED_BUDGET, self.engine.max_step_tokens)
 
     @property
     def decode_batch(self) -> int:

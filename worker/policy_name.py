@@ -2,6 +2,9 @@
 
 from enum import StrEnum
 
+CHUNKED_BUDGET = 512
+"""Tokens of a step under `chunked`, decode rows included, if nothing else was asked for."""
+
 
 class PolicyName(StrEnum):
     """How much of a step may be prompts where requests decode beside them."""

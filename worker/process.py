@@ -142,7 +142,7 @@ class WorkerProcess:
             pages_total=engine.cache.pages,
             page_tokens=engine.page_tokens,
             max_batch_requests=self._config.decode_batch,
-            max_step_tokens=self._config.engine.max_step_tokens,
+            max_step_tokens=self._config.prompt_step_tokens,
             device=engine.device_name,
             transport=worker.transport.transport_name(),
             not_ready=worker.admission.not_ready,

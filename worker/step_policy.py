@@ -10,10 +10,8 @@ from collections.abc import Callable
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
-from worker.policy_name import PolicyName
+from worker.policy_name import CHUNKED_BUDGET, PolicyName
 
-CHUNKED_BUDGET = 512
-"""Tokens of a step under `chunked`, decode rows included, if nothing else was asked for."""
 PIECE = 64
 """Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""
 _PIECES = 8

@@ -22,6 +22,8 @@ SHAPES = {
         "prefill": 2,
         "decode": 2,
     },
+    "colocated, steps of 100": {"mode": "colocated", "step_policy": "chunked", "step_budget": 100},
+    "two colocated, who decodes first": {"mode": "colocated", "workers": 2, "step_policy": "decode-priority"},
 }
 
 

@@ -1,11 +1,16 @@
 """How much of a step may be prompts, and how far the decode batch may grow."""
 
+from pathlib import Path
+
 import pytest
 
 from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
+from engine.config import EngineConfig
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
+from wire.messages import Role
 from worker.batch_growth import BatchGrowth
+from worker.config import WorkerConfig
 from worker.policy_name import PolicyName
 from worker.step_policy import (
     PATIENCE,
@@ -128,3 +133,15 @@ def test_the_batch_never_shrinks_and_a_target_out_of_reach_limits_nothing(
     target_s: float | None, running: StepWork, rows: int
 ) -> None:
     assert BatchGrowth(cost, target_s).rows(running, 256) == rows
+
+
+@pytest.mark.parametrize(
+    ("policy", "budget", "tokens"),
+    [(PolicyName.UNCHUNKED, 9, STEP), (PolicyName.CHUNKED, 700, 700), (PolicyName.CHUNKED, None, 512)],
+)
+def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
+    policy: PolicyName, budget: int | None, tokens: int
+) -> None:
+    engine = EngineConfig(Path("m"), max_step_tokens=STEP)
+    config = WorkerConfig("w", Role.BOTH, engine, step_policy=policy, step_budget=budget)
+    assert config.prompt_step_tokens == tokens
