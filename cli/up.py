@@ -82,6 +82,15 @@ def up(
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
+    slo_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo-class",
+            help="NAME:TTFT_MS:ITL_MS[:PERCENT][:reject|degrade]: targets that requests may ask for by name, beside "
+            "strict, balanced, quick and best_effort, and what happens when they cannot be held; repeatable.",
+        ),
+    ] = None,
+    default_slo_class: Annotated[str, typer.Option(help="The class of requests that name none.")] = "best_effort",
     api_key: Annotated[
         list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
     ] = None,
@@ -96,6 +105,7 @@ def up(
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
     from cluster.config import GIB, ClusterConfig, Mode, check_kv_cache_gib
+    from router.slo import DEFAULT_CLASSES, parse_class
     from wire.errors import InvalidArgument
 
     if model is not None and random_weights is not None:
@@ -136,6 +146,8 @@ def up(
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
+        slo_classes=(*DEFAULT_CLASSES, *(parse_class(each) for each in slo_class or ())),
+        default_slo_class=default_slo_class,
         api_keys=tuple(api_key or ()),
         random_weights=random_weights is not None,
     )

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kv_transfer.base import Direction
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
 from worker.policy_name import PolicyName
@@ -83,6 +84,10 @@ class ClusterConfig:
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
+    slo_classes: tuple[SloClass, ...] = DEFAULT_CLASSES
+    """What requests may name as their `slo_class`: targets, and what happens when they cannot be held."""
+    default_slo_class: str = BEST_EFFORT.name
+    """The class of requests that name none."""
     api_keys: tuple[str, ...] = ()
     """Keys clients may present; none = no key is asked for."""
     log_folder: Path | None = None
@@ -124,6 +129,8 @@ class ClusterConfig:
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
+        if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
+            raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
         check_ports(self.grpc_port, self.http_port)
         self._check_ray_address()
         for key in self.api_keys:

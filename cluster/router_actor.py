@@ -83,6 +83,7 @@ class RouterProcess:
 
     def _config(self, incarnation: int) -> "RouterConfig":
         from router.config import RouterConfig
+        from router.placement import Mode
 
         config = RouterConfig(
             router_id=f"router-{incarnation}",
@@ -91,6 +92,9 @@ class RouterProcess:
             controller_address=self.controller_address,
             token=self._token,
             api_keys=self._cluster.api_keys,
+            mode=Mode(self._cluster.mode),
+            slo_classes=self._cluster.slo_classes,
+            default_slo_class=self._cluster.default_slo_class,
             host=self._cluster.host,
             grpc_port=self._cluster.grpc_port,
             http_port=self._cluster.http_port,

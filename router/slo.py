@@ -35,7 +35,7 @@ class SloClass:
     overload: Overload = Overload.REJECT
 
     def __post_init__(self) -> None:
-        """InvalidArgument names the field and its limit."""
+        """InvalidArgument says what is wrong."""
         if not self.name:
             raise InvalidArgument("slo_classes", "has a class without a name; give it one")
         targets = (self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s)
@@ -80,3 +80,18 @@ def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
             raise InvalidArgument("slo_classes", f"has two classes named {each.name!r}; name each once")
         named[each.name] = each
     return named
+
+
+def parse_class(text: str) -> SloClass:
+    """From "NAME:TTFT_MS:ITL_MS[:PERCENT[:reject|degrade]]"; InvalidArgument says what is wrong."""
+    name, *values = text.split(":")
+    overload = Overload.REJECT
+    if values and values[-1] in list(Overload):
+        overload = Overload(values.pop())
+    try:
+        ttft_ms, itl_ms, *percent = (float(each) for each in values)
+    except ValueError:
+        percent = [0.0, 0.0]
+    if len(percent) > 1:
+        raise InvalidArgument("--slo-class", f"{text!r} is not NAME:TTFT_MS:ITL_MS[:PERCENT][:reject|degrade]")
+    return SloClass(name, ttft_ms / 1e3, itl_ms / 1e3, itl_percent=percent[0] if percent else 99.0, overload=overload)

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from router.config import RouterConfig
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass, parse_class
 from router.tenants import tenant_of, tenant_salt
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
@@ -107,6 +107,16 @@ def test_settings_that_cannot_be_are_named(tmp_path: Any, settings: dict[str, An
 def test_classes_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"^slo_classes: "):
         SloClass(**{"name": "x", **wrong})
+
+
+def test_classes_are_read_from_words() -> None:
+    assert parse_class("chat:500:40") == SloClass("chat", ttft_s=0.5, itl_s=0.04)
+    assert parse_class("chat:500:40:95:degrade") == SloClass(
+        "chat", ttft_s=0.5, itl_s=0.04, itl_percent=95, overload=Overload.DEGRADE
+    )
+    for wrong in ("chat", "chat:500", "chat:500:x", "chat:500:40:99:1", "chat:500:40:shed", ":500:40", "chat:0:40"):
+        with pytest.raises(InvalidArgument, match=r"^(--slo-class|slo_classes): "):
+            parse_class(wrong)
 
 
 class TestTenants:
