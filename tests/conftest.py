@@ -1,7 +1,11 @@
-"""Real clusters for tests: one at a time, on free ports, reused while the same settings are asked for."""
+"""Real clusters for tests: one at a time, on free ports, reused while the same settings are asked for.
+
+Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
+"""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,11 +14,15 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
 from cluster.launcher import Cluster
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 IDLE_WITHIN_S = 20.0
 """Longer than any lease and quarantine: what is not free by then never will be."""

@@ -1,9 +1,5 @@
-"""Kernels for each dtype, made once: starting them compiles or loads machine code.
+"""Kernels for each dtype, made once: starting them compiles or loads machine code."""
 
-Without a GPU, Triton's kernels run in its interpreter, which must be chosen before Triton is imported.
-"""
-
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +7,6 @@ import pytest
 import torch
 
 from engine.kernels.cpu import CpuKernels
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 DTYPES = [torch.float32, torch.bfloat16]
 
