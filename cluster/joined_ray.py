@@ -9,13 +9,15 @@ import sys
 from wire.address import host_and_port
 from wire.errors import FailedPrecondition, Unavailable
 
-ANY = "auto"
-"""The address of whichever Ray cluster this host belongs to."""
 CONNECT_S = 5.0
 """How long the first connection may take, in seconds; Ray itself would try for minutes."""
 
-# Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
-_ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
+_ENVIRONMENT = {
+    # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
+    # A token that is refused is said once, in words, not a line a second.
+    "RAY_BACKEND_LOG_LEVEL": "error",
+}
 
 
 class JoinedRay:
@@ -25,8 +27,8 @@ class JoinedRay:
     """Joined clusters compute on CPUs so far: see `ClusterConfig.ray_address`."""
 
     def __init__(self, address: str) -> None:
-        """`address` is host:port of the head's GCS, or `ANY`: then Ray's own variable comes first."""
-        self._address = (os.environ.get("RAY_ADDRESS") or ANY) if address == ANY else address
+        """`address` is host:port of the head's GCS, or `auto`: RAY_ADDRESS, else where `ray start` last joined."""
+        self._address = address
 
     def start(self, resources: dict[str, float], processes: int) -> None:
         """Join, and check that all nodes together offer `resources`; Ray starts `processes` as they are asked for.
@@ -35,13 +37,12 @@ class JoinedRay:
         few places.
         """
         os.environ.update(_ENVIRONMENT)
-        if self._address != ANY:
-            self._knock()
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
+        address = self._knock()
         try:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             raise Unavailable(
                 f"cannot join the Ray cluster at {self._address}: {error}; start a node of it on this host with "
@@ -65,13 +66,18 @@ class JoinedRay:
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
-    def _knock(self) -> None:
+    def _knock(self) -> str:
+        """The address as Ray knows it, where something listens."""
+        from ray._private.services import canonicalize_bootstrap_address
+
         try:
-            socket.create_connection(host_and_port(self._address), CONNECT_S).close()
+            address = str(canonicalize_bootstrap_address(self._address))
+            socket.create_connection(host_and_port(address), CONNECT_S).close()
         except OSError as error:
             raise Unavailable(
                 f"no Ray cluster answers at {self._address} ({error}); start one with `ray start --head`"
             ) from error
+        return address
 
     def _check_places(self, needed: dict[str, float]) -> None:
         import ray

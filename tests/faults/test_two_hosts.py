@@ -58,7 +58,8 @@ async def scenario(model: Path) -> None:
     async with two_hosts(model) as hosts:
         right = [stream.tokens for stream in await answers(hosts, [*QUESTIONS, LONG])]
         hosts_of = {name: worker.address.rpartition(":")[0] for name, worker in hosts.workers.items()}
-        assert hosts_of == {"decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
+        hosts_of["controller"] = hosts.controller_address.rpartition(":")[0]
+        assert hosts_of == {"controller": ADDRESSES[0], "decode-0": ADDRESSES[0], "prefill-0": ADDRESSES[1]}
         first = {name: worker.incarnation for name, worker in hosts.workers.items()}
         await hosts.wire.tell(delay_s=DELAY_S, loss=LOSS)
         for stream, tokens in zip(await answers(hosts, QUESTIONS), right, strict=False):

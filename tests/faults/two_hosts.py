@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.launcher import Endpoints
+from tests.ray_start import UP, head_address, ray_environment, ray_start
 from wire import rpc
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -29,8 +30,6 @@ HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
 """What UCX may use: left alone, it would find that both hosts share their memory."""
 START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 60.0
-OBJECT_STORE_BYTES = 80 << 20
-RAY_STARTED = "Ray runtime started"
 SETTINGS = {
     "model_name": "small",
     "dtype": "float32",
@@ -130,12 +129,13 @@ class TwoHosts:
     def __init__(self, wire: Process, endpoints: Endpoints) -> None:
         self.wire = wire
         self.router_address = endpoints.grpc
-        self._controller_address, self._token = endpoints.controller, endpoints.token
+        self.controller_address = endpoints.controller
+        self._token = endpoints.token
         self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
 
     async def look(self) -> None:
         """Learn who is registered now."""
-        async with rpc.open_channel(self._controller_address, self._token) as channel:
+        async with rpc.open_channel(self.controller_address, self._token) as channel:
             watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=10)
             membership = await watch.read()
             assert isinstance(membership, cluster_pb2.Membership)
@@ -161,28 +161,15 @@ class TwoHosts:
                 await asyncio.sleep(0.1)
 
 
-def ray_environment(device: str, token: str) -> dict[str, str]:
-    """Of a Ray node, and of all workers on it, behind one end of the wire."""
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": token,
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",
-        "UCX_TLS": WIRES,
-        "UCX_NET_DEVICES": device,
-    }
-
-
-async def ray_node(*prefix: str, options: dict[str, str], folder: Path, env: dict[str, str]) -> Process:
-    """`ray start` under `prefix`; returns when the node is up. It ends when terminated."""
-    await asyncio.to_thread(folder.mkdir)
-    own = {"temp-dir": str(folder), "object-store-memory": str(OBJECT_STORE_BYTES), "num-cpus": "0"}
-    arguments = [f"--{name}={value}" if value else f"--{name}" for name, value in {**own, **options}.items()]
-    node = await Process.start(
-        *prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments, **env
-    )
-    while RAY_STARTED not in await node.line():
-        pass
+async def ray_node(command: list[str], **env: str) -> Process:
+    """The node that `command` starts, once it is up."""
+    node = await Process.start(*command, **env)
+    try:
+        while UP not in await node.line():
+            pass
+    except BaseException:
+        await node.terminate()
+        raise
     return node
 
 
@@ -194,20 +181,15 @@ async def two_hosts(model: Path) -> AsyncIterator[TwoHosts]:
         wire = await Process.start(sys.executable, str(ROOT / "tests/faults/wire.py"), there, HERE, THERE)
         stack.push_async_callback(wire.stop)
         assert await wire.line() == "up\n"
-        token = secrets.token_hex(32)
-        here = ray_environment(HERE, token)
-        options = {"head": "", "port": "0", "node-ip-address": ADDRESSES[0], "resources": '{"decode": 1}'}
-        head = await ray_node(options={**options, "include-dashboard": "false"}, folder=folder / "here", env=here)
+        everywhere = {"UCX_TLS": WIRES, **ray_environment(secrets.token_hex(32))}
+        near, far = ({**everywhere, "UCX_NET_DEVICES": end} for end in (HERE, THERE))
+        head = await ray_node(ray_start(folder / "here", ADDRESSES[0], '{"decode": 1}'), **near)
         stack.push_async_callback(head.terminate)
-        address = (folder / "here/ray_current_cluster").read_text().strip()
-        beyond = await ray_node(
-            *("ip", "netns", "exec", there),
-            options={"address": address, "node-ip-address": ADDRESSES[1], "resources": '{"prefill": 1}'},
-            folder=folder / "there",
-            env=ray_environment(THERE, token),
-        )
+        address = head_address(folder / "here")
+        node = ray_start(folder / "there", ADDRESSES[1], '{"prefill": 1}', head=address)
+        beyond = await ray_node(["ip", "netns", "exec", there, *node], **far)
         stack.push_async_callback(beyond.terminate)
-        cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **here)
+        cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **near)
         stack.push_async_callback(cluster.stop)
         places = {"model": str(model), "log_folder": str(folder / "logs"), "ray_address": address}
         hosts = TwoHosts(wire, Endpoints(**json.loads(await cluster.tell(**SETTINGS, **places))))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.address import address_of, is_loopback
+from wire.address import address_of, host_and_port, is_loopback
 
 
 @pytest.mark.parametrize(
@@ -10,6 +10,7 @@ from wire.address import address_of, is_loopback
 )
 def test_ipv6_is_in_brackets(host: str, text: str) -> None:
     assert address_of(host, 80) == text
+    assert host_and_port(text) == (host, 80)
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_two_incarnations_share_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "not there yet" / "decode-0.log"
     for _ in range(2):
-        done = run(str(tmp_path / "decode-0.log"))
+        done = run(str(file))
         assert done.stdout == done.stderr == ""
-    text = (tmp_path / "decode-0.log").read_text()
+    text = file.read_text()
     for line in (" INFO router.server: serves\n", "a native word\n", "a print\n"):
         assert text.count(line) == 2
-    assert (tmp_path / "decode-0.log").stat().st_mode & 0o777 == 0o600
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_file_the_log_goes_to_stderr() -> None:

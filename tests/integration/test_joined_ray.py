@@ -1,0 +1,131 @@
+"""`tandem up` on a Ray cluster that was there before: it joins, answers, and gives its places back at any end."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.ray_start import UP as RAY_UP
+from tests.ray_start import head_address, ray_environment, ray_start
+
+UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
+ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
+GONE_WITHIN_S = 30.0
+
+
+class Head:
+    """A Ray of one node with a place for a worker of each role, on loopback."""
+
+    def __init__(self, process: subprocess.Popen[str], env: dict[str, str], address: str) -> None:
+        self.process = process
+        self.env = env
+        self.address = address
+
+    def actors(self) -> list[str]:
+        """Tandem's processes on it."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                found += [name for name in ACTORS if "".join(process.cmdline()[:1]).startswith(name)]
+            except psutil.NoSuchProcess:
+                continue
+        return sorted(found)
+
+    def assert_empty_soon(self) -> None:
+        give_up = time.monotonic() + GONE_WITHIN_S
+        while left := self.actors():
+            assert time.monotonic() < give_up, left
+            time.sleep(0.1)
+        assert self.process.poll() is None, "Ray went along"
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """With a name short enough for Ray's sockets."""
+    path = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def head(folder: Path) -> Iterator[Head]:
+    env = {
+        **os.environ,
+        "TMPDIR": str(folder),
+        "TANDEM_STATE_DIR": str(folder / "state"),
+        **ray_environment(secrets.token_hex(32)),
+        # Keeps Ray on loopback, although that is no address for a cluster.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = ray_start(folder / "ray", "127.0.0.1", '{"prefill": 1, "decode": 1}')
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    try:
+        read_until(process, RAY_UP)
+        yield Head(process, env, head_address(folder / "ray"))
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.fixture
+def up(head: Head, model_folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts `tandem up`; whatever is left of it at the end is killed."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen([*UP, *arguments], env={**head.env, **env}, text=True, **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> str:
+    assert process.stdout is not None
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if words in line:
+            return seen
+    raise AssertionError(f"{words!r} never came: {seen}")
+
+
+@pytest.mark.timeout(240)
+def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Popen[str]], folder: Path) -> None:
+    first = up("--address", "auto", RAY_ADDRESS=head.address)
+    read_until(first, "Ctrl-C stops it")
+    assert head.actors() == [*ACTORS, ACTORS[-1]]
+    first.send_signal(signal.SIGKILL)
+    head.assert_empty_soon()
+
+    second = up("--address", head.address, "--prompt", "Say hello.", "--max-tokens", "8", "--once")
+    out, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, out
+    assert "is served at" in out
+    head.assert_empty_soon()
+    assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
+
+
+@pytest.mark.timeout(120)
+def test_too_few_places_are_told(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--address", head.address, "--prefill", "2")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert f"error: the Ray cluster at {head.address} has 1 places for prefill workers, 2 are asked for" in out
+    assert head.actors() == []

@@ -1,0 +1,50 @@
+"""A Ray node for tests, as an administrator would start it: small, with a token, nothing of Tandem in it."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+OBJECT_STORE_BYTES = 80 << 20
+UP = "block forever"
+"""In the line that says that the node is up."""
+
+
+def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> list[str]:
+    """The command of a node that offers `places` (JSON) and joins `head`, or is one. It ends when terminated.
+
+    `folder` has a short name, since Ray's sockets lie in it.
+    """
+    joining = [f"--address={head}"] if head else ["--head", "--port=0", "--include-dashboard=false"]
+    if not head:
+        joining.append(f"--ray-client-server-port={free_port()}")  # it cannot be left out, and has a fixed default
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *joining),
+        f"--temp-dir={folder}",
+        f"--node-ip-address={node_address}",
+        f"--resources={places}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--num-cpus=0",
+    ]
+
+
+def ray_environment(token: str) -> dict[str, str]:
+    """Of a node and of all workers on it."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+    }
+
+
+def head_address(folder: Path) -> str:
+    """Where the head that has `folder` is joined, once it is up."""
+    return (folder / "ray_current_cluster").read_text().strip()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,36 @@
+"""A Ray cluster that is not there, or too small, is told in a sentence before anything starts."""
+
+import socket
+
+import pytest
+
+from cluster.joined_ray import JoinedRay
+from wire.errors import FailedPrecondition, Unavailable
+
+
+def test_a_silent_address_is_told_at_once() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # it does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(Unavailable, match=f"no Ray cluster answers at {address} .*ray start --head"):
+            JoinedRay(address).start({}, processes=1)
+
+
+def test_what_ray_remembers_may_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(Unavailable, match=r"no Ray cluster answers at auto .*refused"):
+            JoinedRay("auto").start({}, processes=1)
+
+
+@pytest.mark.parametrize(("decode", "enough"), [(2.0, True), (1.0, False), (None, False)])
+def test_places_are_counted(*, decode: float | None, enough: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = {"prefill": 1.0} | ({} if decode is None else {"decode": decode})
+    monkeypatch.setattr("ray.cluster_resources", lambda: offered)
+    node = JoinedRay("head:6379")
+    if enough:
+        node._check_places({"prefill": 1.0, "decode": 2.0})
+        return
+    with pytest.raises(FailedPrecondition, match=r"head:6379 has [01] places for decode workers, 2 are asked for"):
+        node._check_places({"prefill": 1.0, "decode": 2.0})
