@@ -2,12 +2,14 @@
 
 A fleet whose prefix caches hold a million pages, and requests that come one after the other, each placed by predicted
 cost with its bookings, while those before it end. The time of a request holds all that the router does to place it
-but the tokenizer, the naming of its pages (which threads do) and the two calls to the workers.
+but the tokenizer, the naming of its pages (which threads do) and the two calls to the workers. It is time of the CPU:
+what else runs on the machine does not count.
 
 The last line is one JSON object: µs a request, and that as a part of one decode step of an 8B model.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -122,11 +124,13 @@ def measure(plan: Plan) -> dict[str, object]:
     fleet, held = make_fleet(plan, dice)
     needs = make_needs(plan, held, dice)
     placer = Placer(plan, fleet)
+    gc.collect()
+    gc.freeze()  # the load and the index stay: to look for garbage among them is no part of a placement
     seconds, placed = [], 0
     for number, need in enumerate(needs):
-        started = time.perf_counter()
+        started = time.thread_time()
         placed += placer.place(f"request-{number}", need)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.thread_time() - started)
         if number % (plan.workers // 2) == 0:
             placer.computed()
     step_s = StepCost(COSTS).decode_step_seconds(RUNNING, RUNNING * (PROMPT_TOKENS + ANSWER_TOKENS // 2))

@@ -58,10 +58,10 @@ class CostPlacement(Placement):
         )
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
-        match = fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
+        match = _match(need, fleet)
         workers = _first(fleet.prefills, lambda worker: can_prefill(worker, need), 1)
         workers += [each for each in _holders(fleet, match, 1) if each not in workers and can_prefill(each, need)]
-        prompts = [PromptForecast(each, need.prompt_tokens, _held(each, match)) for each in workers]
+        prompts = _prompts(need, workers, match)
         if not prompts:
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
@@ -71,25 +71,33 @@ class CostPlacement(Placement):
         self._answer += _ANSWER_PART * (tokens - self._answer)
 
     def _cheapest(self, need: Need, fleet: Fleet, takes_prompt: _Takes, takes_answer: _Takes) -> Pair | None:
+        if self._mode is Mode.COLOCATED and fleet.colocates and need.decodes:
+            return self._cheapest_alone(need, fleet, lambda worker: takes_answer(worker) and takes_prompt(worker))
         prefills = _first(fleet.prefills, takes_prompt, self._best)
         if not prefills:
             return None
         decodes = _first(fleet.decodes, takes_answer, self._best) if need.decodes else []
         if need.decodes and not decodes:
             return None
-        match = fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
+        match = _match(need, fleet)
         for worker in _holders(fleet, match, self._hits):
             if worker not in prefills and takes_prompt(worker):
                 prefills.append(worker)
             if need.decodes and worker not in decodes and takes_answer(worker):
                 decodes.append(worker)
-        if self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1:
+        if self._mode is Mode.ADAPTIVE or len(fleet.live) == 1:
             prefills += [worker for worker in decodes if worker not in prefills and takes_prompt(worker)]
-        late_s = need.slo.ttft_s - need.waited_s
-        prompts = [PromptForecast(each, need.prompt_tokens, _held(each, match), late_s) for each in prefills]
+        prompts = _prompts(need, prefills, match)
         if not need.decodes:
-            return _alone(prompts)
+            return _without_answer(prompts)
         return self._pair(need, fleet, prompts, self._answers(need, decodes, match))
+
+    def _cheapest_alone(self, need: Need, fleet: Fleet, takes: _Takes) -> Pair | None:
+        """One worker for it all."""
+        match = _match(need, fleet)
+        workers = _first(fleet.decodes, takes, self._best)
+        workers += [each for each in _holders(fleet, match, self._hits) if each not in workers and takes(each)]
+        return self._pair(need, fleet, _prompts(need, workers, match), self._answers(need, workers, match))
 
     def _answers(self, need: Need, decodes: list[WorkerBooks], match: PrefixMatch) -> list[AnswerForecast]:
         longest = need.kv_tokens + 1 - need.prompt_tokens
@@ -136,6 +144,15 @@ class CostPlacement(Placement):
         return not fleet.colocates, True
 
 
+def _match(need: Need, fleet: Fleet) -> PrefixMatch:
+    return fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
+
+
+def _prompts(need: Need, workers: Iterable[WorkerBooks], match: PrefixMatch) -> list[PromptForecast]:
+    late_s = need.slo.ttft_s - need.waited_s
+    return [PromptForecast(each, need.prompt_tokens, _held(each, match), late_s) for each in workers]
+
+
 def _first(ranking: Iterable[WorkerBooks], takes: _Takes, count: int) -> list[WorkerBooks]:
     found: list[WorkerBooks] = []
     for worker in islice(ranking, _LOOK):
@@ -165,7 +182,7 @@ def _exposed(prompt: PromptForecast, whole_s: float, missing: int) -> float:
     return last_s if last_s > rest_s else rest_s
 
 
-def _alone(prompts: list[PromptForecast]) -> Pair:
+def _without_answer(prompts: list[PromptForecast]) -> Pair:
     """A prompt whose first token is the last."""
     first, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
     runner_up_s = others[0].cost_s if others else math.inf

@@ -105,18 +105,15 @@ def takes_prefill(worker: WorkerBooks, need: Need, steps_ahead: int) -> bool:
 
 def can_prefill(worker: WorkerBooks, need: Need) -> bool:
     """Whether it could take the prompt if nothing else were there."""
-    return worker.prefills and not worker.refusing and _fits(need.prompt_tokens, worker, worker.pages_total)
+    fits = pages_for(need.prompt_tokens, worker.page_tokens) <= worker.pages_total
+    return fits and worker.prefills and not worker.refusing
 
 
 def takes_decode(worker: WorkerBooks, need: Need) -> bool:
     """Whether there is room for the answer, in the batch and in pages."""
-    free = worker.pages_total - worker.pages_used
     room = worker.decode_requests < worker.max_batch_requests
-    return room and worker.decodes and _fits(need.kv_tokens, worker, free) and not worker.refusing
-
-
-def _fits(tokens: int, worker: WorkerBooks, pages: int) -> bool:
-    return pages_for(tokens, worker.page_tokens) <= pages
+    fits = pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total - worker.pages_used
+    return room and fits and worker.decodes and not worker.refusing
 
 
 class LeastLoaded(Placement):

@@ -83,11 +83,11 @@ def _broken_by_prompts(worker: WorkerBooks, gap_s: float, steps: int) -> int:
     among those of late, of which a target at a percentile bears some.
     """
     share = (worker.long_steps + steps) * worker.step_s / worker.long_window_s
-    return sum(
-        count
-        for slo, count in worker.slo_counts.items()
-        if gap_s > slo.worst_gap_s or (gap_s > slo.gap_target(worker.idle_step_s) and share > slo.gaps_allowed)
-    )
+    broken = 0
+    for load in worker.slo_loads.values():
+        if gap_s > load.worst_s or (gap_s > load.gap_s and share > load.allowed):
+            broken += load.count
+    return broken
 
 
 def _broken_by_answer(worker: WorkerBooks, step_s: float) -> int:
@@ -95,7 +95,7 @@ def _broken_by_answer(worker: WorkerBooks, step_s: float) -> int:
     rather there than where nobody's is.
     """
     broken = 0
-    for slo, count in worker.slo_counts.items():
-        if worker.step_s <= min(slo.gap_target(worker.idle_step_s), slo.worst_gap_s) < step_s:
-            broken += count
+    for load in worker.slo_loads.values():
+        if worker.step_s <= load.target_s < step_s:
+            broken += load.count
     return broken

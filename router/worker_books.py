@@ -49,6 +49,20 @@ class PromptWork:
 _COMPUTED = PromptWork(0)
 
 
+class SloLoad:
+    """The answers of one class at one worker: how many, and what they were promised between tokens there."""
+
+    __slots__ = ("allowed", "count", "gap_s", "target_s", "worst_s")
+
+    def __init__(self, slo: SloClass, count: int, idle_step_s: float) -> None:
+        self.count = count
+        self.gap_s = slo.gap_target(idle_step_s)
+        """At the class's percentile; `allowed` is the part of the gaps that may be longer."""
+        self.allowed = slo.gaps_allowed
+        self.worst_s = slo.worst_gap_s
+        self.target_s = min(self.gap_s, self.worst_s)
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerWork:
     """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts."""
@@ -76,8 +90,8 @@ class WorkerBooks:
         self.cost = StepCost()
         self.transfer = TransferCost()
         """Of KV pages that come to this worker."""
-        self.slo_counts: dict[SloClass, int] = {}
-        """How many answers of each class were placed there for decoding."""
+        self.slo_loads: dict[SloClass, SloLoad] = {}
+        """The answers that were placed there for decoding."""
         self.tightest_s = math.inf
         """The smallest target between tokens among them, in seconds."""
         self._clock = clock
@@ -124,8 +138,11 @@ class WorkerBooks:
         self._answers[request_id] = work
         self._pages += work.pages
         self._context += work.context
-        self.slo_counts[work.slo] = self.slo_counts.get(work.slo, 0) + 1
-        self.tightest_s = min(self.tightest_s, self._gap_target(work.slo))
+        slo_load = self.slo_loads.get(work.slo)
+        if slo_load is None:
+            slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, 0, self.idle_step_s)
+            self.tightest_s = min(self.tightest_s, slo_load.target_s)
+        slo_load.count += 1
         self._settle_answers()
 
     def unbook_decode(self, request_id: str) -> None:
@@ -135,10 +152,11 @@ class WorkerBooks:
             return
         self._pages -= work.pages
         self._context -= work.context
-        self.slo_counts[work.slo] -= 1
-        if not self.slo_counts[work.slo]:
-            del self.slo_counts[work.slo]
-            self._settle_targets()
+        slo_load = self.slo_loads[work.slo]
+        slo_load.count -= 1
+        if not slo_load.count:
+            del self.slo_loads[work.slo]
+            self._settle_tightest()
         if self._load is not None:
             self._load = None  # the last report still counts these pages
             self._settle_prompts()
@@ -221,15 +239,13 @@ class WorkerBooks:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
-        self._settle_targets()
+        self.slo_loads = {slo: SloLoad(slo, old.count, self.idle_step_s) for slo, old in self.slo_loads.items()}
+        self._settle_tightest()
         self._settle_prompts()
         self._settle_answers()
 
-    def _settle_targets(self) -> None:
-        self.tightest_s = min((self._gap_target(slo) for slo in self.slo_counts), default=math.inf)
-
-    def _gap_target(self, slo: SloClass) -> float:
-        return min(slo.gap_target(self.idle_step_s), slo.worst_gap_s)
+    def _settle_tightest(self) -> None:
+        self.tightest_s = min((slo_load.target_s for slo_load in self.slo_loads.values()), default=math.inf)
 
     def _settle_prompts(self) -> None:
         load, tokens = self._load, self._tokens

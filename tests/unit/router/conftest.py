@@ -83,7 +83,7 @@ class Cluster:
         for link in dispatcher.pool.links:
             assert link.books.idle
             assert len(link.leases) == 0
-            assert not link.books.slo_counts
+            assert not link.books.slo_loads
         assert not dispatcher._by_client_id
         assert dispatcher.waiting == 0
 

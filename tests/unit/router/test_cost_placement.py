@@ -133,6 +133,15 @@ class TestModes:
         at.prompt("b", 4000)
         assert CostPlacement(Mode.COLOCATED).choose(need(2000), at.fleet) is None
 
+    def test_colocated_finds_the_one_worker_that_has_room_for_both(self, at: TestFleet) -> None:
+        for number in range(6):
+            at.add(f"b{number}", Role.BOTH, **BIG)
+            at.answers(f"b{number}", number)
+            if number != 5:
+                at.prompt(f"b{number}", 5000)
+        at.prompt("b", 5000)
+        assert names(placed(at, need(2000), Mode.COLOCATED)) == ("b5", "b5")
+
     def test_adaptive_takes_a_short_prompt_to_an_idle_decode_worker(self, at: TestFleet) -> None:
         """No transfer, and nobody there to be kept waiting."""
         at.fleet.learn_transfer(at.workers["b"], TransferStats(2**24, 8, "UCX", 10**7))

@@ -112,4 +112,4 @@ def test_books_are_empty_when_all_is_over(at: TestFleet) -> None:
     worker.unbook_decode("answer-1")
     worker.unbook_decode("answer-1")
     assert worker.idle
-    assert (worker.prefill_pairs, worker.decode_context, worker.slo_counts) == (0, 0, {})
+    assert (worker.prefill_pairs, worker.decode_context, worker.slo_loads) == (0, 0, {})
