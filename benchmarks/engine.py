@@ -9,6 +9,8 @@ The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `
 faster the engine is. These are float32's; bfloat16's have the suffix `_bf16`.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import statistics
@@ -16,11 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.bandwidth import read_bandwidth
-from benchmarks.peer_transformers import Prompts, TransformersPeer
 from benchmarks.results import run_facts, save_result
 from cli.default_model import NAME, find_default_model
 from engine.batch import Draw, StepBatch, StepRow
@@ -29,6 +31,9 @@ from engine.kernels.cpu_pool import usable_cores
 from engine.model_runner import ModelRunner
 from engine.weights.gguf import prepare_model
 from wire.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from benchmarks.peer_transformers import Prompts, TransformersPeer
 
 _DTYPES = ("float32", "bfloat16")
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -154,6 +159,8 @@ def _prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
 def measure(folder: Path, dtype: str, threads: int, settings: Settings) -> tuple[list[Comparison], float]:
     """Load both sides and compare them → the comparisons and the read bandwidth in GB/s."""
     engine = Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
+    from benchmarks.peer_transformers import TransformersPeer  # here, as GPUs' start is measured without it
+
     peer = TransformersPeer(folder, dtype, threads)
     bandwidth = read_bandwidth(threads)
     compared = compare(engine, peer, settings)

@@ -23,6 +23,7 @@ from engine.config import EngineConfig
 from engine.kernels.base import AttentionShape
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_launch import overlaps_launches
+from engine.layers.attention import attention_shape
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
 
@@ -30,7 +31,6 @@ BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
-_ATTENTION = AttentionShape(heads=32, kv_heads=8, head_dim=128, scale=128**-0.5)
 _PAGE_TOKENS = 128
 _STEP_TOKENS = 16384
 
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> None:
         matrix = matrix_rate()
         print(f"matrix {matrix / 1e12:.0f} TFLOP/s", flush=True)
         result |= {"matrix_tflops": round(matrix / 1e12, 1)} | _prefill(engine, matrix)
+        attention = attention_shape(engine.shape, 0)
         del engine, cache
         gc.collect()
         torch.cuda.empty_cache()
-        result |= _attention(copy)
+        result |= _attention(attention, copy)
         if arguments.eager:
             result |= _without_graphs(config, result)
     result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
@@ -113,12 +114,12 @@ def _prefill(engine: GpuEngine, matrix: float) -> Figures:
     return found
 
 
-def _attention(copy: float) -> Figures:
-    """Decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
+def _attention(shape: AttentionShape, copy: float) -> Figures:
+    """The model's decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
     found: Figures = {}
     for rows, tokens in ATTENTIONS:
-        seconds = _attention_seconds(rows, tokens)
-        share = 2 * rows * tokens * _ATTENTION.kv_heads * _ATTENTION.head_dim * 2 / seconds / copy
+        seconds = _attention_seconds(shape, rows, tokens)
+        share = 2 * rows * tokens * shape.kv_heads * shape.head_dim * 2 / seconds / copy
         found |= {
             f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
             f"attention_us_{rows}x{tokens}": seconds * 1e6,
@@ -127,9 +128,9 @@ def _attention(copy: float) -> Figures:
     return found
 
 
-def _attention_seconds(rows: int, tokens: int) -> float:
+def _attention_seconds(shape: AttentionShape, rows: int, tokens: int) -> float:
     """Device seconds of one layer's decode attention of `rows` rows with `tokens` tokens each."""
-    device, shape = torch.device("cuda"), _ATTENTION
+    device = torch.device("cuda")
     width = -(-tokens // _PAGE_TOKENS)
     page_bytes = 2 * shape.kv_heads * _PAGE_TOKENS * shape.head_dim * 2
     layers = max(2, min(16, (1 << 30) // (rows * width * page_bytes)))

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "transformers", "numba", "nixl", "ray", "grpcio")
+_PACKAGES = (
+    "torch", "triton", "flash-attn-4", "quack-kernels", "transformers", "numba", "nixl", "ray", "grpcio"
+)  # fmt: skip
 
 
 def run_facts(device: str) -> dict[str, object]:
@@ -42,7 +44,8 @@ def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS)
 def _hardware(device: str) -> dict[str, object]:
     facts: dict[str, object] = {"name": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "arch": platform.machine()}
     if device.startswith("cuda"):
-        facts |= {"cpu": facts["name"], "name": torch.cuda.get_device_name(device)}
+        name, driver = torch.cuda.get_device_name(device), _driver()
+        facts |= {"cpu": facts["name"], "name": name, "gpus": torch.cuda.device_count(), "driver": driver}
     facts["capability"] = torch.backends.cpu.get_cpu_capability()
     return facts
 
@@ -54,6 +57,16 @@ def _cpu_name() -> str:
         return platform.processor() or platform.machine()
     found = re.search(r"^model name\s*:\s*(.+)$", listed, re.MULTILINE)
     return found[1].strip() if found else platform.machine()
+
+
+def _driver() -> str:
+    """Of NVIDIA's GPUs; empty if it does not say."""
+    try:
+        listed = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", listed)
+    return found[1] if found else ""
 
 
 def _versions() -> dict[str, str]:

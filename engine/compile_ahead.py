@@ -31,6 +31,6 @@ def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
         for name, done in [(name, pool.submit(run, trial)) for name, trial in trials.items()]:
             error = done.exception()
             if error is not None:
-                log.info("%s was not compiled ahead: %s", name, error)
+                log.warning("%s was not compiled ahead: %s", name, error)
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cuda_graphs import DecodeGraphs
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
-from engine.step_packer import StepPacker, unpack
+from engine.step_packer import StepPacker, StepSizes, unpack
 from engine.token_draws import DrawMemory, TokenDraws
 
 _WORDS_AT_FIRST = 1 << 16
@@ -50,13 +50,14 @@ class CudaStepper:
         """See `ModelRunner.launch`."""
         # Triton and graphs go by the thread's current device, and steps have a thread of their own.
         torch.cuda.set_device(self._drawn.device)
+        sizes = self._packer.sizes(batch)  # before anything changes: a malformed batch is refused here
         draws = [row.draw for row in batch.rows if row.draw is not None]
         sources = [row.source for row in batch.rows if row.draw is not None]
         memory = self._memory[0]
         self._memory.reverse()
         memory.done.synchronize()
         late = self.draws.late_tokens(draws, [None if row is None else self._draw_of_row[row] for row in sources])
-        logits, greedy_is_drawn = self._compute(batch, memory)
+        logits, greedy_is_drawn = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:
             read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
@@ -76,13 +77,12 @@ class CudaStepper:
         torch.cuda.set_device(self._drawn.device)
         torch.cuda.synchronize()
         self._draw_of_row = []
-        logits, _ = self._compute(batch, self._memory[0])
+        logits, _ = self._compute(batch, self._packer.sizes(batch), self._memory[0])
         torch.cuda.synchronize()
         return logits
 
-    def _compute(self, batch: StepBatch, memory: _HostMemory) -> tuple[Tensor | None, bool]:
+    def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
-        sizes = self._packer.sizes(batch)
         graph = self.graphs.fitting(batch)
         if graph is not None:
             words = memory.reserve(graph.sizes.words)

@@ -43,9 +43,11 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
         # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
-        libraries = ThreadPoolExecutor(1, thread_name_prefix="libraries")
+        libraries = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(device,))
         self._prefill_soon = libraries.submit(_choose_prefill, model, device, dtype, page_tokens, self._pdl)
-        self._gated_soon = libraries.submit(choose_gated_product, device, dtype, model.hidden_size, pdl=self._pdl)
+        self._gated_soon = libraries.submit(
+            choose_gated_product, device, dtype, model.hidden_size, model.intermediate_size, pdl=self._pdl
+        )
         libraries.shutdown(wait=False)
 
     @cached_property
@@ -126,6 +128,12 @@ class CudaKernels(Kernels):
         if shape not in self._decode:
             self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl, early=True)
         return self._decode[shape]
+
+
+def _use(device: torch.device) -> None:
+    """The thread's current device, which is another one than its starter's unless it is told."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _choose_prefill(

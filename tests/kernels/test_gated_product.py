@@ -6,7 +6,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.base import Linear
-from engine.kernels.gated_product import FUSED_TOKENS, FusedGated, PlainGated, choose_gated_product
+from engine.kernels.gated_product import (
+    FUSED_TOKENS,
+    NARROW,
+    NARROW_FUSED_TOKENS,
+    FusedGated,
+    PlainGated,
+    choose_gated_product,
+)
 from engine.kernels.triton_launch import overlaps_launches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +51,7 @@ def test_error_is_at_most_twice_pytorchs(tokens: int, hidden: int, intermediate:
     gate, up = _halves(F.linear(x, weight))
     baseline = F.silu(gate) * up
 
-    ours = choose_gated_product(DEVICE, dtype, hidden, pdl=PDL)(x, Linear(weight))
+    ours = choose_gated_product(DEVICE, dtype, hidden, intermediate, pdl=PDL)(x, Linear(weight))
 
     assert ours.shape == exact.shape
     assert ours.dtype == dtype
@@ -56,25 +63,26 @@ def test_a_bias_is_added_before_the_activation() -> None:
     bias = torch.randn(len(weight), device=DEVICE).to(torch.float16)
     gate, up = _halves(F.linear(x.double(), weight.double(), bias.double()))
 
-    ours = choose_gated_product(DEVICE, torch.float16, SHAPES[0][0], pdl=PDL)(x, Linear(weight, bias))
+    ours = choose_gated_product(DEVICE, torch.float16, *SHAPES[0], pdl=PDL)(x, Linear(weight, bias))
 
     torch.testing.assert_close(ours.double(), F.silu(gate) * up, rtol=1e-2, atol=1e-2)
 
 
 def test_the_cpu_takes_the_plain_path() -> None:
-    assert isinstance(choose_gated_product(torch.device("cpu"), torch.bfloat16, 64, pdl=False), PlainGated)
+    assert isinstance(choose_gated_product(torch.device("cpu"), torch.bfloat16, 64, 48, pdl=False), PlainGated)
 
 
 @pytest.mark.skipif(not _ON_GPU, reason="needs a CUDA GPU")
 def test_long_prompts_take_the_fused_path() -> None:
     pytest.importorskip("quack.gemm_interface")
-    assert isinstance(choose_gated_product(DEVICE, torch.bfloat16, 1024, pdl=PDL), FusedGated)
-    x, weight = _inputs(FUSED_TOKENS, 1024, 3072, torch.bfloat16)
-    assert FusedGated(_Never())(x, Linear(weight)).shape == (FUSED_TOKENS, 3072)
-    with pytest.raises(AssertionError):
-        FusedGated(_Never())(x[:-1], Linear(weight))
+    assert isinstance(choose_gated_product(DEVICE, torch.bfloat16, 1024, 3072, pdl=PDL), FusedGated)
+    for hidden, tokens in ((1024, NARROW_FUSED_TOKENS), (NARROW, FUSED_TOKENS)):
+        x, weight = _inputs(tokens, hidden, 3072, torch.bfloat16)
+        assert FusedGated(_Never())(x, Linear(weight)).shape == (tokens, 3072)
+        with pytest.raises(AssertionError):
+            FusedGated(_Never())(x[:-1], Linear(weight))
 
 
 @pytest.mark.skipif(not _ON_GPU, reason="needs a CUDA GPU")
 def test_float32_takes_the_plain_path() -> None:
-    assert isinstance(choose_gated_product(DEVICE, torch.float32, 1024, pdl=PDL), PlainGated)
+    assert isinstance(choose_gated_product(DEVICE, torch.float32, 1024, 3072, pdl=PDL), PlainGated)
