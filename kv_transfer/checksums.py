@@ -13,6 +13,7 @@ import logging
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -58,6 +59,7 @@ class PageChecks:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._gate = threading.Lock()
         self._started = self._closed = False
+        self._busy_since: float | None = None
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """For the handshake: peers must choose the same pages and sum them alike."""
@@ -113,6 +115,12 @@ class PageChecks:
 
         self._put(work)
 
+    @property
+    def busy_s(self) -> float:
+        """How long the sum that is being made has taken so far, in seconds; 0 when none is."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
+
     def close(self) -> None:
         """What was asked for before is summed still, and not waited for; what comes later is refused. Idempotent."""
         with self._gate:
@@ -134,10 +142,13 @@ class PageChecks:
 
     def _run(self) -> None:
         for work in iter(self._work.get, None):
+            self._busy_since = time.monotonic()
             try:
                 work()
             except Exception:
                 log.exception("pages are checked in spite of an error")
+            finally:
+                self._busy_since = None
 
 
 def _difference(mine: Sequence[PageChecksum], told: Sequence[PageChecksum]) -> str:

@@ -78,11 +78,14 @@ class Wires:
 
 
 def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
-    """What to tell people of a `wire` that is TCP where a faster one should be there; "" = nothing.
+    """What to tell people of a `wire` that is TCP where a faster one should be there, or that is not known though pages
+    are on a GPU; "" = nothing.
 
     `way`: where pages go, e.g. `go to decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either
     are in GPU memory.
     """
+    if not wire and on_gpu:
+        return f"KV pages {way} by a wire that UCX does not name: it may be TCP; unset UCX_LOG_FILE and UCX_LOG_LEVEL"
     if not _has_tcp(wire) or not (near or on_gpu):
         return ""
     if near and on_gpu:

@@ -1,4 +1,4 @@
-"""What a worker looks after beside its steps: leases that end, a step that is stuck, a pool that must be sound."""
+"""What a worker looks after beside its steps: leases that end, a device that is stuck, a pool that must be sound."""
 
 import asyncio
 import logging
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from decode_worker.admission import DecodeAdmission
 from engine.cache.prefix_cache import PrefixCache
+from kv_transfer.checksums import PageChecks
 from wire.errors import DeadlineExceeded, Internal
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
@@ -25,6 +26,7 @@ class Caretaker:
         loop: StepLoop,
         admission: DecodeAdmission,
         cache: PrefixCache,
+        checks: PageChecks,
         open_requests: Callable[[], int],
         on_stuck: Callable[[BaseException], None],
     ) -> None:
@@ -33,6 +35,7 @@ class Caretaker:
         self._loop = loop
         self._admission = admission
         self._cache = cache
+        self._checks = checks
         self._open_requests = open_requests
         self._on_stuck = on_stuck
         self._steps_checked = 0
@@ -52,13 +55,19 @@ class Caretaker:
         while True:
             await asyncio.sleep(self._period_s)
             try:
-                if self._loop.give_up_stuck():
-                    self._on_stuck(DeadlineExceeded(f"a step did not end within {self._step_deadline_s:g} s"))
+                if stuck := self._stuck():
+                    self._on_stuck(DeadlineExceeded(f"{stuck} did not end within {self._step_deadline_s:g} s"))
                     return
                 self._admission.expire()
                 await self._check_when_idle()
             except Exception:
                 log.exception("leases and pages are looked after in spite of an error")
+
+    def _stuck(self) -> str:
+        """What the device does not come back from; "" = nothing."""
+        if self._loop.give_up_stuck():
+            return "a step"
+        return "a checksum" if self._checks.busy_s > self._step_deadline_s else ""
 
     async def _check_when_idle(self) -> None:
         """Not on the event loop, and never while the engine needs the pool."""

@@ -7,13 +7,15 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from wire.errors import TandemError
+from wire.errors import DeadlineExceeded, Unavailable
 from wire.messages import Destination, Lease, PeerRef
 
 log = logging.getLogger(__name__)
 
 MOST_LEASES = 1024
 """Of one call; more wait for the next."""
+MOST_WAITING = 16 * MOST_LEASES
+"""Of one peer that cannot be reached; older ones are forgotten, and end with one of the two processes."""
 
 Tell = Callable[[PeerRef, str, Sequence[Lease]], Awaitable[bool]]
 """(peer, address, leases): whether they were heard, or nobody is left to hear them."""
@@ -42,6 +44,8 @@ class Deliveries:
         """The notice of this lease has left."""
         peer = self._peers.setdefault(destination.peer, _Peer(destination.address))
         peer.fresh.append(destination.lease)
+        if len(peer.late) + len(peer.fresh) > MOST_WAITING and peer.late:
+            del peer.late[0]
         if peer.telling is None:
             peer.telling = asyncio.ensure_future(self._tell_all(destination.peer, peer))
 
@@ -64,8 +68,10 @@ class Deliveries:
     async def _heard(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
         try:
             return await self._tell(peer, address, leases)
-        except TandemError as error:
+        except (Unavailable, DeadlineExceeded) as error:
             log.info("%d deliveries to %s are named again: %s", len(leases), peer.worker_id, error.message)
+            return False
         except Exception:
-            log.exception("%d deliveries to %s are named again", len(leases), peer.worker_id)
-        return False
+            # Said again, it would be refused again.
+            log.exception("%s does not want to hear of %d deliveries", peer.worker_id, len(leases))
+            return True

@@ -128,6 +128,7 @@ class Worker:
             loop=self._loop,
             admission=self.admission,
             cache=self._cache,
+            checks=self._checks,
             open_requests=self.open_requests,
             on_stuck=self._die,
         )

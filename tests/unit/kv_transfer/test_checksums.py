@@ -134,3 +134,25 @@ def test_a_rate_outside_is_refused(pages: Pages) -> None:
     for rate in (-0.1, 1.01, float("nan")):
         with pytest.raises(InvalidArgument, match="kv_checksum_rate"):
             PageChecks(pages.sums, rate, PAGE_TOKENS)
+
+
+def test_a_sum_that_does_not_come_back_shows() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    def sums(pages: Sequence[int], filled: Sequence[int]) -> list[int]:
+        entered.set()
+        go.wait(TIMEOUT_S)
+        return [0] * len(pages)
+
+    checks = PageChecks(sums, 1.0, PAGE_TOKENS)
+    assert checks.busy_s == 0
+    done = checks.begin([20], [0], PAGE_TOKENS)
+    assert entered.wait(TIMEOUT_S)
+    assert checks.busy_s > 0
+    go.set()
+    done.result(TIMEOUT_S)
+    checks.begin([20], [0], PAGE_TOKENS).result(TIMEOUT_S)
+    checks.close()
+    until_idle = threading.Event()
+    while checks.busy_s:
+        until_idle.wait(0.001)

@@ -93,10 +93,22 @@ def test_the_warning_says_what_to_do(wire: str, near: bool, on_gpu: bool, words:
 
 @pytest.mark.parametrize(
     ("wire", "near", "on_gpu"),
-    [("tcp", False, False), ("cma", True, False), ("cuda_ipc", True, True), ("rc_mlx5", False, True), ("", True, True)],
+    [
+        ("tcp", False, False),
+        ("cma", True, False),
+        ("cuda_ipc", True, True),
+        ("rc_mlx5", False, True),
+        ("", True, False),
+    ],
 )
 def test_what_is_as_fast_as_it_can_be_is_no_warning(wire: str, near: bool, on_gpu: bool) -> None:
     assert slow_wire(wire, "go to decode-0", near=near, on_gpu=on_gpu, environment={}) == ""
+
+
+def test_a_wire_that_nobody_knows_is_a_warning_where_pages_are_on_a_gpu() -> None:
+    known = wires()
+    known.learn(peer("decode-0", memory="VRAM"), "", {})
+    assert "does not name" in known.warnings[0]
 
 
 def test_pages_on_either_s_gpu_count() -> None:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from tests.worker_pair import until
-from wire.errors import Unavailable
+from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Destination, Lease, PeerRef
 from worker import deliveries
 from worker.deliveries import Deliveries
@@ -19,11 +19,14 @@ class Ears:
     def __init__(self) -> None:
         self.heard: list[tuple[PeerRef, str, list[int]]] = []
         self.deaf = 0
+        self.refuses = False
 
     async def tell(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
         if self.deaf:
             self.deaf -= 1
             raise Unavailable("not now")
+        if self.refuses:
+            raise InvalidArgument("leases", "are nothing that this worker knows")
         self.heard.append((peer, address, [lease.epoch for lease in leases]))
         return True
 
@@ -94,6 +97,29 @@ async def test_many_are_named_in_several_calls(told: Deliveries, ears: Ears, mon
         told.add(to(HERE, epoch))
     await until(lambda: len(ears.epochs) == 8)
     assert [len(epochs) for _, _, epochs in ears.heard] == [3, 3, 2]
+
+
+async def test_what_is_refused_is_not_said_again(told: Deliveries, ears: Ears) -> None:
+    ears.refuses = True
+    told.add(to(HERE, 1))
+    await until(lambda: not told._peers)
+    ears.refuses = False
+    told.add(to(HERE, 2))
+    await until(lambda: ears.epochs)
+    assert ears.epochs == [2]
+
+
+async def test_what_a_silent_peer_does_not_hear_is_bounded(
+    told: Deliveries, ears: Ears, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "MOST_WAITING", 4)
+    ears.deaf = 1
+    for epoch in range(4):
+        told.add(to(HERE, epoch))
+    await until(lambda: told._peers[HERE].late)
+    told.add(to(HERE, 4))
+    await until(lambda: len(ears.epochs) == 4)
+    assert ears.epochs == [1, 2, 3, 4]
 
 
 async def test_closing_ends_it(told: Deliveries, ears: Ears) -> None:

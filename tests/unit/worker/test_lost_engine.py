@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kv_transfer.checksums import PageChecks
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.errors import Unavailable
@@ -108,6 +109,14 @@ async def test_a_stuck_step_is_named_and_closing_does_not_wait_for_it() -> None:
         async with asyncio.timeout(5):
             await worker.close()
         assert pair.decode.engine.waiting.is_set()  # still stuck
+
+
+async def test_a_stuck_checksum_ends_the_worker_as_a_step_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WorkerPair() as pair:
+        monkeypatch.setattr(PageChecks, "busy_s", 1e9)
+        await until(pair.decode.worker.died.done)
+        assert "a checksum did not end within" in str(pair.decode.worker.died.result())
+        monkeypatch.undo()
 
 
 async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:
