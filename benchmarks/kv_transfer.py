@@ -1,4 +1,4 @@
-"""KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda --shape llama-3-8b`.
+"""KV hand-over from prefill to decode workers: `python -m benchmarks.kv_transfer --device cuda`.
 
 First two page pools alone, in two processes: the bandwidth of transfers against a plain copy measured in the same run.
 Then a real cluster, one prefill and one decode worker: how long after a prompt's last chunk its first decode step
@@ -12,6 +12,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,8 @@ from wire.rpc import open_channel
 from wire.timeline import Edge, Timeline
 
 _TIMEOUT_S = 600
-_STEADY_TOKENS = 2048
+_GPU_SHAPE = "llama-3-8b"
+"""What is measured on GPUs if nothing else is asked for."""
 _BACKGROUND_PROMPT = 256
 _ANSWER = 8
 ROOM = 16
@@ -52,11 +54,20 @@ class Settings:
     stream_tokens: int
     rounds: int
     dtype: str
+    transfers: tuple[int, ...]
+    """Tokens of transfers whose bandwidth is measured, beside one page and a chunk."""
+
+    @property
+    def prompt_name(self) -> int:
+        """The prompt's length in names of figures: where it leaves room to the answer, that counts as well."""
+        return self.prompt if self.prompt % self.page_tokens == 0 else self.prompt + ROOM
 
 
 SETTINGS = {
-    "cuda": Settings(128, 8192 - ROOM, 2048, streams=8, stream_tokens=600, rounds=12, dtype="bfloat16"),
-    "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32"),
+    "cuda": Settings(
+        128, 8192 - ROOM, 2048, streams=8, stream_tokens=600, rounds=12, dtype="bfloat16", transfers=(2048, 4096, 8192)
+    ),
+    "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32", transfers=(2048,)),
 }
 
 
@@ -112,13 +123,13 @@ async def handovers(client: Client, settings: Settings) -> Figures:
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
     without = [await client.ask(settings.prompt, 1) for _ in range(settings.rounds)]
-    handover = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for a in answers]
+    handover = _handovers_ms(answers)
     exposed = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED) for a in answers]
     ttft = [a.ms(Edge.RECEIVED, Edge.FIRST_TOKEN) for a in answers]
     prefill = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in answers]
     alone = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in without]
     shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
-    prompt = settings.prompt if settings.prompt % settings.page_tokens == 0 else settings.prompt + ROOM
+    prompt = settings.prompt_name
     found: Figures = {
         f"handover_ms_{prompt}": _median(handover),
         f"exposed_ms_{prompt}": _median(exposed),
@@ -147,11 +158,11 @@ async def interference(client: Client, settings: Settings) -> Figures:
 
     quiet = await streams()
     background = asyncio.ensure_future(streams())
-    windows = []
+    windows, beside = [], []
     while not background.done():
         started = time.perf_counter()
         # Two tokens: the transfer happens, and the request is gone after one step.
-        await client.ask(settings.prompt, 2)
+        beside.append(await client.ask(settings.prompt, 2))
         windows.append((started, time.perf_counter()))
     busy = await background
     inside = [gap for a in busy for gap in _gaps_within(a, windows)]
@@ -160,8 +171,20 @@ async def interference(client: Client, settings: Settings) -> Figures:
         "decode_step_quiet_ms": _median(alone),
         "decode_step_with_transfers_ms": _median(inside),
         "decode_step_with_over_without_transfers": round(statistics.median(inside) / statistics.median(alone), 4),
+        # A prompt's transfer is a hundredth of its time: only the rarest steps can meet it.
+        "decode_step_p99_with_over_without_transfers": round(_p99(inside) / _p99(alone), 4),
+        f"handover_beside_decode_ms_{settings.prompt_name}": _median(_handovers_ms(beside)),
         "prompts_transferred_meanwhile": len(windows),
     }
+
+
+def _handovers_ms(answers: Sequence[Answer]) -> list[float]:
+    """From the end of the last chunk to the request's first decode step."""
+    return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
+
+
+def _p99(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=100)[-1]
 
 
 def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[float]:
@@ -179,9 +202,9 @@ async def through_the_cluster(address: str, settings: Settings) -> Figures:
         await client.close()
 
 
-def pools(plan: PoolPlan, chunk_tokens: int) -> Figures:
-    """Bandwidth of one page and of `_STEADY_TOKENS` tokens as shares of a plain copy's."""
-    sizes = sorted({1, chunk_tokens // plan.page_tokens, _STEADY_TOKENS // plan.page_tokens})
+def pools(plan: PoolPlan, settings: Settings) -> Figures:
+    """Bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
+    sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan)
     found, wire = asyncio.run(measure_pools(plan, sizes))
     figures: Figures = {"copy_gb_per_s": round(ceiling / 1e9, 2), "transport": wire}
@@ -219,7 +242,7 @@ def in_one_direction(only: str | None, settings: Settings, plan: PoolPlan, confi
     print(f"direction: {plan.direction}", flush=True)
     found: Figures = {}
     if only != "cluster":
-        found |= pools(plan, settings.chunk)
+        found |= pools(plan, settings)
     if only != "pools":
         cluster = Cluster.start(config)
         try:
@@ -233,7 +256,10 @@ def main() -> None:
     """Each direction in turn."""
     arguments = parse_arguments()
     settings = SETTINGS[arguments.device]
-    model = choose_model(arguments.model, arguments.shape)
+    shape = arguments.shape
+    if arguments.device == "cuda" and arguments.model is None and shape is None:
+        shape = _GPU_SHAPE
+    model = choose_model(arguments.model, shape)
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
     plan = PoolPlan(model.folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
@@ -261,7 +287,8 @@ def main() -> None:
     }
     result |= run_facts(arguments.device)
     if arguments.save:
-        print("saved", save_result(f"kv-transfer-{model.name}", result))
+        name = f"kv-transfer-{gpus}-gpus-{model.name}" if gpus else f"kv-transfer-{model.name}"
+        print("saved", save_result(name, result))
     print(json.dumps(result))
 
 

@@ -15,7 +15,7 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
-    "torch", "triton", "flash-attn-4", "quack-kernels", "transformers", "numba", "nixl", "ray", "grpcio"
+    "torch", "triton", "flash-attn-4", "quack-kernels", "transformers", "numba", "nixl", "nixl-cu13", "ray", "grpcio"
 )  # fmt: skip
 
 
