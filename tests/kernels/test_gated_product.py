@@ -19,7 +19,7 @@ from engine.kernels.triton_launch import overlaps_launches
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()
 _ON_GPU = DEVICE.type == "cuda"
-TOKENS = (1, 127, FUSED_TOKENS - 1, FUSED_TOKENS, FUSED_TOKENS + 1, 4097) if _ON_GPU else (1, 9)
+TOKENS = (1, 127, FUSED_TOKENS - 1, FUSED_TOKENS, FUSED_TOKENS + 1, 4097) if _ON_GPU else (1, 9, 127, 128, 129)
 SHAPES = ((1024, 3072), (2048, 8192), (264, 200)) if _ON_GPU else ((64, 48),)
 
 

@@ -1,0 +1,111 @@
+"""What every weight-streaming product is judged on: random inputs between NaN, and PyTorch beside the kernel."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels import triton_linear as ours
+from engine.kernels.base import Linear
+from engine.kernels.reference import ReferenceKernels, rms_norm
+from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_linear_tiles import Tile
+
+from .steps import assert_as_good
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+REFERENCE = ReferenceKernels()
+EPS = 1e-5
+GUARD = 256
+"""Numbers of NaN before and after each tensor: more than any tile's overhang would skip."""
+
+
+def guarded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of `values` on the device with NaN around it."""
+    memory = torch.full((values.numel() + 2 * GUARD,), float("nan"), dtype=dtype, device=DEVICE)
+    held = memory[GUARD : GUARD + values.numel()].view(values.shape)
+    held.copy_(values)
+    return held
+
+
+def guards_of(held: Tensor) -> Tensor:
+    memory = torch.as_strided(held, (held.numel() + 2 * GUARD,), (1,), held.storage_offset() - GUARD)
+    return torch.cat((memory[:GUARD], memory[-GUARD:]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Random inputs that every dtype holds exactly, in float64: x [T, K], weight [N, K], residual [T, N].
+
+    On the device where PyTorch computes the baseline and the exact result.
+    """
+
+    x: Tensor
+    norm: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    residual: Tensor
+
+
+def make_case(
+    tokens: int,
+    n: int,
+    k: int,
+    *,
+    bias: bool = False,
+    norm: bool = True,
+    outliers: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Case:
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def random(*sizes: int) -> Tensor:
+        numbers = torch.randn(*sizes, generator=generator, device=device)
+        return (numbers * 64).round().clamp(-255, 255).double() / 64
+
+    x = random(tokens, k)
+    if outliers:
+        x[:, 3 % k] *= 2048
+        x[-1] *= 8
+    return Case(x, random(k) if norm else None, random(n, k) / 8, random(n) if bias else None, random(tokens, n))
+
+
+def run(op: int, case: Case, dtype: torch.dtype, tile: Tile | None = None) -> Tensor:
+    """One product by the kernels under test, its output poisoned before and its surroundings checked after."""
+    paired = op == ours.GATE_UP.value
+    tokens, n = case.x.shape[0], case.weight.shape[0] // (2 if paired else 1)
+    fresh = torch.full((tokens, n), float("nan"))
+    out = guarded(case.residual if op == ours.ADD.value else fresh, dtype)
+    inputs = [None if t is None else guarded(t, dtype) for t in (case.x, case.norm, case.weight, case.bias)]
+    x, norm, weight, bias = inputs
+    assert x is not None
+    assert weight is not None
+    ours.launch(x, norm, EPS, weight, bias, out, op, pdl=overlaps_launches(), tile=tile)
+    assert guards_of(out).isnan().all()
+    return out.to(case.x.device)
+
+
+def torch_run(op: int, case: Case, dtype: torch.dtype) -> Tensor:
+    """The same in plain PyTorch."""
+    x = case.x.to(dtype)
+    if case.norm is not None:
+        x = rms_norm(x, case.norm.to(dtype), EPS)
+    linear = Linear(case.weight.to(dtype), None if case.bias is None else case.bias.to(dtype))
+    if op == ours.ADD.value:
+        hidden = case.residual.to(dtype, copy=True)
+        REFERENCE.linear_add(x, linear, hidden)
+        return hidden
+    product = torch.nn.functional.linear(x, linear.weight, linear.bias)
+    if op == ours.STORE.value:
+        return product
+    gate, up = product.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def check(op: int, cases: list[Case], dtype: torch.dtype, tile: Tile | None = None) -> None:
+    """All cases together, as the largest of few errors is luck."""
+    found = torch.cat([run(op, case, dtype, tile).flatten() for case in cases])
+    baseline = torch.cat([torch_run(op, case, dtype).flatten() for case in cases])
+    exact = torch.cat([torch_run(op, case, torch.float64).flatten() for case in cases])
+    assert_as_good(found, baseline, exact)
