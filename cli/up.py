@@ -20,7 +20,10 @@ def up(
         typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
     ] = None,
     mode: Annotated[
-        str, typer.Option(help="disaggregated: --prefill and --decode workers; colocated: --workers that do both.")
+        str,
+        typer.Option(
+            help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers, and for each request one of them or two."
+        ),
     ] = "disaggregated",
     prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers; default: 1.")] = None,
     decode: Annotated[int | None, typer.Option("--decode", help="Decode workers; default: 1.")] = None,
@@ -114,13 +117,13 @@ def up(
         raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
     if kv_cache_gib is not None:
         check_kv_cache_gib(kv_cache_gib)
-    for option, given, its_mode in (
-        ("--prefill", prefill, Mode.DISAGGREGATED),
-        ("--decode", decode, Mode.DISAGGREGATED),
-        ("--workers", workers, Mode.COLOCATED),
+    for option, given, modes in (
+        ("--prefill", prefill, (Mode.DISAGGREGATED,)),
+        ("--decode", decode, (Mode.DISAGGREGATED,)),
+        ("--workers", workers, (Mode.COLOCATED, Mode.ADAPTIVE)),
     ):
-        if given is not None and mode in list(Mode) and mode != its_mode:
-            raise InvalidArgument(option, f"is for --mode {its_mode}")
+        if given is not None and mode in list(Mode) and mode not in modes:
+            raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
     sampling = Sampling(max_tokens, temperature)
     config = ClusterConfig(
         model=Path(model or ""),

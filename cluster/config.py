@@ -28,6 +28,8 @@ class Mode(StrEnum):
     """Prompts are computed by workers of their own, which hand them over to those that decode."""
     COLOCATED = "colocated"
     """Every worker computes prompts and decodes, in mixed steps; nothing is handed over."""
+    ADAPTIVE = "adaptive"
+    """Every worker can do both, and each request goes by the cheaper way: one worker, or two with a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class ClusterConfig:
     decode: int = 1
     """Decode workers of a disaggregated cluster, >= 1."""
     workers: int = 1
-    """Workers of a colocated cluster, >= 1."""
+    """Workers of a colocated or adaptive cluster, >= 1."""
     step_policy: str = PolicyName.UNCHUNKED
     """How much of a step may be prompts where requests decode beside them: `unchunked`, as much as fits, `chunked`, as
     much as `step_budget` leaves, `decode-priority`, as much as `itl_target_s` leaves."""
@@ -161,7 +163,7 @@ class ClusterConfig:
     @property
     def worker_count(self) -> int:
         """Workers of all roles."""
-        return self.workers if self.mode == Mode.COLOCATED else self.prefill + self.decode
+        return self.prefill + self.decode if self.mode == Mode.DISAGGREGATED else self.workers
 
     @property
     def on_cpu(self) -> bool:

@@ -34,9 +34,9 @@ def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
 
 
 def _counts(config: ClusterConfig) -> dict[Role, int]:
-    if config.mode == Mode.COLOCATED:
-        return {Role.BOTH: config.workers}
-    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    if config.mode == Mode.DISAGGREGATED:
+        return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+    return {Role.BOTH: config.workers}
 
 
 def _memory_fraction(config: ClusterConfig, sharers: int) -> float:

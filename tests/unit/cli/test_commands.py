@@ -158,9 +158,9 @@ def test_a_wrong_option_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--workers", "2"], "--workers: is for --mode colocated"),
+        (["--workers", "2"], "--workers: is for --mode colocated or adaptive"),
         (["--mode", "colocated", "--prefill", "2"], "--prefill: is for --mode disaggregated"),
-        (["--mode", "mixed"], "--mode: 'mixed' is none of disaggregated, colocated"),
+        (["--mode", "mixed"], "--mode: 'mixed' is none of disaggregated, colocated, adaptive"),
     ],
 )
 def test_each_mode_has_workers_of_its_own(options: list[str], message: str) -> None:

@@ -64,8 +64,9 @@ def test_each_worker_has_a_slot_of_its_role() -> None:
     )
 
 
-def test_colocated_workers_play_both_roles_and_there_are_no_others() -> None:
-    config = ClusterConfig(model=Path("m"), mode="colocated", workers=2, device="cuda")
+@pytest.mark.parametrize("mode", ["colocated", "adaptive"])
+def test_colocated_workers_play_both_roles_and_there_are_no_others(mode: str) -> None:
+    config = ClusterConfig(model=Path("m"), mode=mode, workers=2, device="cuda")
     slots = plan(config, gpus=2)
     assert [(slot.worker_id, slot.role, slot.device) for slot in slots] == [
         ("both-0", Role.BOTH, "cuda:0"),

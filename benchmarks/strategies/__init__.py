@@ -1,0 +1,1 @@
+"""Every way to share GPUs between prefill and decode, under the same loads."""

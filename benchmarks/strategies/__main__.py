@@ -1,0 +1,176 @@
+"""Colocated, chunked, disaggregated or adaptive, on the same GPUs under the same arrivals:
+`python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers 2`.
+
+Each row of the table is one cluster, each workload a sweep of rates up to the knee. Every load is kept in `--parts` as
+soon as it is measured: a run that ends after `--minutes` goes on where it was when it is started again. When all is
+measured, the table, a picture for each workload and, as the last line, one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.load.command import show, without_curves
+from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.slo import standard_cells
+from benchmarks.load.spread import LEVELS
+from benchmarks.load.stage import Settings, parse_setting, running_cluster
+from benchmarks.load.target import Target, find_target, warm_up
+from benchmarks.results import run_facts, save_result
+from benchmarks.served_model import ServedModel, add_model_options, choose_model
+from benchmarks.strategies.part import Part
+from benchmarks.strategies.rows import Strategy, chosen, strategies
+from benchmarks.strategies.table import as_text, figures, make_rows
+from benchmarks.strategies.workloads import Offer, offers
+from wire.errors import TandemError
+
+_SPARE_S = 5.0
+"""Before the time is over, in which no load begins."""
+
+
+class Run:
+    """One start of the command: measures what is missing for as long as there is time."""
+
+    def __init__(self, arguments: argparse.Namespace, model: ServedModel) -> None:
+        self._arguments = arguments
+        self._model = model
+        self._ends_at: float = time.monotonic() + 60 * arguments.minutes
+        self._step_file = arguments.parts / "unloaded_step.json"
+        self.rows = chosen(strategies(arguments.workers), arguments.only)
+        self.offers = [
+            offer
+            for offer in offers(arguments.trace, arguments.length_scale, arguments.slowdown)
+            if not arguments.workloads or offer.name in arguments.workloads.split(",")
+        ]
+
+    def part(self, row: Strategy, offer: Offer) -> Part:
+        return Part(row.name, offer.name, self._arguments.parts / f"{offer.name}--{row.name}.json")
+
+    def missing(self, row: Strategy) -> Iterator[tuple[Offer, Part, float]]:
+        """What this row still has to be measured at, a load at a time."""
+        for offer in self.offers:
+            part = self.part(row, offer)
+            while (rate := part.next_rate(offer.first_rate * self._arguments.workers)) is not None:
+                yield offer, part, rate
+
+    def measure(self) -> bool:
+        """Whether everything is measured."""
+        for row in self.rows:
+            if next(self.missing(row), None) is None:
+                continue
+            if not self._time_for_a_load():
+                return False
+            print(f"== {row.name}", flush=True)
+            with running_cluster(self._model, self._settings(row)) as address:
+                target = find_target(address)
+                step_s = self._unloaded_step(target)
+                for offer, part, rate in self.missing(row):
+                    if not self._time_for_a_load():
+                        return False
+                    self._load(target, offer, part, rate, step_s)
+        return True
+
+    def _load(self, target: Target, offer: Offer, part: Part, rate: float, step_s: float) -> None:
+        number, arguments = len(part.loads()), self._arguments
+        workload = offer.source.at(rate, arguments.seconds, arguments.seed)
+        settings = LoadSettings(arguments.clients, arguments.drain_seconds)
+        print(f"{offer.name:>14} ", end="")
+        fresh = replace(workload, seed=arguments.seed + number)
+        report = show(run_load(target, fresh, standard_cells(step_s), settings))
+        facts = run_facts("cuda" if target.on_gpus else "cpu")
+        part.add(report.as_result(), {"curve_levels": list(LEVELS), **target.as_result(), **facts})
+
+    def _settings(self, row: Strategy) -> Settings:
+        extra = dict(parse_setting(each) for each in self._arguments.set)
+        return {"device": self._arguments.device} | dict(row.settings) | extra
+
+    def _unloaded_step(self, target: Target) -> float:
+        """Of the first cluster that was measured, in seconds: the strict cell is the same for every row."""
+        step_s = warm_up(target)
+        if self._step_file.exists():
+            return float(json.loads(self._step_file.read_text(encoding="utf-8")))
+        self._step_file.write_text(json.dumps(step_s), encoding="utf-8")
+        return step_s
+
+    def _time_for_a_load(self) -> bool:
+        ends_at: float = time.monotonic() + self._arguments.seconds + _SPARE_S
+        return ends_at < self._ends_at
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=(__doc__ or "").split("\n")[0])
+    add_model_options(parser)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--workers", type=int, default=2, help="of every row, one on each GPU")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterConfig")
+    parser.add_argument("--only", default="", help="these rows, comma-separated")
+    parser.add_argument("--workloads", default="", help="these workloads, comma-separated")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake's .jsonl or Azure's .csv")
+    parser.add_argument("--length-scale", type=float, default=1.0, help="of all prompts and answers")
+    parser.add_argument("--slowdown", type=float, default=1.0, help="the first rates divided by this")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no load begins")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=LoadSettings().clients, help="client processes")
+    parser.add_argument("--parts", type=Path, default=Path("strategy-parts"), help="folder of what was measured")
+    parser.add_argument("--pictures", type=Path, default=None, help="folder for a picture of each workload")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
+    """Tables of all workloads, printed, and what they are made of."""
+    tables: dict[str, object] = {}
+    for offer in run.offers:
+        rows = make_rows({row: run.part(row, offer).loads() for row in run.rows})
+        if rows:
+            tables[offer.name] = found = figures(rows)
+            print(f"\n{offer.name}, latencies at {found['rate']:g} requests/s\n\n{as_text(found)}\n")
+            if arguments.pictures is not None:
+                _draw(offer, [run.part(row.strategy, offer) for row in rows], arguments.pictures)
+    return tables
+
+
+def _draw(offer: Offer, parts: Sequence[Part], folder: Path) -> None:
+    from benchmarks.pictures import draw_goodput, read_run
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_goodput([read_run(part.file, part.strategy) for part in parts], folder / f"strategies-{offer.name}.svg")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and show the tables; JSON last. Ends with 3 if something is left for another start."""
+    parsed = parse_arguments(arguments)
+    try:
+        model = choose_model(parsed.model, parsed.shape)
+        parsed.parts.mkdir(parents=True, exist_ok=True)
+        run = Run(parsed, model)
+        complete = run.measure()
+        tables = summary(run, parsed)
+    except TandemError as error:
+        raise SystemExit(error.message) from None
+    facts = run_facts("cpu" if parsed.device == "cpu" else "cuda")
+    options = {name: str(getattr(parsed, name)) for name in ("seconds", "seed", "length_scale", "slowdown", "set")}
+    result = {
+        "model": model.name,
+        "workers": parsed.workers,
+        "complete": complete,
+        "tables": tables,
+        **options,
+        **facts,
+    }
+    if parsed.save and tables:
+        print("saved", save_result(f"strategies-{model.name}", result))
+    print(json.dumps(without_curves(result)))
+    if not complete:
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

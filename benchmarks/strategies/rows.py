@@ -1,0 +1,56 @@
+"""The rows of the strategy table: settings of a cluster of so many equal workers."""
+
+from dataclasses import dataclass, field
+
+from benchmarks.load.stage import Settings
+from wire.errors import InvalidArgument
+
+SHARED = "shared"
+ADAPTIVE = "adaptive"
+DISAGGREGATED = "disaggregated"
+_BUDGETS = (512, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A row; rows of one `kind` compete for a place in the table, and the best of them has it."""
+
+    name: str
+    kind: str
+    settings: Settings = field(compare=False)
+
+
+def strategies(workers: int) -> tuple[Strategy, ...]:
+    """All rows of a cluster of so many workers, at least two, one on each GPU."""
+    if workers < 2:
+        raise InvalidArgument("--workers", f"{workers} cannot be disaggregated; two or more can")
+    colocated = {"mode": "colocated", "workers": workers}
+    return (
+        Strategy(SHARED, SHARED, colocated | {"step_policy": "unchunked"}),
+        *(Strategy(f"chunked-{budget}", f"chunked-{budget}", colocated | _chunked(budget)) for budget in _BUDGETS),
+        Strategy("priority", "priority", colocated | {"step_policy": "decode-priority"}),
+        *(
+            Strategy(
+                f"{DISAGGREGATED}-{prefill}-{workers - prefill}",
+                DISAGGREGATED,
+                {"mode": "disaggregated", "prefill": prefill, "decode": workers - prefill},
+            )
+            for prefill in range(1, workers)
+        ),
+        Strategy(ADAPTIVE, ADAPTIVE, {"mode": "adaptive", "workers": workers}),
+    )
+
+
+def _chunked(budget: int) -> dict[str, object]:
+    return {"step_policy": "chunked", "step_budget": budget}
+
+
+def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
+    """Those of `names`, comma-separated, all if it is empty; a kind stands for all its rows."""
+    if not names:
+        return every
+    wanted = names.split(",")
+    for name in wanted:
+        if not any(name in {row.name, row.kind} for row in every):
+            raise InvalidArgument("--only", f"{name!r} is none of {', '.join(row.name for row in every)}")
+    return tuple(row for row in every if row.name in wanted or row.kind in wanted)

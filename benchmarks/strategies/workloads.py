@@ -1,0 +1,32 @@
+"""The loads of the strategy table, each with the rate that its sweep begins at, in requests a second and worker."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.load.synthetic import Lengths, Synthetic
+from benchmarks.load.trace import read_trace
+from benchmarks.load.workload import Source
+
+_SIGMA = 0.8
+"""Of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A workload by name; the first rate is low enough that every strategy keeps up."""
+
+    name: str
+    source: Source
+    first_rate: float
+
+
+def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]:
+    """The two synthetic ones and each trace; lengths times `scale`, rates divided by `slowdown` (1 for one H200 and an
+    8B shape).
+    """
+    balanced = Synthetic(Lengths(2000 * scale, _SIGMA), Lengths(500 * scale, _SIGMA))
+    decode_heavy = Synthetic(Lengths(1000 * scale, _SIGMA), Lengths(3000 * scale, _SIGMA))
+    found = [Offer("balanced", balanced, 1.0), Offer("decode-heavy", decode_heavy, 0.5)]
+    found += [Offer(file.stem.replace("_", "-"), read_trace(file).scaled(scale), 0.5) for file in traces]
+    return [Offer(offer.name, offer.source, offer.first_rate / slowdown) for offer in found]

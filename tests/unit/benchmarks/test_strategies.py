@@ -1,0 +1,108 @@
+"""The strategy table: its rows, how a run that was cut short goes on, and what it makes of measurements."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.load.sweep import GROWTH, STEPS_MAX
+from benchmarks.strategies.part import Part, knees
+from benchmarks.strategies.rows import chosen, strategies
+from benchmarks.strategies.table import as_text, common_load, figures, make_rows
+from benchmarks.strategies.workloads import offers
+from cluster.config import ClusterConfig
+from wire.errors import InvalidArgument
+
+
+def load(rate: float, strict: float, quick: float = 1.0, gap_p99: float = 10.0) -> dict[str, Any]:
+    """A load with these shares of goodput."""
+    shares = {"strict": strict, "quick": quick}
+    return {
+        "rate": rate,
+        "ttft_ms": {"p50": 100.0, "p99": 200.0},
+        "gap_ms": {"p50": 5.0, "p99": gap_p99},
+        "tokens_per_s": 10 * rate,
+        "goodput": {cell: {"share": share, "per_s": share * rate} for cell, share in shares.items()},
+    }
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_every_row_is_a_cluster_of_equally_many_workers(workers: int) -> None:
+    rows = strategies(workers)
+    assert len({row.name for row in rows}) == len(rows) == 4 + workers
+    for row in rows:
+        config = ClusterConfig(Path("model"), **row.settings)  # type: ignore[arg-type]
+        assert config.worker_count == workers
+
+
+def test_one_worker_cannot_be_disaggregated() -> None:
+    with pytest.raises(InvalidArgument, match="two or more"):
+        strategies(1)
+
+
+def test_rows_are_chosen_by_name_or_kind() -> None:
+    names = [row.name for row in chosen(strategies(4), "shared,disaggregated")]
+    assert names == ["shared", "disaggregated-1-3", "disaggregated-2-2", "disaggregated-3-1"]
+    with pytest.raises(InvalidArgument, match="'fast' is none of shared"):
+        chosen(strategies(2), "fast")
+
+
+def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
+    part = Part("shared", "balanced", tmp_path / "part.json")
+    assert part.next_rate(2.0) == 2.0
+    part.add(load(2.0, strict=1.0), {"commit": "abc"})
+    again = Part("shared", "balanced", tmp_path / "part.json")
+    assert again.next_rate(2.0) == 2.0 * GROWTH
+    again.add(load(3.0, strict=0.2, quick=0.95), {})
+    assert again.next_rate(2.0) == pytest.approx(2.0 * GROWTH**2)
+    again.add(load(4.5, strict=0.1, quick=0.5), {})
+    assert again.next_rate(2.0) is None
+    assert [each["rate"] for each in again.loads()] == [2.0, 3.0, 4.5]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["part.json"]
+
+
+def test_a_sweep_ends_some_time(tmp_path: Path) -> None:
+    part = Part("shared", "balanced", tmp_path / "part.json")
+    for _ in range(STEPS_MAX):
+        rate = part.next_rate(1.0)
+        assert rate is not None
+        part.add(load(rate, strict=1.0), {})
+    assert part.next_rate(1.0) is None
+
+
+def test_goodput_counts_only_where_the_share_was_kept() -> None:
+    assert knees([load(1, 1.0), load(2, 0.9), load(4, 0.8)]) == {"strict": 1.8, "quick": 4.0}
+    assert knees([load(1, 0.5, 0.5)]) == {"strict": 0.0, "quick": 0.0}
+
+
+def test_the_best_split_stands_in_the_table_and_the_relations_are_ratios() -> None:
+    rows = {row.name: row for row in strategies(3)}
+    measured = {
+        rows["shared"]: [load(1, 1.0, gap_p99=100.0), load(1.5, 0.5, 0.95, gap_p99=200.0)],
+        rows["chunked-512"]: [load(1, 1.0, gap_p99=20.0), load(1.5, 0.95, gap_p99=30.0)],
+        rows["disaggregated-1-2"]: [load(1, 1.0), load(1.5, 1.0, gap_p99=11.0), load(2.25, 1.0)],
+        rows["disaggregated-2-1"]: [load(1, 0.2, 0.2)],
+        rows["adaptive"]: [load(1, 1.0), load(1.5, 1.0), load(2.25, 0.92)],
+        rows["priority"]: [],
+    }
+    table = make_rows(measured)
+    assert [row.strategy.name for row in table] == ["shared", "chunked-512", "disaggregated-1-2", "adaptive"]
+    assert common_load(table) == 1.5
+    found = figures(table)
+    assert found["itl_p99_disaggregated_over_shared"] == 0.055
+    assert found["goodput_disaggregated_over_colocated"] == {"strict": round(2.25 / 1.425, 4), "quick": 1.5}
+    assert found["goodput_adaptive_over_best"] == {"strict": 0.92, "quick": 1.0}
+    text = as_text(found)
+    assert text.count("\n") == 5
+    assert "| disaggregated-1-2 | 100 / 200 | 5.0 / 11.0 | 15 | 2.25 | 2.25 |" in text
+
+
+def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
+    trace = tmp_path / "some_trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 10, "hash_ids": [1, 2]}\n')
+    found = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
+    assert list(found) == ["balanced", "decode-heavy", "some-trace"]
+    assert found["balanced"].first_rate == 0.25
+    workload = found["balanced"].source.at(50.0, 20.0, 0)
+    mean = sum(arrival.prompt_tokens for arrival in workload.arrivals) / len(workload.arrivals)
+    assert 160 < mean < 240
