@@ -23,12 +23,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.bandwidth import read_bandwidth
+from benchmarks.command_line import errors_in_words
 from benchmarks.results import run_facts, save_result
 from cli.default_model import NAME, find_default_model
 from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
+from engine.device import parse_device
 from engine.kernels.cpu_pool import usable_cores
 from engine.model_runner import ModelRunner
+from engine.models.shapes import shape_names
 from engine.weights.gguf import prepare_model
 from wire.messages import SamplingParams
 
@@ -51,6 +54,18 @@ class Settings:
 
 
 DEFAULTS = Settings()
+_CPU_OPTIONS = {
+    "peer": "transformers",
+    "dtype": "both",
+    "model": None,
+    "threads": usable_cores(),
+    "prompt_tokens": DEFAULTS.prompt,
+    "new_tokens": DEFAULTS.new_tokens,
+    "prefill_tokens": DEFAULTS.prefill,
+    "rounds": DEFAULTS.rounds,
+}
+_GPU_OPTIONS = {"shape": "llama-3-8b", "eager": False, "profile": None}
+"""Options that count on one device only, with what they are where the command line does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,36 +210,51 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """The command line; options that count on the other device are refused, not ignored."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--shape", default="llama-3-8b", help="on GPUs: whose shape the random weights have")
-    parser.add_argument("--eager", action="store_true", help="on GPUs: measure decode without CUDA graphs too")
-    parser.add_argument(
-        "--profile", type=Path, nargs="?", const=Path("trace.json"), help="on GPUs: write a Chrome trace there instead"
-    )
-    parser.add_argument("--peer", default="transformers", choices=["transformers"])
-    parser.add_argument("--dtype", default="both", choices=[*_DTYPES, "both"])
-    parser.add_argument("--model", type=Path, default=None, help="Hugging Face folder or GGUF file")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--prompt-tokens", type=int, default=DEFAULTS.prompt)
-    parser.add_argument("--new-tokens", type=int, default=DEFAULTS.new_tokens)
-    parser.add_argument("--prefill-tokens", type=int, default=DEFAULTS.prefill)
-    parser.add_argument("--rounds", type=int, default=DEFAULTS.rounds)
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
-    return parser.parse_args(arguments)
+    gpu = parser.add_argument_group("with --device cuda")
+    gpu.add_argument("--shape", choices=shape_names(), help="whose shape the random weights have (llama-3-8b)")
+    gpu.add_argument("--eager", action="store_true", default=None, help="measure decode without CUDA graphs too")
+    gpu.add_argument(
+        "--profile", type=Path, nargs="?", const=Path("trace.json"), help="write a Chrome trace there instead"
+    )
+    cpu = parser.add_argument_group("with --device cpu")
+    cpu.add_argument("--peer", choices=["transformers"])
+    cpu.add_argument("--dtype", choices=[*_DTYPES, "both"], help="(both)")
+    cpu.add_argument("--model", type=Path, help="Hugging Face folder or GGUF file")
+    cpu.add_argument("--threads", type=int, help="(all cores)")
+    cpu.add_argument("--prompt-tokens", type=int, help=f"({DEFAULTS.prompt})")
+    cpu.add_argument("--new-tokens", type=int, help=f"({DEFAULTS.new_tokens})")
+    cpu.add_argument("--prefill-tokens", type=int, help=f"({DEFAULTS.prefill})")
+    cpu.add_argument("--rounds", type=int, help=f"({DEFAULTS.rounds})")
+    chosen = parser.parse_args(arguments)
+    ours, others = (_GPU_OPTIONS, _CPU_OPTIONS) if chosen.device == "cuda" else (_CPU_OPTIONS, _GPU_OPTIONS)
+    if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]:
+        other = "cpu" if chosen.device == "cuda" else "cuda"
+        parser.error(f"{', '.join(misplaced)}: counts with --device {other} only; leave out one or the other")
+    for name, default in ours.items():
+        if getattr(chosen, name) is None:
+            setattr(chosen, name, default)
+    return chosen
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for and print it, JSON last."""
     chosen = parse_arguments(arguments)
-    if chosen.device == "cuda":
+    with errors_in_words():
+        if chosen.device == "cpu":
+            _run_on_cpu(chosen)
+            return
+        parse_device(chosen.device)
+        # Triton need not be there where no GPU is.
         from benchmarks import engine_gpu
 
         engine_gpu.run(chosen)
-        return
-    if chosen.profile is not None or chosen.eager:
-        raise SystemExit("--profile and --eager look at a GPU's engine; add --device cuda")
+
+
+def _run_on_cpu(chosen: argparse.Namespace) -> None:
     folder = prepare_model(chosen.model or find_default_model())
     settings = Settings(
         prompt=chosen.prompt_tokens,

@@ -23,7 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from benchmarks.ceilings import median_seconds
+from benchmarks.command_line import errors_in_words
 from benchmarks.results import run_facts, save_result
+from engine.device import parse_device
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.parameters import allocate_parameters, destinations
 from engine.models.shapes import shape_names, write_shape
@@ -97,6 +99,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure what the command line asks for and print it, JSON last."""
     chosen = parse_arguments(arguments)
+    with errors_in_words():
+        _run(chosen, parse_device(chosen.device))
+
+
+def _run(chosen: argparse.Namespace, device: torch.device) -> None:
     if chosen.folder is not None:
         chosen.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=chosen.folder, prefix="tandem-weights-") as made:
@@ -105,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(f"{folder.parent} has no room for {chosen.gib:g} GiB; give another --folder")
         config = write_checkpoint(folder, chosen.shape, chosen.gib * GIB)
         print(f"{chosen.shape} with {config.layers} layers is written", flush=True)
-        result = measure(folder, config, torch.device(chosen.device), _DTYPES[chosen.dtype], chosen.rounds)
+        result = measure(folder, config, device, _DTYPES[chosen.dtype], chosen.rounds)
     print(
         f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']} GB/s, {result['load_ratio']:.1%} of a copy"
         f" ({result['copy_gb_per_s']} GB/s); {result['host_extra_gib']} GiB of the host taken meanwhile"

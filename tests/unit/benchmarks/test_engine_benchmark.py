@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main
+from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main, parse_arguments
 from benchmarks.peer_transformers import TransformersPeer
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
@@ -79,6 +79,42 @@ def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> 
     assert file.name.startswith("engine-Tiny-")
     assert file.name.endswith("-float32.json")
     assert json.loads(file.read_text()) == result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--device", "cuda", "--dtype", "both", "--rounds", "5"], "--dtype, --rounds"),
+        (["--device", "cuda", "--prompt-tokens", "9"], "--prompt-tokens"),
+        (["--shape", "llama-3-8b", "--eager"], "--shape, --eager"),
+        (["--profile"], "--profile"),
+    ],
+)
+def test_options_of_the_other_device_are_refused(
+    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert f"{named}: counts with" in capsys.readouterr().err
+
+
+def test_each_device_has_its_own_defaults() -> None:
+    on_cpu, on_gpu = parse_arguments([]), parse_arguments(["--device", "cuda"])
+    assert (on_cpu.dtype, on_cpu.rounds, on_cpu.shape) == ("both", Settings().rounds, None)
+    assert (on_gpu.shape, on_gpu.eager, on_gpu.profile, on_gpu.dtype) == ("llama-3-8b", False, None, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--model", "nowhere"], "nowhere does not exist"), (["--device", "cuda"], "PyTorch sees 0 CUDA devices")],
+)
+def test_what_cannot_be_measured_is_said_in_one_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=words) as ended:
+        main(arguments)
+    assert "\n" not in str(ended.value)
 
 
 @pytest.fixture(autouse=True)
