@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from benchmarks.ceilings import copy_bandwidth, graph_seconds, matrix_rate, measure_ceilings
+from benchmarks.device_spans import idle_share, idle_share_beside_copies
 from benchmarks.gpu_engine import GpuEngine
 from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
@@ -73,26 +74,33 @@ def run(arguments: argparse.Namespace) -> None:
             result |= _without_graphs(config, result)
     result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
     if arguments.save:
-        print("saved", save_result(f"engine-{arguments.shape}", result))
+        kind = "profile" if arguments.profile else "engine"
+        print("saved", save_result(f"{kind}-{arguments.shape}", result))
     print(json.dumps(result))
 
 
 def _decode(engine: GpuEngine, copy: float) -> Figures:
-    """Decode steps: bytes over time as a share of the copy bandwidth, and the milliseconds they are made of."""
+    """Decode steps: bytes over time as a share of the copy bandwidth, the milliseconds they are made of, and the share
+    in which the device is idle: between any two kernels, and between those of a step and the next alone.
+    """
     found: Figures = {}
     for batch in BATCHES:
         seconds = engine.decode_seconds(batch, CONTEXT)
         share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
         device = engine.graph_seconds(batch, CONTEXT)
-        idle = max(0.0, 1 - device / seconds)
+        spans = engine.decode_spans(batch, CONTEXT)
+        idle = idle_share(spans)
         found |= {
             f"decode_bw_ratio_b{batch}": round(share, 4),
             f"decode_ms_b{batch}": round(seconds * 1e3, 4),
             f"decode_device_ms_b{batch}": round(device * 1e3, 4),
             f"decode_idle_share_b{batch}": round(idle, 4),
+            f"decode_idle_between_steps_share_b{batch}": round(idle_share_beside_copies(spans), 4),
         }
         print(
-            f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy, device {device * 1e3:.3f}", flush=True
+            f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy, device {device * 1e3:.3f} ms,"
+            f" idle {idle:.2%}",
+            flush=True,
         )
     for batch in (32, 256):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)

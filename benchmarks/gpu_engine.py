@@ -6,11 +6,13 @@ non-embedding parameters for each token, and causal attention.
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from benchmarks.ceilings import median_seconds
+from benchmarks.device_spans import Span, last_steps, record_spans
 from engine.batch import Draw, PendingStep, StepBatch, StepRow
 from engine.cuda_graphs import DecodeGraph
 from engine.cuda_stepper import CudaStepper
@@ -30,14 +32,23 @@ class GpuEngine:
 
     def decode_seconds(self, batch: int, context: int, steps: int = 48, warm: int = 8, sampled: bool = False) -> float:
         """Seconds a step of `batch` rows around `context` tokens, steps launched one ahead as the worker does."""
-        pages = self._pages(batch, context + steps + warm)
-        first = context - steps // 2 - warm
+        walk = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
+        for _ in range(warm):
+            next(walk)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in walk:
+            pass
+        return (time.perf_counter() - started) / steps
+
+    def decode_steps(self, batch: int, first: int, steps: int, sampled: bool = False) -> Iterator[None]:
+        """`steps` steps of `batch` rows, the first at position `first`, each launched before the one before is read.
+
+        Yields after each launch and the read that follows it; the last step is read when no more are asked for.
+        """
+        pages = self._pages(batch, first + steps)
         pending: PendingStep | None = None
-        started = 0.0
-        for number in range(warm + steps):
-            if number == warm:
-                torch.cuda.synchronize()
-                started = time.perf_counter()
+        for number in range(steps):
             running = pending is not None
             rows = [
                 StepRow([1000 + row], first + number, pages[row], _draw(sampled, row, number), row if running else None)
@@ -47,9 +58,15 @@ class GpuEngine:
             if pending is not None:
                 pending()
             pending = launched
-        assert pending is not None
-        pending()
-        return (time.perf_counter() - started) / steps
+            yield
+        if pending is not None:
+            pending()
+
+    def decode_spans(self, batch: int, context: int, steps: int = 16, warm: int = 8) -> Sequence[Span]:
+        """What the device does in `steps` such steps, after `warm` that fill the pipeline."""
+        every = warm + steps
+        spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
+        return last_steps(spans, steps, every)
 
     def graph(self, batch: int, context: int) -> DecodeGraph:
         """The CUDA graph of such a step, as it was left by one."""
@@ -68,17 +85,21 @@ class GpuEngine:
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
         """Median seconds from prompts on the host to their first tokens on the host, in one step."""
-        pages = self._pages(rows, tokens)
-        generator = torch.Generator().manual_seed(rows * tokens)
         times = []
-        for _ in range(rounds + 2):
-            prompts = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
-            step = StepBatch([StepRow(prompts[row], 0, pages[row], _GREEDY) for row in range(rows)])
+        for number in range(rounds + 2):
+            step = self.prompts(rows, tokens, seed=number)
             torch.cuda.synchronize()
             started = time.perf_counter()
             self.runner.run(step)
             times.append(time.perf_counter() - started)
         return statistics.median(times[2:])
+
+    def prompts(self, rows: int, tokens: int, seed: int = 0) -> StepBatch:
+        """A step of random prompts, each `tokens` long."""
+        pages = self._pages(rows, tokens)
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(3, self.shape.vocab_size, (rows, tokens), generator=generator).tolist()
+        return StepBatch([StepRow(drawn[row], 0, pages[row], _GREEDY) for row in range(rows)])
 
     def decode_bytes(self, batch: int, context: int) -> float:
         """Bytes a decode step must read."""

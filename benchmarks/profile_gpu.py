@@ -1,18 +1,18 @@
 """Where a phase's time goes: a Chrome trace with PREFILL and DECODE_STEP ranges, and the roofline of both."""
 
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 
 import torch
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from benchmarks.ceilings import Ceilings
+from benchmarks.device_spans import added_time, idle_share
 from benchmarks.gpu_engine import GpuEngine
 
 _BATCH, _CONTEXT, _PROMPT = 32, 1024, 2048
 _BATCHES = (1, 32)
-_REPLAYS = 5
+_STEPS = 5
 _SHOWN = 60
 
 
@@ -35,14 +35,17 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     )
     for batch in _BATCHES:
         found |= _kernel_table(engine, batch)
-    step = engine.graph(_BATCH, _CONTEXT).graph
+    prompts = engine.prompts(1, _PROMPT)
+    steps = engine.decode_steps(_BATCH, _CONTEXT, 1 + _STEPS)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("PREFILL"):
-            engine.prefill_seconds(1, _PROMPT, rounds=1)
-        for _ in range(_REPLAYS):
-            with record_function("DECODE_STEP"):
-                step.replay()
-                torch.cuda.synchronize()
+            engine.runner.run(prompts)
+        next(steps)
+        for _ in range(_STEPS):
+            with record_function("DECODE_STEP"):  # launches a step and waits for the one before, as a worker does
+                next(steps)
+        for _ in steps:
+            pass
     file.parent.mkdir(parents=True, exist_ok=True)
     trace.export_chrome_trace(str(file))
     print(trace.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70))
@@ -51,27 +54,17 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
 
 
 def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
-    """What each kernel adds to a decode step: its time after the end of all before it, as kernels overlap."""
-    replay = engine.graph(batch, _CONTEXT).graph.replay
-    replay()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as trace:
-        for _ in range(_REPLAYS):
-            replay()
-        torch.cuda.synchronize()
-    added: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    end = 0.0
-    spans = [(e.time_range.start, e.time_range.end, e.name) for e in trace.events() if e.device_type == DeviceType.CUDA]
-    for start, stop, name in sorted(spans):
-        if end:
-            added["(idle)"] += max(0.0, start - end) / _REPLAYS
-        added[name] += max(0.0, stop - max(start, end)) / _REPLAYS
-        calls[name] += 1
-        end = max(end, stop)
-    print(f"decode b{batch}: {sum(added.values()):.0f} us a step")
+    """What each kernel adds to a decode step, and the share of it in which none runs."""
+    spans = engine.decode_spans(batch, _CONTEXT, _STEPS)
+    idle, calls = idle_share(spans), Counter(span.name for span in spans)
+    added = {name: micros / _STEPS for name, micros in added_time(spans).items()}
+    print(f"decode b{batch}: {sum(added.values()):.0f} us a step, and {idle:.1%} of the time idle")
     for name, micros in sorted(added.items(), key=lambda item: -item[1]):
-        print(f"  {micros:9.1f} us  {calls[name] // _REPLAYS:5} calls  {name[:_SHOWN]}")
-    return {f"decode_b{batch}_kernel_us": {name[:_SHOWN]: round(micros, 1) for name, micros in added.items()}}
+        print(f"  {micros:9.1f} us  {calls[name] // _STEPS:5} calls  {name[:_SHOWN]}")
+    return {
+        f"decode_b{batch}_kernel_us": {name[:_SHOWN]: round(micros, 1) for name, micros in added.items()},
+        f"decode_idle_share_b{batch}": round(idle, 4),
+    }
 
 
 def _roofline(phase: str, flops: float, read: float, seconds: float, ceilings: Ceilings) -> dict[str, object]:

@@ -1,0 +1,110 @@
+"""What the GPU benchmark divides by a time, by hand, and in which order it launches and reads steps. No GPU."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
+from benchmarks.gpu_engine import GpuEngine
+from engine.batch import StepBatch, StepResult
+from engine.model_runner import ModelRunner
+from engine.models.config import load_model_config
+from engine.models.shapes import write_shape
+
+LAYERS = 32
+LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336
+"""Llama-3-8B: q, k and v; the output of attention; gate and up; down."""
+HEAD = 128256 * 4096
+KV_OF_A_TOKEN = 2 * 2 * 8 * 128 * LAYERS
+"""Keys and values, two bytes each, of 8 heads of 128 in every layer."""
+
+
+class RecordedRunner:
+    """Computes nothing, and keeps what it was asked for, in order."""
+
+    def __init__(self, folder: Any, page_tokens: int = 128) -> None:
+        self.model_config = load_model_config(write_shape("llama-3-8b", folder))
+        self.page_tokens = page_tokens
+        self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
+        self.steps: list[StepBatch] = []
+        self.events: list[str] = []
+
+    def launch(self, batch: StepBatch) -> Callable[[], StepResult]:
+        number = len(self.steps)
+        self.steps.append(batch)
+        self.events.append(f"launch {number}")
+
+        def read() -> StepResult:
+            self.events.append(f"read {number}")
+            return StepResult([0] * len(batch.rows))
+
+        return read
+
+
+@pytest.fixture
+def runner(tmp_path: Any) -> RecordedRunner:
+    return RecordedRunner(tmp_path)
+
+
+@pytest.fixture
+def engine(runner: RecordedRunner) -> GpuEngine:
+    return GpuEngine(cast(ModelRunner, runner))
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 1024), (32, 1024), (256, 2048)])
+def test_a_decode_step_reads_all_weights_once_and_the_kv_of_every_row(
+    engine: GpuEngine, batch: int, context: int
+) -> None:
+    assert engine.decode_bytes(batch, context) == 2 * (LAYERS * LAYER + HEAD) + batch * context * KV_OF_A_TOKEN
+
+
+def test_the_bytes_of_llama_3_8b_in_numbers(engine: GpuEngine) -> None:
+    assert engine.decode_bytes(1, 1024) == 15_143_534_592
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 512), (1, 2048), (8, 2048)])
+def test_a_prefill_multiplies_without_the_embeddings_and_attends_causally(
+    engine: GpuEngine, rows: int, tokens: int
+) -> None:
+    pairs = tokens * tokens / 2
+    attention = LAYERS * 32 * 128 * pairs * (2 + 2)
+    assert engine.prefill_flops(rows, tokens) == rows * (2 * LAYERS * LAYER * tokens + attention)
+
+
+def test_the_flops_of_llama_3_8b_in_numbers(engine: GpuEngine) -> None:
+    assert engine.prefill_flops(1, 2048) == 29_686_813_949_952
+
+
+def test_every_step_is_launched_before_the_one_before_is_read(runner: RecordedRunner, engine: GpuEngine) -> None:
+    steps = engine.decode_steps(batch=2, first=100, steps=3)
+    next(steps)
+    assert runner.events == ["launch 0"]
+    for _ in steps:
+        pass
+    assert runner.events == ["launch 0", "launch 1", "read 0", "launch 2", "read 1", "read 2"]
+    rows = [[(row.start, row.source) for row in step.rows] for step in runner.steps]
+    assert rows == [[(100, None)] * 2, [(101, 0), (101, 1)], [(102, 0), (102, 1)]]
+    assert not {*runner.steps[0].rows[0].page_ids} & {*runner.steps[0].rows[1].page_ids}
+
+
+STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]
+"""One microsecond after the copy, two kernels that overlap, one more after a gap."""
+
+
+def test_the_device_is_idle_where_nothing_runs() -> None:
+    end = Span(19, 20, "Memcpy DtoH")
+    assert idle_share([*STEP, end]) == pytest.approx((1 + 1 + 2) / 20)
+    assert idle_share_beside_copies([*STEP, end]) == pytest.approx((1 + 2) / 20)
+    assert idle_share([Span(0, 9, "long"), Span(1, 2, "inside"), Span(9, 10, "next")]) == 0
+
+
+def test_a_kernel_adds_what_lies_behind_the_end_of_all_before_it() -> None:
+    assert added_time(STEP) == {"Memcpy HtoD": 2, "first": 7 + 2, "second": 4}
+    assert added_time([Span(0, 9, "long"), Span(1, 2, "inside")]) == {"long": 9, "inside": 0}
+
+
+def test_the_last_steps_of_a_trace() -> None:
+    spans = [Span(n, n + 0.5, f"{n % 3}") for n in range(12)]
+    assert [span.start for span in last_steps(spans, steps=3, of=4)] == list(range(3, 12))
