@@ -1,7 +1,8 @@
 """The tables of docs/performance.md, made from the runs in benchmarks/results/: `python -m benchmarks.tables`.
 
-One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them. Then decode steps
-with and without CUDA graphs, and each fused kernel beside its parts, of the newest run that has them.
+One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them, next to the floor
+that a figure must hold. Then decode steps with and without CUDA graphs, and each fused kernel beside its parts, of the
+newest run that has them.
 """
 
 import json
@@ -25,13 +26,41 @@ _SHOWN = (
     "load_gb_per_s",
     "matrix_tflops",
     "decode_ms_b",
+    "decode_sampled_ms_b",
 )
 _EAGER, _FUSED = "decode_eager_ms_b", "comparisons"
+_ASIDE = ("tune", "fused", "profile")
+"""Files of these benchmarks have no table of their own."""
+_FLOORS: dict[str, dict[str, float]] = {
+    "llama-3-8b": {
+        "start_seconds": 40,
+        "decode_bw_ratio_b1": 0.85,
+        "decode_bw_ratio_b32": 0.82,
+        "decode_bw_ratio_b128": 0.80,
+        "decode_bw_ratio_b256": 0.72,
+        "prefill_flops_ratio_1x2048": 0.96,
+        "prefill_flops_ratio_1x8192": 0.96,
+        "prefill_flops_ratio_8x2048": 0.96,
+        "attention_bw_ratio_64x2048": 0.90,
+        "attention_bw_ratio_128x4096": 0.92,
+        "attention_bw_ratio_1x32768": 0.75,
+    },
+    "llama-3.2-1b": {"decode_bw_ratio_b1": 0.65, "decode_bw_ratio_b128": 0.68, "prefill_flops_ratio_1x2048": 0.75},
+    "qwen3-0.6b": {"decode_bw_ratio_b1": 0.40, "decode_bw_ratio_b32": 0.58, "decode_idle_share_b32": 0.03},
+}
+"""What the engine must hold on one H200 in bfloat16, by shape and figure."""
+_AT_MOST = ("start_seconds", "decode_idle_share_b32")
+"""Figures whose floor is a ceiling."""
 _HEAD = """# Performance
 
 Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
 versions. Ratios compare with ceilings or peers measured in the same run: `bw` to the bandwidth of a device copy,
-`flops` to the rate of an 8192³ product, the others as their benchmark says.
+`flops` to the rate of an 8192³ product, the others as their benchmark says. Where a figure has a floor to hold, the
+runs that miss it say so.
+
+`decode_idle_share` is the share of launched decode steps in which no kernel runs, from the gaps of a trace;
+`decode_idle_between_steps_share` counts those between a step and the next alone. Runs without the latter inferred the
+former as 1 − graph replay ÷ step, not below 0.
 """
 
 Run = dict[str, Any]
@@ -39,20 +68,25 @@ Run = dict[str, Any]
 
 def main() -> None:
     """Write the page."""
+    PAGE.write_text(make_page(RESULTS), encoding="utf-8")
+    print("wrote", PAGE.name)
+
+
+def make_page(folder: Path) -> str:
+    """The page of the runs in `folder`."""
     groups: dict[str, list[Run]] = defaultdict(list)
     every: list[Run] = []
-    for file in sorted(RESULTS.glob("*.json")):
+    for file in sorted(folder.glob("*.json")):
         run: Run = json.loads(file.read_text(encoding="utf-8"))
         every.append(run)
-        if _shown(run) and not file.name.startswith(("tune", "fused")):
+        if _shown(run) and not file.name.startswith(_ASIDE):
             groups[_title(file.name.split("-", 1)[0], run)].append(run)
     tables = [_table(title, runs) for title, runs in sorted(groups.items())]
     runs = sorted(every, key=lambda run: str(run.get("date")))
     tables += [
         make(run) for make, run in ((_graphs, _newest(runs, _EAGER + "1")), (_fused, _newest(runs, _FUSED))) if run
     ]
-    PAGE.write_text("\n".join([_HEAD, *tables]))
-    print("wrote", PAGE.name)
+    return "\n".join([_HEAD, *tables]) + "\n"
 
 
 def _title(benchmark: str, run: Run) -> str:
@@ -63,17 +97,47 @@ def _title(benchmark: str, run: Run) -> str:
 
 
 def _table(title: str, runs: list[Run]) -> str:
-    """A column a run, oldest first."""
+    """A column a run, oldest first, behind the floors where there are any."""
     runs = sorted(runs, key=lambda run: str(run["date"]))
     names = list(dict.fromkeys(name for run in runs for name in _shown(run)))
+    floors = _floors(title, runs[-1])
     heads = [f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}" for run in runs]
-    lines = [
-        f"\n## {title}\n",
-        f"`{runs[-1]['command']}`\n",
-        _line(["figure", *heads]),
-        _line(["---"] * (len(runs) + 1)),
-    ]
-    return "\n".join([*lines, *(_line([f"`{name}`", *(_cell(run.get(name)) for run in runs)]) for name in names)])
+    rows = [[f"`{name}`", *(_judged(name, run.get(name), floors) for run in runs)] for name in names]
+    if floors:
+        heads.insert(0, "floor")
+        for name, row in zip(names, rows, strict=True):
+            row.insert(1, _floor(name, floors))
+    lines = [f"\n## {title}\n", f"`{runs[-1]['command']}`\n", *_verdict(names, runs[-1], floors)]
+    lines += [_line(["figure", *heads]), _line(["---"] * (len(heads) + 1))]
+    return "\n".join([*lines, *map(_line, rows)])
+
+
+def _floors(title: str, run: Run) -> dict[str, float]:
+    return _FLOORS.get(str(run.get("shape")), {}) if title.startswith("engine:") else {}
+
+
+def _misses(name: str, value: object, floors: dict[str, float]) -> bool:
+    if name not in floors or not isinstance(value, int | float):
+        return False
+    return value > floors[name] if name in _AT_MOST else value < floors[name]
+
+
+def _verdict(names: list[str], run: Run, floors: dict[str, float]) -> list[str]:
+    """One sentence about the newest run."""
+    if not floors:
+        return []
+    missed = [f"`{name}`" for name in names if _misses(name, run.get(name), floors)]
+    if not missed:
+        return ["The newest run holds every floor.\n"]
+    return [f"The newest run misses the floor of {', '.join(missed)}.\n"]
+
+
+def _floor(name: str, floors: dict[str, float]) -> str:
+    return "" if name not in floors else f"{'≤' if name in _AT_MOST else '≥'} {floors[name]:g}"
+
+
+def _judged(name: str, value: object, floors: dict[str, float]) -> str:
+    return _cell(value) + (" (missed)" if _misses(name, value, floors) else "")
 
 
 def _newest(runs: list[Run], figure: str) -> Run | None:

@@ -1,0 +1,65 @@
+"""The page of results: what is shown, beside which floor, and what is said of what misses it."""
+
+import json
+from pathlib import Path
+
+from benchmarks.tables import make_page
+
+FACTS = {"hardware": {"name": "Chip"}, "dtype": "bfloat16", "commit": "0123456789abcdef", "command": "python -m it"}
+
+
+def write(folder: Path, name: str, day: int, **figures: object) -> None:
+    run = FACTS | {"date": f"2026-01-0{day}T10:30:00+00:00", "shape": "llama-3-8b"} | figures
+    (folder / f"{name}-{day}.json").write_text(json.dumps(run))
+
+
+def rows_of(page: str, title: str) -> dict[str, list[str]]:
+    """The cells of one table, by the first of each row."""
+    part = page.split(f"## {title}", 1)[1].split("\n## ", 1)[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines() if line.startswith("|")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_a_column_a_run_beside_the_floor(tmp_path: Path) -> None:
+    write(tmp_path, "engine-b", 2, decode_bw_ratio_b1=0.9, decode_bw_ratio_b8=0.1, start_seconds=41.0)
+    write(tmp_path, "engine-a", 1, decode_bw_ratio_b1=0.8, start_seconds=40.0, decode_device_ms_b1=7)
+    page = make_page(tmp_path)
+    assert rows_of(page, "engine: llama-3-8b, Chip, bfloat16") == {
+        "figure": ["floor", "2026-01-01 10:30<br>01234567", "2026-01-02 10:30<br>01234567"],
+        "---": ["---"] * 3,
+        "`decode_bw_ratio_b1`": ["≥ 0.85", "0.800 (missed)", "0.900"],
+        "`decode_bw_ratio_b8`": ["", "", "0.100"],
+        "`start_seconds`": ["≤ 40", "40.000", "41.000 (missed)"],
+    }
+    assert "The newest run misses the floor of `start_seconds`." in page
+
+
+def test_a_run_that_holds_all_of_its_floors(tmp_path: Path) -> None:
+    write(tmp_path, "engine-a", 1, shape="qwen3-0.6b", decode_idle_share_b32=0.029, decode_bw_ratio_b32=0.58)
+    assert "The newest run holds every floor." in make_page(tmp_path)
+
+
+def test_other_benchmarks_and_shapes_have_no_floors(tmp_path: Path) -> None:
+    write(tmp_path, "kv-a", 1, start_seconds=99.0)
+    write(tmp_path, "engine-a", 1, shape="qwen3-8b", start_seconds=99.0)
+    page = make_page(tmp_path)
+    assert rows_of(page, "kv: llama-3-8b, Chip, bfloat16")["`start_seconds`"] == ["99.000"]
+    assert rows_of(page, "engine: qwen3-8b, Chip, bfloat16")["`start_seconds`"] == ["99.000"]
+    assert "missed" not in page
+
+
+def test_what_was_tuned_or_profiled_has_no_table(tmp_path: Path) -> None:
+    for kind in ("tune-linear", "profile-llama-3-8b", "fused-kernels"):
+        write(tmp_path, kind, 1, copy_gb_per_s=1.0, decode_idle_share_b1=0.5)
+    assert "## " not in make_page(tmp_path)
+
+
+def test_the_newest_runs_with_eager_steps_and_fused_kernels(tmp_path: Path) -> None:
+    write(tmp_path, "engine-a", 1, decode_ms_b1=2.0, decode_eager_ms_b1=3.0)
+    write(tmp_path, "engine-b", 2, decode_ms_b1=4.0, decode_eager_ms_b1=8.0)
+    write(tmp_path, "engine-c", 3, decode_ms_b1=9.0)
+    silu = {"operation": "silu", "tokens": 8, "fused_us": 2.0, "unfused_us": 5.0, "ratio": 2.5}
+    write(tmp_path, "fused-kernels", 1, comparisons=[silu])
+    page = make_page(tmp_path)
+    assert rows_of(page, "CUDA graphs")["1"] == ["4.000", "8.000", "2.000"]
+    assert rows_of(page, "Fused kernels")["silu"] == ["8", "2.000", "5.000", "2.500"]
