@@ -1,0 +1,85 @@
+"""Which decode steps get a CUDA graph, and which graph a step takes. Nothing is captured here."""
+
+from itertools import pairwise
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.batch import Draw, StepBatch, StepRow
+from engine.cuda_graphs import SHORT_CONTEXT, DecodeGraph, DecodeGraphs, graph_contexts, graph_sizes
+from engine.step_packer import StepSizes
+from wire.messages import SamplingParams
+
+DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+LONG_CONTEXT = 4 * SHORT_CONTEXT
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 30, 64, 100, 256, 257, 400, 1000])
+def test_the_largest_step_has_a_graph_and_none_is_larger(rows: int) -> None:
+    sizes = graph_sizes(rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == rows
+    assert sizes[0] == 1
+
+
+def test_padding_stays_small() -> None:
+    sizes = graph_sizes(1000)
+    assert all(large <= max(2 * small, small + 64) for small, large in pairwise(sizes))
+    assert graph_sizes(600)[-6:] == [320, 384, 448, 512, 576, 600]
+
+
+def test_long_contexts_have_graphs_of_their_own() -> None:
+    assert graph_contexts(LONG_CONTEXT) == [LONG_CONTEXT, SHORT_CONTEXT]
+    assert graph_contexts(SHORT_CONTEXT) == [SHORT_CONTEXT]
+    assert graph_contexts(1000) == [1000]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
+    """Of 1, 4 and 8 rows, each for short and for long contexts, in the order in which `capture` leaves them."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    nothing = cast(Any, None)
+    made = DecodeGraphs(nothing, nothing, nothing, nothing)
+
+    def captured(rows: int, context: int) -> DecodeGraph:
+        return DecodeGraph(StepSizes(tokens=rows, rows=rows, width=1, drawn=rows), context, nothing, nothing, nothing)
+
+    monkeypatch.setattr(made, "_capture", captured)
+    monkeypatch.setattr(made, "_packer", cast(Any, Packer))
+    made.capture([1, 4, 8])
+    return made
+
+
+class Packer:
+    class limits:
+        max_context = LONG_CONTEXT
+
+
+def decoding(*starts: int) -> StepBatch:
+    return StepBatch([StepRow([5], start, range(9), DRAW) for start in starts])
+
+
+@pytest.mark.parametrize(
+    ("starts", "rows", "context"),
+    [
+        ([0], 1, SHORT_CONTEXT),
+        ([3] * 4, 4, SHORT_CONTEXT),
+        ([3] * 5, 8, SHORT_CONTEXT),
+        ([3, SHORT_CONTEXT - 1], 4, SHORT_CONTEXT),
+        ([3, SHORT_CONTEXT], 4, LONG_CONTEXT),
+        ([LONG_CONTEXT - 1], 1, LONG_CONTEXT),
+    ],
+)
+def test_the_smallest_graph_that_holds_all_rows(
+    graphs: DecodeGraphs, starts: list[int], rows: int, context: int
+) -> None:
+    graph = graphs.fitting(decoding(*starts))
+    assert graph is not None
+    assert (graph.sizes.rows, graph.context) == (rows, context)
+
+
+def test_a_step_that_no_graph_computes(graphs: DecodeGraphs) -> None:
+    assert graphs.fitting(decoding(*range(9))) is None
+    assert graphs.fitting(StepBatch([*decoding(3).rows, StepRow([5, 6], 0, range(9), DRAW)])) is None
+    assert graphs.fitting(StepBatch([*decoding(3).rows, StepRow([5], 0, range(9), None)])) is None
