@@ -22,7 +22,8 @@ def up(
     mode: Annotated[
         str,
         typer.Option(
-            help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive: --workers, and for each request one of them or two."
+            help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive:"
+            " --workers, and for each request one of them or two."
         ),
     ] = "disaggregated",
     prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers; default: 1.")] = None,
