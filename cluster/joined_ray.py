@@ -12,12 +12,8 @@ from wire.errors import FailedPrecondition, Unavailable
 CONNECT_S = 5.0
 """How long the first connection may take, in seconds; Ray itself would try for minutes."""
 
-_ENVIRONMENT = {
-    # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
-    # A token that is refused is said once, in words, not a line a second.
-    "RAY_BACKEND_LOG_LEVEL": "error",
-}
+# Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+_ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
 
 
 class JoinedRay:

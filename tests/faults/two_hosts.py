@@ -40,6 +40,7 @@ SETTINGS = {
     "kv_checksum_rate": 1.0,
     "grpc_port": 0,
     "http_port": 0,
+    "start_timeout_s": START_S - 30,
 }
 
 
@@ -112,7 +113,8 @@ class Process:
 
     async def terminate(self) -> None:
         """For one that does not look at stdin."""
-        self._process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
         await self._gone()
 
     async def _gone(self) -> None:
