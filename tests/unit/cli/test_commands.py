@@ -15,7 +15,7 @@ from cli import state
 from cli.client import Sampling
 from cli.main import app
 from cli.plain_errors import plain_errors
-from cli.preflight import check_page
+from cli.preflight import check_memory, check_page
 from cluster.config import ClusterConfig
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
@@ -261,6 +261,13 @@ def test_a_cache_larger_than_the_memory_names_its_option(size: str) -> None:
     assert result.stderr.startswith("error: --kv-cache-gib: ")
     assert result.stderr.count("\n") == 1
     assert size != "1000000" or "GiB of memory that are free; choose less than " in result.stderr
+
+
+def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
+    here = ClusterConfig(model=Path("m"), kv_cache_bytes=1 << 49)
+    with pytest.raises(InvalidArgument, match="--kv-cache-gib"):
+        check_memory(here)
+    check_memory(replace(here, ray_address="auto"))
 
 
 def broken_models(tmp_path: Path) -> dict[str, Path]:
