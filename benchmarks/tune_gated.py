@@ -6,13 +6,13 @@ its power limit allows for long. The choice it led to stands in engine/kernels/g
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Mapping
 from itertools import count
 
 import torch
 from torch import Tensor
 
+from benchmarks.command_line import need_gpu
+from benchmarks.race import Contestant, race
 from benchmarks.results import run_facts, save_result
 from engine.kernels.base import Linear
 from engine.kernels.gated_product import FusedGated, GatedTile, PlainGated
@@ -25,10 +25,6 @@ TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, Fal
 """Rows, columns, and whether two warp groups take turns on tiles of their own."""
 CLUSTERS = ((2, 1), (1, 2))
 _WEIGHTS = 2
-_ROUNDS, _IDLE_LAUNCHES, _LAUNCHES = 4, 3, 12
-_HEAT_SIZE, _HEAT_ROUNDS = 8192, 300
-
-Contestant = Callable[[], Tensor]
 
 
 def main() -> None:
@@ -36,10 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()
+    need_gpu()
     contests: dict[str, dict[str, float]] = {}
     for name, (hidden, intermediate) in SHAPES.items():
         for tokens in TOKENS:
-            found = _race(_contestants(hidden, intermediate, tokens))
+            found = race(_contestants(hidden, intermediate, tokens))
             contests[f"{name} {tokens}"] = found
             best = sorted(found, key=lambda each: found[each])[:3]
             words = ", ".join(f"{each} {found[each]:.1f} us ({found['cublas'] / found[each]:.3f})" for each in best)
@@ -73,35 +70,6 @@ def _contestants(hidden: int, intermediate: int, tokens: int) -> dict[str, Conte
             name = f"{rows}x{columns} {kind} {cluster[0]}x{cluster[1]}"
             found[name] = race_with(GatedTile(rows, columns, pingpong, *cluster))
     return found
-
-
-def _race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
-    """Median microseconds of each."""
-    for run in contestants.values():
-        run()  # compiles
-    _heat()
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
-    for _ in range(_ROUNDS):
-        for name, run in contestants.items():
-            for _ in range(_IDLE_LAUNCHES):
-                run()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            start.record()
-            for _ in range(_LAUNCHES):
-                run()
-            end.record()
-            marks[name].append((start, end))
-    torch.cuda.synchronize()
-    return {
-        name: round(statistics.median(start.elapsed_time(end) for start, end in pairs) / _LAUNCHES * 1e3, 1)
-        for name, pairs in marks.items()
-    }
-
-
-def _heat() -> None:
-    a, b = (torch.randn(_HEAT_SIZE, _HEAT_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    for _ in range(_HEAT_ROUNDS):
-        a @ b
 
 
 if __name__ == "__main__":

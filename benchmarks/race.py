@@ -1,0 +1,43 @@
+"""Contestants that take turns on a chip that is as hot as work makes it.
+
+One that rests while the next kernel compiles runs above the clock that its power limit allows for long.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping
+
+import torch
+
+_ROUNDS, _IDLE_LAUNCHES, _LAUNCHES = 4, 3, 12
+_HEAT_SIZE, _HEAT_ROUNDS = 8192, 300
+
+Contestant = Callable[[], object]
+
+
+def race(contestants: Mapping[str, Contestant]) -> dict[str, float]:
+    """Median microseconds of each on the device."""
+    for run in contestants.values():
+        run()  # compiles
+    _heat()
+    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in contestants}
+    for _ in range(_ROUNDS):
+        for name, run in contestants.items():
+            for _ in range(_IDLE_LAUNCHES):
+                run()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(_LAUNCHES):
+                run()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {
+        name: round(statistics.median(start.elapsed_time(end) for start, end in pairs) / _LAUNCHES * 1e3, 1)
+        for name, pairs in marks.items()
+    }
+
+
+def _heat() -> None:
+    a, b = (torch.randn(_HEAT_SIZE, _HEAT_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(_HEAT_ROUNDS):
+        a @ b
