@@ -1,7 +1,9 @@
 """Shapes of well-known models, as their config.json: for performance runs with random weights."""
 
+import json
 from pathlib import Path
 
+from engine.models.config import ModelConfig, parse_model_config
 from wire.errors import InvalidArgument
 
 _HERE = Path(__file__).parent
@@ -17,6 +19,11 @@ def shape_file(name: str) -> Path:
     if name not in shape_names():
         raise InvalidArgument("random_weights", f"{name!r} is no known shape; choose {', '.join(shape_names())}.")
     return _HERE / f"{name}.json"
+
+
+def shape_config(name: str) -> ModelConfig:
+    """What the model of this shape looks like; InvalidArgument as `shape_file`."""
+    return parse_model_config(json.loads(shape_file(name).read_text(encoding="utf-8")), {})
 
 
 def write_shape(name: str, folder: Path) -> Path:

@@ -8,7 +8,7 @@ import torch
 from engine.config import EngineConfig
 from engine.models.config import load_model_config
 from engine.models.parameters import allocate_parameters
-from engine.models.shapes import shape_names, write_shape
+from engine.models.shapes import shape_config, shape_names, write_shape
 from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument
 
@@ -24,6 +24,11 @@ def test_every_shape_has_the_parameters_of_its_model(tmp_path: Path) -> None:
         if not config.tied_embeddings:
             tensors.append(weights.lm_head)
         assert sum(tensor.numel() for tensor in tensors) / 1e9 == pytest.approx(billions, rel=0.01), name
+
+
+def test_a_shape_needs_no_folder(tmp_path: Path) -> None:
+    for name in shape_names():
+        assert shape_config(name) == load_model_config(write_shape(name, tmp_path / name))
 
 
 def test_an_unknown_shape_lists_the_known(tmp_path: Path) -> None:

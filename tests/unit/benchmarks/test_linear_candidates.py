@@ -1,0 +1,48 @@
+"""What the tuner of the weight-streaming products measures, for every shape that ships."""
+
+import pytest
+import torch
+
+from benchmarks.linear_candidates import Model, Product, candidates, model_of
+from engine.kernels.triton_linear_plan import TOKEN_TILES, fits_scratch
+from engine.kernels.triton_linear_tiles import TUNED, Skinny
+from engine.models.parameters import allocate_parameters
+from engine.models.shapes import shape_config, shape_names
+
+EARLY = [512]
+TOKENS = (1, *TOKEN_TILES)
+
+
+@pytest.fixture(params=shape_names())
+def model(request: pytest.FixtureRequest) -> Model:
+    return model_of(request.param, shape_config(request.param))
+
+
+def test_the_products_are_all_weights_of_the_model(model: Model) -> None:
+    weights = allocate_parameters(shape_config(model.name), torch.bfloat16, torch.device("meta"))
+    *layer, head = model.products
+    assert head.n * head.k == weights.lm_head.numel()
+    stacked = (weights.qkv, weights.output, weights.gate_up, weights.down)
+    assert [model.layers * each.n * each.k for each in layer] == [each.numel() for each in stacked]
+    assert model.largest == max(each.n * each.k for each in model.products)
+
+
+def test_every_size_has_something_to_measure(model: Model) -> None:
+    for product in model.products:
+        for tokens in TOKENS:
+            found = candidates(product, tokens, EARLY)
+            assert found, (product, tokens)
+            for tile in found:
+                if isinstance(tile, Skinny):
+                    assert tile.tokens >= tokens
+                    assert fits_scratch(tile, -(-product.outputs // tile.rows), product.paired)
+
+
+def test_the_table_holds_what_the_tuner_may_find() -> None:
+    models = [model_of(name, shape_config(name)) for name in shape_names()]
+    products: dict[tuple[int, int, bool], Product] = {
+        (product.n, product.k, product.paired): product for model in models for product in model.products
+    }
+    for shape, by_bucket in TUNED.items():
+        for bucket, tile in by_bucket.items():
+            assert tile in candidates(products[shape], bucket, EARLY), (shape, bucket)
