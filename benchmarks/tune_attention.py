@@ -1,4 +1,4 @@
-"""Find the plans of decode attention on this GPU: `python -m benchmarks.tune_attention [--quick]`.
+"""Find the plans of decode attention on this GPU: `python -m benchmarks.tune_attention [--quick] [--save]`.
 
 Every plan of a short list runs at every size in a CUDA graph whose calls walk through more cache than L2 holds. Figures
 are bytes of keys and values over time, and their share of the copy bandwidth measured in the same run. The best plans
@@ -7,214 +7,79 @@ run once more with overlapped launches, as the engine does. The last line is one
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
-from torch import Tensor
 
-from benchmarks.ceilings import copy_bandwidth, graph_seconds
-from engine.kernels.base import AttentionShape
+from benchmarks.attention_timing import DEVICE, Size, in_parallel, make_inputs, measure, plans, rank, tiles
+from benchmarks.ceilings import copy_bandwidth
+from benchmarks.command_line import need_gpu
+from benchmarks.results import run_facts, save_result
 from engine.kernels.triton_attention import DecodeAttention, Plan
+from engine.models.shapes import shape_config, shape_names
 
-DEVICE = torch.device("cuda")
-DTYPE = torch.bfloat16
-PAGE_TOKENS = 128
-LEAST_CACHE_BYTES = 400e6
-"""Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
-COMPILERS = 16
-TILES = [
-    (64, 4, 3),
-    (64, 4, 4),
-    (64, 4, 2),
-    (32, 4, 4),
-    (32, 4, 6),
-    (32, 2, 4),
-    (128, 4, 2),
-    (128, 4, 3),
-    (128, 8, 3),
-    (64, 2, 3),
-]
-"""Tokens, warps, stages."""
-SPLITS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
-PROGRAMS_PER_SM = (0.9, 20)
-"""Fewest and most programs worth a try."""
-TOLERANCE = 0.02
-"""How far apart two plans' results may lie, in absolute terms: results are averages of numbers around 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    rows: int
-    context: int
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows}x{self.context} h{self.heads}/{self.kv_heads} d{self.head_dim}"
-
-    @property
-    def bytes(self) -> int:
-        """Keys and values that one call reads."""
-        return 2 * self.rows * self.context * self.kv_heads * self.head_dim * DTYPE.itemsize
-
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
-
-
-SIZES = [
-    Size(64, 2048),
-    Size(128, 4096),
-    Size(1, 32768),
-    Size(1, 1024),
-    Size(8, 1024),
-    Size(32, 1024),
-    Size(128, 1024),
-    Size(256, 1024),
-    Size(1, 1024, heads=16),
-    Size(32, 1024, heads=16),
-    Size(1, 1024, head_dim=64),
-    Size(128, 1024, head_dim=64),
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    q: Tensor
-    cache: Tensor
-    table: Tensor
-    contexts: Tensor
+MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
+WORKLOADS = ((64, 2048), (128, 4096), (1, 32768), (1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024))
+"""Rows and context of each."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
     parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
-    quick = parser.parse_args().quick
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args()
+    need_gpu()
     copy = copy_bandwidth() / 1e9
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s")
+    found = tune(sizes_of(arguments.models), copy, arguments.quick)
+    result = {"copy_gb_per_s": copy, "attention": found, "models": arguments.models, "dtype": "bfloat16"}
+    result |= run_facts("cuda")
+    if arguments.save:
+        print("saved", save_result("tune-attention", result))
+    print(json.dumps(result))
+
+
+def sizes_of(models: Sequence[str]) -> list[Size]:
+    """Every workload with the heads of each model; models of the same heads count once."""
+    shapes = [shape_config(name) for name in models]
+    heads = dict.fromkeys((shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes)
+    return [Size(rows, context, *each) for each in heads for rows, context in WORKLOADS]
+
+
+def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
+    """Measures and prints every size → for JSON. `copy`: the copy bandwidth in GB/s."""
     if not quick:
-        in_parallel([(plan, size, False, False) for size in _distinct(SIZES) for plan in _tiles()])
-    report = {}
-    for size in SIZES:
-        inputs = make_inputs(size)
-        own = DecodeAttention(size.shape, size.rows, DEVICE, pdl=False)
-        own(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
-        chosen = next(iter(own._plans.values()))
-        plans = [chosen] if quick else [chosen, *(plan for plan in _plans(size) if plan != chosen)]
-        ranked = rank(plans, size, inputs)
-        for place, (seconds, plan) in enumerate(ranked[: 1 if quick else 3]):
-            print(f"{size.name:24} {'best' if place == 0 else '':5}{_figures(size, seconds, copy)} {plan}", flush=True)
-        engine_seconds = next(seconds for seconds, plan in ranked if plan == chosen)
-        print(f"{size.name:24} now  {_figures(size, engine_seconds, copy)} {chosen}")
-        best = ranked[0][1]
-        in_parallel([(best, size, True, False), (best, size, True, True)])
-        overlapped, early = (measure(best, size, inputs, pdl=True, early=early) for early in (False, True))
-        print(f"{size.name:24} pdl  {_figures(size, overlapped, copy)}, read early {_figures(size, early, copy)}")
-        report[size.name] = {
-            "best": asdict(best),
-            "microseconds": ranked[0][0] * 1e6,
-            "overlapped_microseconds": overlapped * 1e6,
-            "early_microseconds": early * 1e6,
-            "engine_microseconds": engine_seconds * 1e6,
-            "ratio": size.bytes / ranked[0][0] / 1e9 / copy,
-            "engine_ratio": size.bytes / engine_seconds / 1e9 / copy,
-        }
-        del inputs
-    print(json.dumps({"copy_gb_per_s": copy, "attention": report}))
+        distinct = {size.shape: size for size in sizes}
+        in_parallel([(plan, size, False, False) for size in distinct.values() for plan in tiles()])
+    return {size.name: _tune_one(size, copy, quick) for size in sizes}
 
 
-def make_inputs(size: Size) -> Inputs:
-    """Random keys and values on shuffled pages, in as many layers as it takes to outgrow L2."""
-    columns = -(-size.context // PAGE_TOKENS)
-    pages = size.rows * columns
-    layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
-    cache = torch.empty(
-        pages, layers, 2, size.kv_heads, PAGE_TOKENS, size.head_dim, dtype=DTYPE, device=DEVICE
-    ).normal_()
-    return Inputs(
-        q=torch.randn(size.rows, size.heads, size.head_dim, dtype=DTYPE, device=DEVICE),
-        cache=cache,
-        table=torch.randperm(pages, device=DEVICE).int().view(size.rows, columns),
-        contexts=torch.full((size.rows,), size.context, dtype=torch.int32, device=DEVICE),
-    )
-
-
-def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:
-    """Seconds of each plan, the fastest first; a plan that computes something else than the first is left out."""
-    expected = None
-    ranked = []
-    for plan in plans:
-        result = _attention(plan, size)(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
-        expected = result if expected is None else expected
-        error = (result.float() - expected.float()).abs().max().item()
-        if error < TOLERANCE:
-            ranked.append((measure(plan, size, inputs), plan))
-        else:
-            print(f"WRONG by {error}: {size.name} {plan}")
-    return sorted(ranked, key=lambda timing: timing[0])
-
-
-def measure(plan: Plan, size: Size, inputs: Inputs, pdl: bool = False, early: bool = False) -> float:
-    """Seconds of one call among others in a graph."""
-    attention = _attention(plan, size, pdl, early)
-    layers = inputs.cache.shape[1]
-
-    def call(layer: int) -> None:
-        attention(inputs.q, inputs.cache, layer, inputs.table, inputs.contexts)
-
-    return graph_seconds(call, layers)
-
-
-def in_parallel(variants: Sequence[tuple[Plan, Size, bool, bool]]) -> None:
-    """Compile plans (with size, overlap, early reading) by running each once on one short row."""
-
-    def run(variant: tuple[Plan, Size, bool, bool]) -> None:
-        plan, size, pdl, early = variant
-        small = Size(1, PAGE_TOKENS, size.heads, size.kv_heads, size.head_dim)
-        attention = DecodeAttention(small.shape, 1, DEVICE, pdl, early, _always(plan))
-        cache = torch.zeros(1, 1, 2, size.kv_heads, PAGE_TOKENS, size.head_dim, dtype=DTYPE, device=DEVICE)
-        q = torch.zeros(1, size.heads, size.head_dim, dtype=DTYPE, device=DEVICE)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-        attention(q, cache, 0, table, torch.zeros(1, dtype=torch.int32, device=DEVICE))
-
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(run, variants))
-    torch.cuda.synchronize()
-
-
-def _attention(plan: Plan, size: Size, pdl: bool = False, early: bool = False) -> DecodeAttention:
-    return DecodeAttention(size.shape, size.rows, DEVICE, pdl, early, _always(plan))
-
-
-def _always(plan: Plan) -> Callable[..., Plan]:
-    return lambda *_: plan
-
-
-def _tiles() -> list[Plan]:
-    return [Plan(block, warps, stages, splits=1, least_tiles=1) for block, warps, stages in TILES]
-
-
-def _plans(size: Size) -> list[Plan]:
-    """Every tile with every number of splits that neither leaves the GPU idle nor drowns it in programs."""
-    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    fewest, most = (bound * sms for bound in PROGRAMS_PER_SM)
-    plans = []
-    for block, warps, stages in TILES:
-        for splits in SPLITS:
-            programs = size.rows * size.kv_heads * splits
-            enough = programs >= fewest or splits * block >= size.context
-            if (splits == 1 or programs <= most) and enough and splits * block <= size.context:
-                plans.append(Plan(block, warps, stages, splits, least_tiles=1))
-    return plans
-
-
-def _distinct(sizes: Sequence[Size]) -> list[Size]:
-    """One size for each shape of the heads."""
-    return list({size.shape: size for size in sizes}.values())
+def _tune_one(size: Size, copy: float, quick: bool) -> dict[str, object]:
+    inputs = make_inputs(size)
+    own = DecodeAttention(size.shape, size.rows, DEVICE, pdl=False)
+    own(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
+    chosen: Plan = next(iter(own._plans.values()))
+    tried = [chosen] if quick else [chosen, *(plan for plan in plans(size) if plan != chosen)]
+    ranked = rank(tried, size, inputs)
+    for place, (seconds, plan) in enumerate(ranked[: 1 if quick else 3]):
+        print(f"{size.name:24} {'best' if place == 0 else '':5}{_figures(size, seconds, copy)} {plan}", flush=True)
+    engine_seconds = next(seconds for seconds, plan in ranked if plan == chosen)
+    print(f"{size.name:24} now  {_figures(size, engine_seconds, copy)} {chosen}")
+    best = ranked[0][1]
+    in_parallel([(best, size, True, False), (best, size, True, True)])
+    overlapped, early = (measure(best, size, inputs, pdl=True, early=early) for early in (False, True))
+    print(f"{size.name:24} pdl  {_figures(size, overlapped, copy)}, read early {_figures(size, early, copy)}")
+    return {
+        "best": asdict(best),
+        "microseconds": ranked[0][0] * 1e6,
+        "overlapped_microseconds": overlapped * 1e6,
+        "early_microseconds": early * 1e6,
+        "engine_microseconds": engine_seconds * 1e6,
+        "ratio": size.bytes / ranked[0][0] / 1e9 / copy,
+        "engine_ratio": size.bytes / engine_seconds / 1e9 / copy,
+    }
 
 
 def _figures(size: Size, seconds: float, copy: float) -> str:

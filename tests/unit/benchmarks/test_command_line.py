@@ -1,0 +1,41 @@
+"""Benchmarks of GPUs on a machine without one, and which sizes the tuner of attention measures."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from benchmarks.command_line import errors_in_words
+from benchmarks.tune_attention import WORKLOADS, sizes_of
+from wire.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("name", ["fused_kernels", "tune_attention", "tune_gated", "tune_linear"])
+def test_no_gpu_is_said_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [name])
+    with pytest.raises(SystemExit, match="PyTorch sees none"):
+        importlib.import_module(f"benchmarks.{name}").main()
+
+
+@pytest.mark.parametrize("name", ["fused_kernels", "tune_attention", "tune_linear"])
+def test_an_unknown_shape_lists_the_known(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = "--shape" if name == "fused_kernels" else "--models"
+    monkeypatch.setattr(sys, "argv", [name, option, "nope"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert "llama-3-8b" in capsys.readouterr().err
+
+
+def test_an_error_ends_with_its_message() -> None:
+    with pytest.raises(SystemExit, match="^device: is too old$"), errors_in_words():
+        raise InvalidArgument("device", "is too old")
+
+
+def test_models_of_the_same_heads_are_measured_once() -> None:
+    sizes = sizes_of(["llama-3-8b", "qwen3-8b", "llama-3.2-1b"])
+    assert [(size.rows, size.context) for size in sizes] == [*WORKLOADS, *WORKLOADS]
+    assert {(size.heads, size.kv_heads, size.head_dim) for size in sizes} == {(32, 8, 128), (32, 8, 64)}
