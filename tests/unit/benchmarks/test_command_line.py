@@ -31,7 +31,7 @@ def test_an_unknown_shape_lists_the_known(
 
 
 def test_an_error_ends_with_its_message() -> None:
-    with pytest.raises(SystemExit, match="^device: is too old$"), errors_in_words():
+    with pytest.raises(SystemExit, match=r"^device: is too old$"), errors_in_words():
         raise InvalidArgument("device", "is too old")
 
 
