@@ -17,7 +17,7 @@ from .steps import assert_as_good
 REFERENCE = ReferenceKernels()
 EPS = 1e-5
 SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, LONG_TOKENS - 1]
-LONG = [LONG_TOKENS, 127, 129]
+LONG = [LONG_TOKENS, 127, 128, 129]
 SHAPES = [(64, 96), (576, 192), (100, 37), (1537, 24), (2600, 70)]
 """(k, rows): one block of k and several, whole vectors and tails, whole tiles and rests."""
 
