@@ -86,14 +86,11 @@ class Moves:
 
     def poll(self) -> None:
         """Make progress and end what has come to rest."""
-        before = len(self._moves)
         for move in list(self._moves):
             if move.rests_at is None:
                 self._note(move, self._agent.state(move.handle))
             elif time.monotonic() >= move.rests_at:
                 self._end(move, whole=False)
-        if len(self._moves) == before:
-            self._pace.in_vain()
 
     def abandon(self, link: Link) -> None:
         """Nobody wants to hear of those over `link`."""

@@ -73,7 +73,6 @@ class Orders:
             if now >= order.say_at:
                 order.cancelled |= order.flight.late
                 self._say_again(number, order)
-        self._pace.in_vain()
 
     def answered(self, link: Link, answer: ReadAnswer) -> None:
         """A peer says how a transfer ended. Answers to what is over here, or was asked of another peer, are dropped."""
