@@ -26,7 +26,7 @@ from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.checksums import PageChecks
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from kv_transfer.lease import Fence, LeaseChange, LeaseTable, PageAction
 from wire.ending import kv_tokens, pages_for
 from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
@@ -58,11 +58,15 @@ class DecodeAdmission:
         expect: Callable[[int], None],
         emit: Callable[[RoutedEvent], None],
         wake: Callable[[], None],
+        listened_s: Callable[[], float],
+        is_near: Callable[[PeerRef], bool],
         checks: PageChecks | None = None,
     ) -> None:
-        """`expect` hears how many leases may see a notice, `emit` what a router must know, `wake` that work is ready.
+        """`listened_s` is the transport's clock (`Receiver.listened_s`); `is_near`: whether a prefill worker is known
+        to be on this host. `expect` hears how many leases may see a notice, `emit` what a router must know, `wake` that
+        work is ready.
 
-        All three are called from any thread and return at once; `expect` under the lock, so that the last count it
+        These three are called from any thread and return at once; `expect` under the lock, so that the last count it
         hears is the true one. `checks` compare bytes that arrived with those sent; None = here and there not at all.
         """
         self._config = config
@@ -73,7 +77,12 @@ class DecodeAdmission:
         self._model = model
         self._expect = expect
         self._wake = wake
-        self._leases: LeaseTable = LeaseTable(clock, config.lease_s, config.quarantine_s)
+        fence = Fence(
+            config.write_window_s,
+            lambda peer: config.quarantine_s if is_near(peer) else config.quarantine_far_s,
+            listened_s,
+        )
+        self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
         self._lock = threading.Lock()
         # By epoch: exactly the requests whose lease the table holds and has not revoked; both change under one lock.
         self._leased: dict[int, DecodeRequest] = {}
@@ -136,13 +145,14 @@ class DecodeAdmission:
     # ---- prefill workers ----
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
-        """Turn the prompt's share of the promise into pages that `prefill` may write; asked twice, the same pages.
+        """Turn the prompt's share of the promise into pages that `prefill` may begin to write for `write_window_s`;
+        asked again, the same pages, for as long from then on.
 
         They are the last of the `pages` that the prompt fills: those before them are here already. StaleEpoch when the
         lease is over or another worker's, InvalidArgument when the count is not the prompt's.
         """
         with self._lock:
-            held = self._leases.pages_of(lease, prefill)
+            held = self._leases.permit(lease, prefill)
             if held is not None:
                 return held
             request = self._leased[lease.epoch]
@@ -168,7 +178,7 @@ class DecodeAdmission:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
                 log.warning("the notice of %s from %s was lost", change.lease, prefill.worker_id)
-                self._follow(change, TransferFailed("the notice of the transfer was lost; prefill again"))
+            self._follow_all(lost, TransferFailed("the notice of the transfer was lost; prefill again"))
         if lost:
             self._changed()
 
@@ -188,12 +198,15 @@ class DecodeAdmission:
         self._changed()
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """The process of `peer` is known dead: whatever it was to write is over."""
+        """The process of `peer` is believed dead: whatever it was to write is over."""
         with self._lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
-            for change in self._leases.peer_gone(peer):
-                self._follow(change, reason)
+            self._follow_all(self._leases.peer_gone(peer), reason)
         self._changed()
+
+    def peer_back(self, peer: PeerRef) -> None:
+        """`peer` serves, believed dead or not: it may be given leases."""
+        self._leases.peer_back(peer)
 
     def expire(self) -> None:
         """End what is due: leases without a heartbeat, quarantines of dead writers, checks that have no result.
@@ -203,8 +216,7 @@ class DecodeAdmission:
         with self._lock:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
-            for change in changes:
-                self._follow(change, reason)
+            self._follow_all(changes, reason)
             late = self._held.end_late_checks(self._clock())
         if changes or late:
             self._changed()
@@ -232,6 +244,11 @@ class DecodeAdmission:
     def open_requests(self) -> int:
         """Requests that are not over."""
         return len(self._held)
+
+    @property
+    def write_window_s(self) -> float:
+        """For how long `allot` permits to write, in seconds."""
+        return self._config.write_window_s
 
     @property
     def open_leases(self) -> int:
@@ -290,6 +307,14 @@ class DecodeAdmission:
             self._follow(self._leases.revoke(request.lease), None)
         else:
             self._held.cancel(request)
+
+    def _follow_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
+        """One that cannot be followed keeps no other from it: the table has forgotten them all."""
+        for change in changes:
+            try:
+                self._follow(change, failure)
+            except Exception:
+                log.exception("the end of %s was not followed", change.lease)
 
     def _follow(self, change: LeaseChange, failure: TandemError | None) -> None:
         """Do with the pages what the lease table says; a request that was alive is over, its router hears `failure`."""

@@ -9,6 +9,7 @@ Threads: every method may be called from any thread and returns without waiting 
 Callbacks run on the transport's own thread and must return at once.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,13 +35,15 @@ class PageWrite:
     """Write my `local_pages` onto `peer`'s `remote_pages`, one to one; then, if given, deliver `notice`.
 
     The notice arrives after every byte of this write. A sender that needs earlier writes to have landed as well waits
-    for them before it posts the one with the notice.
+    for them before it posts the one with the notice. A write that has not begun by `begin_by` (`time.monotonic`) never
+    does: that is for how long the peer has given its pages.
     """
 
     peer: PeerRef
     local_pages: Sequence[int]
     remote_pages: Sequence[int]
     notice: TransferNotice | None = None
+    begin_by: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,10 @@ class Sender(ABC):
     @abstractmethod
     def remove_peer(self, peer: PeerRef) -> None:
         """Forget this incarnation of a peer and earlier ones: metadata, descriptor lists, connections. Unknown peers
-        and later incarnations are left alone.
+        and later incarnations are left alone. The same incarnation may be added again.
 
-        For a peer whose process is over: writes in flight to it fail at once, as its memory is gone.
+        That its process is over is a belief: writes in flight to it fail, but as any other no sooner than they are
+        quiet, for the peer may live, and their bytes and notices be on the way.
         """
 
     @abstractmethod
@@ -88,6 +92,14 @@ class Receiver(ABC):
         """How many leases may still see a notice or a write: 0 lets the transport rest, more makes it listen closely.
 
         Revoked leases whose writer is not yet quiet count: over some wires a write only ends while the receiver looks.
+        """
+
+    @abstractmethod
+    def listened_s(self) -> float:
+        """How long this end has looked for what comes in, in seconds; grows as monotonic time does, except while it
+        does not look.
+
+        What a dead process sent lies in this host's buffers until somebody looks.
         """
 
 

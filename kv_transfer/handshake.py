@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Grows with each change of meaning in the messages or bytes two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]

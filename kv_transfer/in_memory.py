@@ -34,10 +34,14 @@ class Flight:
     posted_at: float
     deadline: float
     future: "Future[WriteDone]"
+    doomed: bool = False
+    """Its peer was removed: it fails, however it comes to rest."""
 
     def land(self, page_bytes: int, now: float, *, heard: bool) -> None:
         """All is there; too late all the same, unless its notice has left."""
-        if now > self.deadline and not heard:
+        if self.doomed:
+            self.future.set_exception(TransferFailed("the write came to rest, but the peer was removed; prefill again"))
+        elif now > self.deadline and not heard:
             self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
         else:
             moved = len(self.write.local_pages) * page_bytes
@@ -219,6 +223,7 @@ class InMemoryTransport(Transport):
         """What `expect` was last told, for tests."""
         self._fabric = fabric
         self._peers: dict[str, PeerDescription] = {}
+        self._posted: set[Flight] = set()
         self._closed = False
         fabric.attach(self)
 
@@ -238,8 +243,8 @@ class InMemoryTransport(Transport):
         known = self._peers.get(peer.worker_id)
         if known is not None and known.peer.incarnation <= peer.incarnation:
             del self._peers[peer.worker_id]
-            gone = known.peer
-            self._fabric.drop_flights(lambda f: f.sender == self.me and f.write.peer == gone, "the peer was removed")
+            for flight in list(self._posted):
+                flight.doomed |= flight.write.peer == known.peer
 
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
         future: Future[WriteDone] = Future()
@@ -250,18 +255,33 @@ class InMemoryTransport(Transport):
             future.set_exception(TransferFailed(f"{write.peer} is not a known peer; introduce it first"))
         elif deadline_s <= 0:
             future.set_exception(TransferFailed("the write was past its deadline before it began; prefill again"))
+        elif now >= write.begin_by:
+            future.set_exception(TransferFailed("the write may not begin any more; prefill again"))
         else:
-            self._fabric.post(Flight(self.me, write, now, now + deadline_s, future))
+            flight = Flight(self.me, write, now, now + deadline_s, future)
+            self._posted.add(flight)
+            future.add_done_callback(lambda _: self._posted.discard(flight))
+            self._fabric.post(flight)
         return future
 
     def describe(self) -> PeerDescription:
         layout = self.layout
         return PeerDescription(
-            self.me, b"in-memory", layout.base_address, layout.page_bytes, layout.pages, layout.device_id, layout.memory
+            self.me,
+            b"in-memory",
+            layout.base_address,
+            layout.page_bytes,
+            layout.pages,
+            layout.device_id,
+            layout.memory,
+            "here",
         )
 
     def expect(self, leases: int) -> None:
         self.expected = leases
+
+    def listened_s(self) -> float:
+        return self._fabric.now()
 
     def transport_name(self) -> str:
         return self.backend

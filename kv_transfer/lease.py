@@ -20,7 +20,7 @@ What happens when events cross; the first column came first:
     abort            notice            the notice is the proof of quiet: fenced, pages freed, request not admitted
     abort            release           pages freed
     abort            expiry            nothing: a quarantined lease has no deadline
-    abort            writer dies       pages freed a bounded time after the death is known
+    abort            writer dies       pages freed a bounded time after the death is known, see below
     notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
     notice           release           StaleEpoch: the pages belong to the request
     notice           expiry, death     nothing: the lease is over
@@ -35,13 +35,24 @@ What happens when events cross; the first column came first:
     writer dies      release           pages freed at once
     writer dies      abort             StaleEpoch: already quarantined, the clock runs on
     writer dies      grant for it      Unavailable
+    writer dies      it lives: allot   StaleEpoch, and without permission it begins no write
+    writer dies      it lives: write   lands in quarantine: pages are freed after the last permission and the grace
+    writer dies      it is back        welcome to new leases; for those it had all stays as it is
     next attempt     anything of the   as after an abort: the caller revokes the earlier lease before it grants another
       granted        earlier attempt
 
-The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clock
+A death is a belief: a worker that is cut off looks like a dead one and may go on to write. So permission to write
+expires (`Fence.window_s`), and the writer begins nothing past it. What began in time, or was sent by one that is truly
+dead, has to land in the grace, which counts only time in which this worker's transport listened: bytes in its socket
+buffers land when it looks. Between processes of one host nothing else is on the way. Over a network this is a bound,
+not a proof: a switch or a retransmission may hold bytes longer than the grace for distant writers, which is longer for
+that reason; and so may a writer that is stopped between its look at the clock and its write.
+
+The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clocks
 (seconds, monotonic); only durations cross the wire.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -74,15 +85,33 @@ class LeaseChange:
     page_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """When pages are safe from a writer that is believed dead."""
+
+    window_s: float
+    """For how long a permission lets it begin to write."""
+    grace_s: Callable[[PeerRef], float]
+    """How long what it has begun may take to land."""
+    listened_s: Callable[[], float]
+    """The clock of the grace: see `Receiver.listened_s`."""
+
+
 @dataclass(slots=True)
 class _Entry:
-    """A lease that has not ended; `page_ids` is None while it is a promise."""
+    """A lease that has not ended; `page_ids` is None while it is a promise.
+
+    `permitted_at`: when its writer last got permission; `grace_s`: set once that is believed dead; `safe_at`, on the
+    clock of the grace: set when the permission has ended, too.
+    """
 
     lease: Lease
     prefill: PeerRef
     expires_at: float
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False
+    permitted_at: float = -math.inf
+    grace_s: float | None = None
     safe_at: float | None = None
 
     def change(self, action: PageAction) -> LeaseChange:
@@ -95,10 +124,10 @@ class LeaseTable:
     It knows leases, not requests: that a request has one lease at a time is the caller's to keep.
     """
 
-    def __init__(self, clock: Callable[[], float], duration_s: float, dead_writer_grace_s: float) -> None:
-        """`duration_s`: life without a heartbeat. `dead_writer_grace_s`: from a known death until pages are safe."""
+    def __init__(self, clock: Callable[[], float], duration_s: float, fence: Fence) -> None:
+        """`duration_s`: life without a heartbeat."""
         self.duration_s = duration_s
-        self._grace_s = dead_writer_grace_s
+        self._fence = fence
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -129,10 +158,14 @@ class LeaseTable:
                     entry.expires_at = expires_at
             return tuple(unknown)
 
-    def pages_of(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
-        """Page ids this lease advertises, None while it is a promise; StaleEpoch when it is over or not `prefill`'s."""
+    def permit(self, lease: Lease, prefill: PeerRef) -> tuple[int, ...] | None:
+        """Page ids this lease advertises, which `prefill` may begin to write for `window_s` from now on; None while it
+        is a promise. StaleEpoch when it is over or not `prefill`'s.
+        """
         with self._lock:
-            return self._live_entry(lease, prefill).page_ids
+            entry = self._live_entry(lease, prefill)
+            entry.permitted_at = self._clock()
+            return entry.page_ids
 
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
         """The writer learns these pages next and may write them. StaleEpoch: the pages stay the caller's, unpublished.
@@ -144,6 +177,7 @@ class LeaseTable:
             if entry.page_ids is not None:
                 raise ValueError(f"{lease} already advertises pages")
             entry.page_ids = tuple(page_ids)
+            entry.permitted_at = self._clock()
 
     def settle(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
         """The notice arrived: ADMIT; FREE when the lease was revoked meanwhile (counted as fenced).
@@ -170,7 +204,8 @@ class LeaseTable:
         lost. Not counted as fenced.
         """
         with self._lock:
-            unheard = [entry for lease in leases if (entry := self._entries.get(lease.epoch)) and entry.lease == lease]
+            named = {lease.epoch: lease for lease in leases}
+            unheard = [entry for epoch in named if (entry := self._entries.get(epoch)) and entry.lease == named[epoch]]
             return tuple(
                 self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
                 for entry in unheard
@@ -183,20 +218,26 @@ class LeaseTable:
             return self._revoke(self._live_entry(lease, None))
 
     def peer_gone(self, peer: PeerRef) -> tuple[LeaseChange, ...]:
-        """The process of `peer`, and so of its earlier incarnations, is known dead: revoke all it may write.
+        """The process of `peer`, and so of its earlier incarnations, is believed dead: revoke all it may write.
 
-        Its quarantines end `dead_writer_grace_s` from now (see `expire`): what was on the wire has landed by then.
+        Its quarantines end (see `expire`) the grace after its last permission has ended.
         """
         with self._lock:
             self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, 0))
-            safe_at = self._clock() + self._grace_s
             changes = []
             for entry in [e for e in self._entries.values() if self._is_gone(e.prefill)]:
                 if not entry.quarantined:
                     changes.append(self._revoke(entry))
-                elif entry.safe_at is None:
-                    entry.safe_at = safe_at
+                if entry.grace_s is None:
+                    entry.grace_s = self._fence.grace_s(entry.prefill)
+                    self._is_safe(entry)
             return tuple(changes)
+
+    def peer_back(self, peer: PeerRef) -> None:
+        """This run was believed dead and serves: it may be granted leases again. Its quarantines end as they would."""
+        with self._lock:
+            if self._gone.get(peer.worker_id) == peer.incarnation:
+                self._gone[peer.worker_id] = peer.incarnation - 1
 
     def expire(self) -> tuple[LeaseChange, ...]:
         """What is due now: leases without a heartbeat are revoked, quarantines of dead writers end. Call it often."""
@@ -205,7 +246,7 @@ class LeaseTable:
             changes = []
             for entry in list(self._entries.values()):
                 if entry.quarantined:
-                    if entry.safe_at is not None and now >= entry.safe_at:
+                    if self._is_safe(entry):
                         changes.append(self._end(entry, PageAction.FREE))
                 elif now >= entry.expires_at:
                     changes.append(self._revoke(entry))
@@ -255,9 +296,15 @@ class LeaseTable:
         if entry.page_ids is None:
             return self._end(entry, PageAction.NONE)
         entry.quarantined = True
-        if self._is_gone(entry.prefill):
-            entry.safe_at = self._clock() + self._grace_s
         return entry.change(PageAction.QUARANTINE)
+
+    def _is_safe(self, entry: _Entry) -> bool:
+        """Whether nothing of a writer that is believed dead lands any more; starts the grace when it is due."""
+        if entry.grace_s is None or self._clock() < entry.permitted_at + self._fence.window_s:
+            return False
+        if entry.safe_at is None:
+            entry.safe_at = self._fence.listened_s() + entry.grace_s
+        return self._fence.listened_s() >= entry.safe_at
 
     def _end(self, entry: _Entry, action: PageAction) -> LeaseChange:
         del self._entries[entry.lease.epoch]

@@ -24,6 +24,8 @@ class Flight:
     asked_at: float
     deadline: float
     future: "Future[WriteDone]"
+    doomed: str = ""
+    """Why it will fail, however it comes to rest: its peer was removed."""
 
     @property
     def told(self) -> bool:
@@ -34,17 +36,24 @@ class Flight:
     def late(self) -> bool:
         return time.monotonic() >= self.deadline
 
+    @property
+    def forbidden(self) -> bool:
+        """Whether it may not begin any more."""
+        return time.monotonic() >= self.write.begin_by
+
     def fail(self, why: str) -> None:
         if not self.told:
-            error = TransferFailed(f"write to {self.write.peer.worker_id}: {why}; prefill again")
+            error = TransferFailed(f"write to {self.write.peer.worker_id}: {self.doomed or why}; prefill again")
             self.future.set_exception(error)
 
     def land(self, moved: int) -> None:
-        """All `moved` bytes are there; too late all the same, unless a notice has left.
+        """All `moved` bytes are there; too late all the same, unless a notice has left; and in vain if it is doomed.
 
-        That cannot be called back: the peer goes on with the request, so the write was a success.
+        A notice cannot be called back: the peer goes on with the request, so the write was a success.
         """
-        if self.late and self.write.notice is None:
+        if self.doomed:
+            self.fail(self.doomed)
+        elif self.late and self.write.notice is None:
             self.fail("it came to rest after its deadline")
         elif not self.told:
             self.future.set_result(WriteDone(moved, int((time.monotonic() - self.asked_at) * 1e9)))
@@ -56,6 +65,8 @@ class Flight:
             return "that peer is not known here; introduce it first"
         if self.late:
             return "it was past its deadline before it began"
+        if self.forbidden:
+            return "the peer gave its pages for a time that was over before it began"
         if not write.local_pages and not write.remote_pages and write.notice is None:
             return "it has neither pages nor a notice"
         return misfit(write.local_pages, pages_here, write.remote_pages, link.description.pages)
@@ -114,7 +125,12 @@ class Mover(ABC):
 
     @abstractmethod
     def abandon(self, link: Link, why: str) -> None:
-        """Fail every write to a peer whose memory is gone."""
+        """Fail every write to a peer that is taken for dead, each when it is quiet; tell that peer nothing."""
+
+    @property
+    @abstractmethod
+    def reads_in_vain(self) -> bool:
+        """Whether this agent still moves bytes into its own pages for a peer that is taken for dead."""
 
     @abstractmethod
     def abandon_all(self, why: str) -> None:

@@ -4,11 +4,10 @@ A put or a get of UCX cannot be taken back: `release_xfer_handle` frees NIXL's b
 closes the endpoint with a flush. So one is quiet only
 - when NIXL says DONE: every byte is in its place (after puts NIXL flushes the endpoint);
 - `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card or a
-  copy engine had begun ends within microseconds, what lies in socket buffers arrives in that time or never;
-- when its peer is removed: its process, and so the memory at that end, is gone.
-A deadline therefore ends none in flight; it decides how it ends when it has come to rest. And one to a removed peer is
-over at once for whoever asked, but is looked after until UCX is done with it: before that its handle, the peer's
-metadata and the endpoint may not be freed (UCX still follows their pointers).
+  copy engine had begun ends within microseconds, what lies in socket buffers arrives in that time or never.
+A deadline therefore ends none in flight; it decides how it ends when it has come to rest. Nor does the removal of its
+peer, which may be alive. Even when nobody wants to hear of its end, it is looked after until UCX is done with it:
+before that its handle, the peer's metadata and the endpoint may not be freed (UCX still follows their pointers).
 """
 
 import time
@@ -53,6 +52,11 @@ class Moves:
     @property
     def waited_for(self) -> bool:
         return any(not move.abandoned for move in self._moves)
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether any moves that nobody wants to hear of."""
+        return any(move.abandoned for move in self._moves)
 
     @property
     def handles(self) -> list[Any]:
@@ -108,7 +112,7 @@ class Moves:
         self._agent.release(move.handle)
         if state is TransferState.FAILED:
             move.link.broken = True
-            move.rests_at = time.monotonic() + (0.0 if move.abandoned else ERROR_REST_S)
+            move.rests_at = time.monotonic() + ERROR_REST_S
             return
         if not move.abandoned:
             self._pace.ended(move.bytes)

@@ -2,15 +2,17 @@
 
 Nothing here can tell whether a peer reads: only its answer, or the end of its process, makes a transfer quiet, and
 until then its pages must not change. So what is not answered is said again, over a new connection if need be: before
-its deadline the order, which a peer carries out once however often it comes; after its deadline that it is cancelled,
-and never the order again.
+its deadline, and while it may begin, the order, which a peer carries out once however often it comes; after that, that
+it is cancelled, and never the order again. A removed peer may live and read: its answer or some time is waited for.
 """
 
 import itertools
 import logging
+import math
 import time
 from dataclasses import dataclass
 
+from kv_transfer.nixl_agent import agent_name
 from kv_transfer.nixl_mover import Flight
 from kv_transfer.nixl_peers import Link, Links
 from kv_transfer.pace import LAST_LOOK_S, Pace
@@ -22,6 +24,9 @@ log = logging.getLogger(__name__)
 
 SAY_AGAIN_S = 1.0
 """How long a transfer may go without an answer before its peer is told again."""
+REMOVED_REST_S = 15.0
+"""How long a removed peer may go on to read: it begins at most about 10 s after it was asked (the permission's window),
+as it hears nothing more, and has 5 s to end. A bound, not a proof."""
 _WHY = {
     ReadEnd.WITHHELD: "it came to rest after its deadline",
     ReadEnd.NOT_BEGUN: "the peer never began it",
@@ -36,6 +41,8 @@ class _Order:
     bytes: int
     say_at: float
     cancelled: bool = False
+    rests_at: float = math.inf
+    """When it counts as quiet without an answer."""
 
 
 class Orders:
@@ -67,11 +74,14 @@ class Orders:
             raise
 
     def poll(self) -> None:
-        """Say again what is due."""
+        """Say again what is due, and end what was asked of removed peers long ago."""
         now = time.monotonic()
-        for number, order in self._open.items():
-            if now >= order.say_at:
-                order.cancelled |= order.flight.late
+        for number, order in list(self._open.items()):
+            if now >= order.rests_at:
+                del self._open[number]
+                order.flight.fail(_WHY[ReadEnd.NOT_BEGUN])
+            elif now >= order.say_at:
+                order.cancelled |= order.flight.late or order.flight.forbidden
                 self._say_again(number, order)
 
     def answered(self, link: Link, answer: ReadAnswer) -> None:
@@ -87,18 +97,36 @@ class Orders:
         else:
             order.flight.fail(_WHY[answer.end])
 
-    def cancel_all(self) -> None:
-        """Whatever has not landed yet shall not."""
-        for number, order in self._open.items():
-            order.cancelled = True
-            self._say_again(number, order)
+    def link_of(self, number: int, agent: str) -> Link | None:
+        """The link over which this transfer was asked of the agent of this name, be its peer removed or not."""
+        order = self._open.get(number)
+        return order.link if order is not None and agent_name(order.link.description.peer) == agent else None
 
-    def abandon(self, link: Link | None, why: str) -> None:
-        """Fail all that were asked of the peer of `link`, whose process is gone; None = of all peers."""
+    def leave(self) -> None:
+        """Whatever has not landed yet shall not, and nobody waits for removed peers."""
         for number, order in list(self._open.items()):
-            if link is None or order.link is link:
+            if order.flight.doomed:
                 del self._open[number]
-                order.flight.fail(why)
+                order.flight.fail(order.flight.doomed)
+            else:
+                order.cancelled = True
+                self._say_again(number, order)
+
+    def abandon(self, link: Link, why: str) -> None:
+        """Those that were asked of the peer of `link`, which is removed, fail: with its answer, or after a while. It is
+        told once more, to spare both the wait.
+        """
+        for number, order in self._open.items():
+            if order.link is link:
+                order.flight.doomed, order.cancelled = why, True
+                self._say_again(number, order)
+                order.say_at, order.rests_at = math.inf, time.monotonic() + REMOVED_REST_S
+
+    def fail_all(self, why: str) -> None:
+        """Nobody waits any more."""
+        for order in self._open.values():
+            order.flight.fail(why)
+        self._open.clear()
 
     def _say_again(self, number: int, order: _Order) -> None:
         order.say_at = self._next_say(order.flight)

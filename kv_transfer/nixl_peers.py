@@ -67,6 +67,9 @@ class Links:
                 raise TransferFailed(f"the connection to {peer.worker_id} has failed; prefill again")
             self._disconnect(link)
         if link.connection is None:
+            if any(leaving.description.peer == peer for leaving in self._leaving):
+                # NIXL knows one agent of a name: the end of the old connection would be that of the new one.
+                raise TransferFailed(f"writes to {peer.worker_id} from before it came back have not ended; try again")
             try:
                 link.connection = self._agent.connect(link.description)
             except Exception as error:

@@ -70,6 +70,9 @@ class Reads(Mover):
 
     def hear(self, sender: str, data: bytes) -> None:
         note, link = decode_read_note(data), self._links.find_agent(sender)
+        if link is None and isinstance(note, ReadAnswer):
+            # It was removed, and lives: what it was asked to read is over sooner than by waiting.
+            link = self._orders.link_of(note.number, sender)
         if link is None:
             log.info("a note from %s, which is not known here or gone, was dropped", sender)
             return
@@ -89,10 +92,14 @@ class Reads(Mover):
         self._orders.abandon(link, why)
         self._fetches.abandon(link)
 
+    @property
+    def reads_in_vain(self) -> bool:
+        return self._moves.abandoned
+
     def abandon_all(self, why: str) -> None:
-        self._orders.abandon(None, why)
+        self._orders.fail_all(why)
         self._moves.abandon_all()
 
     def leave(self) -> None:
         self._fetches.leave()
-        self._orders.cancel_all()
+        self._orders.leave()

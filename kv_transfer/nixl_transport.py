@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 LISTEN_S = 0.3e-3
 REST_S = 0.1
+LOOK_GAP_S = 0.1
+"""Looks that lie further apart do not count as listening."""
 CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
@@ -54,6 +56,8 @@ class NixlTransport(Transport):
         self._layout, self._me, self._on_notice, self._direction = layout, me, on_notice, direction
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._expected = 0
+        self._listened_s = 0.0
+        self._looked_at = time.monotonic()
         self._attentive_until = 0.0
         self._wires = Wires(UCX, agent_name(me), layout, host_id(), direction)
         self._closing = False
@@ -93,6 +97,9 @@ class NixlTransport(Transport):
         if leases != self._expected:
             self._expected = leases
             self._command(lambda: None)
+
+    def listened_s(self) -> float:
+        return self._listened_s
 
     def transport_name(self) -> str:
         return self._wires.name
@@ -142,6 +149,7 @@ class NixlTransport(Transport):
         self._mover.poll()
         self._links.sweep()
         self._hear()
+        self._count_looking()
         while self._mover.reached:
             self._wires.learn(self._mover.reached.pop(), UCX_LOG.text())
 
@@ -161,6 +169,13 @@ class NixlTransport(Transport):
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
+
+    def _count_looking(self) -> None:
+        """Nor does time count in which this end itself still reads for somebody who is taken for dead."""
+        now = time.monotonic()
+        if now - self._looked_at <= LOOK_GAP_S and not self._mover.reads_in_vain:
+            self._listened_s += now - self._looked_at
+        self._looked_at = now
 
     def _hear(self) -> None:
         for sender, data in self._agent.notices():

@@ -66,10 +66,12 @@ class Writes(Mover):
         self._deliver(sender, decode_notice(data))
 
     def abandon(self, link: Link, why: str) -> None:
-        self._moves.abandon(link)
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:
-            del self._flights[flight]
-            flight.fail(why)
+            flight.doomed = why
+
+    @property
+    def reads_in_vain(self) -> bool:
+        return False
 
     def abandon_all(self, why: str) -> None:
         self._moves.abandon_all()

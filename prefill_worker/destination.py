@@ -2,9 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from wire.messages import Destination, Lease, PeerRef, TransferNotice
+
+
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """Page numbers in the decode worker's pool, and for how long from the request on they may be written to, in
+    seconds.
+    """
+
+    page_ids: Sequence[int]
+    write_for_s: float
 
 
 class DecodePeers(ABC):
@@ -19,9 +30,9 @@ class DecodePeers(ABC):
         """
 
     @abstractmethod
-    async def allot(self, destination: Destination, pages: int) -> Sequence[int]:
-        """Page numbers in the decode worker's pool to write the last of the prompt's `pages` to: those before them are
-        there already. StaleEpoch if the lease is over.
+    async def allot(self, destination: Destination, pages: int) -> Allotment:
+        """Where to write the last of the prompt's `pages`: those before them are there already. Asked again it gives
+        the same pages for as long as the first time. StaleEpoch if the lease is over.
         """
 
     @abstractmethod

@@ -2,7 +2,8 @@
 
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
-                of the prompt's first pages the decode worker has and needs no more
+                of the prompt's first pages the decode worker has and needs no more, and for how long the others may
+                be written: it is asked again before that time is over (`permission.py`)
 3. write        the other full pages of finished chunks, while the next chunk computes
 4. notice       with the last page, once all others have landed: token, draw, what was sent, and checksums of some
                 pages, which were begun as soon as those were final (`page_sums.py`). It goes with a page because NIXL
@@ -16,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
 from prefill_worker.page_sums import OutgoingSums
+from prefill_worker.permission import Permission
 from prefill_worker.request import PrefillRequest
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
@@ -167,22 +169,23 @@ class Handoff:
         if progress.released and not self._goes_on():
             return
         needed = self._request.pages_needed
-        remote = await self._peers.allot(destination, needed)
+        permission = Permission(self._peers, destination, needed)
+        remote = await permission.pages()
         if not 1 <= len(remote) <= needed:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
         self._skipped = needed - len(remote)
         sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
-        sent = await self._write_while_computing(destination, remote, sums)
+        sent = await self._write_while_computing(destination, permission, sums)
         if not self._goes_on():
             return
         last = needed - 1
         if sent < last:
-            self._post(destination, remote, sent, last, None)
+            await self._post(destination, permission, sent, last, None)
         sums.begin(self._request.pages, sent, needed)
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         await self._quiet()
         notice = self._notice(destination, token_hash, await self._summed(sums))
-        self._post(destination, remote, last, needed, notice)
+        await self._post(destination, permission, last, needed, notice)
         await self._quiet()
         self._delivered = True
         self._peers.delivered(destination)
@@ -190,14 +193,14 @@ class Handoff:
         edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
         self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
-    async def _write_while_computing(self, destination: Destination, remote: Sequence[int], sums: OutgoingSums) -> int:
+    async def _write_while_computing(self, destination: Destination, permission: Permission, sums: OutgoingSums) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
             computed = progress.computed_tokens
             full = computed // self._page_tokens
             if full > sent:
-                self._post(destination, remote, sent, full, None)
+                await self._post(destination, permission, sent, full, None)
                 sums.begin(self._request.pages, sent, full)
                 sent = full
             await progress.beyond(computed)
@@ -208,13 +211,14 @@ class Handoff:
         progress = self._request.progress
         return progress.first_token_id is not None and progress.finish_reason is None
 
-    def _post(
-        self, destination: Destination, remote: Sequence[int], first: int, end: int, notice: TransferNotice | None
+    async def _post(
+        self, destination: Destination, permission: Permission, first: int, end: int, notice: TransferNotice | None
     ) -> None:
-        """Write the prompt's pages number `first` to `end - 1`; of those `remote` has the ones that are not skipped."""
+        """Write the prompt's pages number `first` to `end - 1`, none of which is skipped."""
+        there = (await permission.pages())[first - self._skipped : end - self._skipped]
+        begin_by = await permission.begin_by()
         self._first_post = self._first_post or time.time_ns()
-        there = remote[first - self._skipped : end - self._skipped]
-        write = PageWrite(destination.peer, self._request.pages[first:end], there, notice)
+        write = PageWrite(destination.peer, self._request.pages[first:end], there, notice, begin_by)
         self._writes.append(asyncio.wrap_future(self._sender.write(write, self._deadline_s)))
 
     async def _quiet(self) -> None:

@@ -33,7 +33,12 @@ class WorkerConfig:
     lease_s: float = 5.0
     """Life of a lease without a heartbeat from its router, in seconds."""
     quarantine_s: float = 5.0
-    """From the known death of a prefill worker until the pages it might have written are free, in seconds."""
+    """From the death of a prefill worker on this host, and the end of its permission to write, until the pages it might
+    have written are free, in seconds."""
+    quarantine_far_s: float = 60.0
+    """The same where it was on another host, or nobody knows: what it sent may be on the way for long."""
+    write_window_s: float = 10.0
+    """For how long a prefill worker may write to the pages it was given before it has to ask again, in seconds."""
     transfer_deadline_s: float = 30.0
     """Seconds after which a posted KV write that has not completed counts as failed."""
     quarantine_share_max: float = 0.5

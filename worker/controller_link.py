@@ -1,7 +1,8 @@
 """The worker's tie to the controller: it registers, and learns from the membership which other workers are dead.
 
-A worker that left the membership may be dead or only draining: it counts as dead once a later incarnation has taken its
-place, or once nobody answers at its address. A worker that appears has taken the place of all its earlier incarnations,
+A worker that left the membership may be dead, draining or cut off: it counts as dead once a later incarnation has taken
+its place, or once nobody has answered at its address for a while. Either is a belief, and one that registers again is
+as welcome as any. A worker that appears has taken the place of all its earlier incarnations,
 known here or not: some of them may hold leases that were granted while the membership was out of sight.
 """
 
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 
 RECONNECT_S = 0.5
 PROBE_S = 0.5
+DEAD_AFTER_PROBES = 3
+"""So many in a row, `PROBE_S` apart, that nobody has answered: one is lost with any connection that breaks."""
 REFRESH_S = 1.0
 """How often the worker's own facts are compared with what the controller heard of them."""
 
@@ -29,7 +32,7 @@ class ControllerLink:
     """One worker's registration. Lives on the event loop.
 
     `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, `on_peer_gone`
-    of incarnations of other workers that are known dead, and with each of all before it; `on_superseded` hears that
+    of incarnations of other workers that are believed dead, and with each of all before it; `on_superseded` hears that
     the controller has given this one up.
     """
 
@@ -155,16 +158,25 @@ class ControllerLink:
         async with rpc.open_channel(address, self._token) as channel:
             stub = worker_pb2_grpc.WorkerStub(channel)
             # Nothing tells of a death but the lack of an answer.
-            while await self._answers(stub, peer):  # noqa: ASYNC110
-                await asyncio.sleep(PROBE_S)
+            unanswered = 0
+            while unanswered < DEAD_AFTER_PROBES:
+                if unanswered:
+                    await asyncio.sleep(PROBE_S)
+                answerer = await self._answerer(stub, peer)
+                if answerer is not None and answerer != peer:
+                    break
+                unanswered = unanswered + 1 if answerer is None else 0
+                if answerer is not None:
+                    await asyncio.sleep(PROBE_S)
         self._bury(peer)
 
-    async def _answers(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> bool:
+    async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
+        """Who answers where `peer` did; None = nobody. One that is there and says nothing counts as `peer`."""
         try:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            return bool(error.code() is not grpc.StatusCode.UNAVAILABLE)
-        return bool(reply.incarnation == peer.incarnation and reply.worker_id == peer.worker_id)
+            return None if error.code() is grpc.StatusCode.UNAVAILABLE else peer
+        return PeerRef(reply.worker_id, reply.incarnation)
 
 
 def _is_same_or_earlier(peer: PeerRef, than: PeerRef) -> bool:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from kv_transfer.base import PageWrite, Sender
 from kv_transfer.handshake import check_compatible
-from prefill_worker.destination import DecodePeers
+from prefill_worker.destination import Allotment, DecodePeers
 from wire import convert, rpc
 from wire.errors import StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -46,6 +46,8 @@ class Peers(DecodePeers):
         self._timeout_s = rpc_timeout_s
         self._connections: dict[PeerRef, _Connection] = {}
         self._gone: dict[str, int] = {}
+        self._accepted: dict[str, PeerDescription] = {}
+        self._owed: dict[PeerRef, list[Destination]] = {}
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -63,7 +65,10 @@ class Peers(DecodePeers):
         try:
             theirs = await self._introduced(peer, address)
             write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
-            done = await asyncio.wrap_future(self._sender.write(write, self._timeout_s))
+            moved = asyncio.wrap_future(self._sender.write(write, self._timeout_s))
+            done = await asyncio.wait_for(moved, 2 * self._timeout_s)
+        except TimeoutError:
+            log.info("the way to %s is not warm yet: its first page takes too long", peer.worker_id)
         except TandemError as error:
             log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
         except Exception:
@@ -71,7 +76,7 @@ class Peers(DecodePeers):
         else:
             log.info("the way to %s is warm: first page in %.1f ms", peer.worker_id, done.duration_nanos / 1e6)
 
-    async def allot(self, destination: Destination, pages: int) -> tuple[int, ...]:
+    async def allot(self, destination: Destination, pages: int) -> Allotment:
         request = worker_pb2.AllotPagesRequest(
             lease=convert.lease_to_proto(destination.lease),
             pages=pages,
@@ -80,7 +85,7 @@ class Peers(DecodePeers):
         )
         stub = self._connection(destination.peer, destination.address).stub
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
-        return tuple(reply.page_ids)
+        return Allotment(tuple(reply.page_ids), reply.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
         self._deliveries.add(destination)
@@ -92,12 +97,14 @@ class Peers(DecodePeers):
             prefill_incarnation=self._me.incarnation,
         )
         if self._is_gone(destination.peer):
+            self._owe(destination.peer, [destination])
             return
         stub = self._connection(destination.peer, destination.address).stub
         await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
 
     async def _name_deliveries(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
         if self._is_gone(peer):
+            self._owe(peer, [Destination(peer, address, lease) for lease in leases])
             return True
         request = worker_pb2.NameDeliveriesRequest(
             leases=[convert.lease_to_proto(lease) for lease in leases],
@@ -118,12 +125,19 @@ class Peers(DecodePeers):
             raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
         check_compatible(self._mine, theirs)
         self._sender.add_peer(theirs.description)
+        self._accepted[peer.worker_id] = theirs.description
         return self._mine.description
+
+    def is_near(self, peer: PeerRef) -> bool:
+        """Whether this run of a prefill worker said that it is on this host."""
+        theirs = self._accepted.get(peer.worker_id)
+        return theirs is not None and theirs.peer == peer and "" != theirs.host == self._mine.description.host
 
     # ---- both ----
 
     def forget(self, peer: PeerRef) -> None:
-        """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them again.
+        """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them unless
+        one is welcome again.
 
         Somebody else may listen at their address by now.
         """
@@ -131,7 +145,22 @@ class Peers(DecodePeers):
         for known, connection in list(self._connections.items()):
             if self._is_gone(known):
                 self._drop(known, connection)
+        for owed in [owed for owed in self._owed if owed.worker_id == peer.worker_id and owed != peer]:
+            del self._owed[owed]
         self._sender.remove_peer(peer)
+
+    def welcome(self, peer: PeerRef) -> None:
+        """This run serves. If it was believed dead, all is as it was, and it hears which leases it has back."""
+        if self._gone.get(peer.worker_id) != peer.incarnation:
+            return
+        log.info("%s, which was taken for dead, is back", peer.worker_id)
+        self._gone[peer.worker_id] = peer.incarnation - 1
+        known = self._accepted.get(peer.worker_id)
+        if known is not None and known.peer == peer:
+            # It takes itself for introduced.
+            self._sender.add_peer(known)
+        for destination in self._owed.pop(peer, []):
+            self._deliveries.add(destination)
 
     async def close(self) -> None:
         """Close every connection; calls in flight fail."""
@@ -144,6 +173,11 @@ class Peers(DecodePeers):
 
     def _is_gone(self, peer: PeerRef) -> bool:
         return peer.incarnation <= self._gone.get(peer.worker_id, -1)
+
+    def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
+        """A worker that is dead needs no telling; should it live, it has to hear that nothing is in flight any more."""
+        if self._gone.get(peer.worker_id) == peer.incarnation:
+            self._owed.setdefault(peer, []).extend(leases)
 
     def _connection(self, peer: PeerRef, address: str) -> _Connection:
         if self._is_gone(peer):
@@ -170,6 +204,8 @@ class Peers(DecodePeers):
                 f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
                 " reserve anew"
             )
+        if self._is_gone(peer):
+            raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
         self._sender.add_peer(theirs)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)
         return theirs

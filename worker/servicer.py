@@ -70,7 +70,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.AllotPagesResponse:
         writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
         page_ids = self._worker.admission.allot(convert.lease_from_proto(request.lease), request.pages, writer)
-        return worker_pb2.AllotPagesResponse(page_ids=page_ids)
+        return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
 
     async def ReleaseLease(
         self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context

@@ -169,14 +169,18 @@ class Worker:
     # ---- other workers ----
 
     def peer_joined(self, info: WorkerInfo) -> None:
-        """Another worker serves: who will hand prompts over to it gets ready for that now, not with a user's prompt."""
+        """Another worker serves, perhaps one that was believed dead. Who will hand prompts over to it gets ready for
+        that now, not with a user's prompt.
+        """
+        self.admission.peer_back(info.peer)
+        self.peers.welcome(info.peer)
         if self._config.role.prefills and info.role.decodes:
             warming = asyncio.ensure_future(self.peers.warm_up(info.peer, info.address))
             self._warming.add(warming)
             warming.add_done_callback(self._warming.discard)
 
     def peer_gone(self, peer: PeerRef) -> None:
-        """That run of another worker, and so its earlier ones, is known dead."""
+        """That run of another worker, and so its earlier ones, is believed dead."""
         log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
         self.admission.peer_gone(peer)
         self.peers.forget(peer)
@@ -263,6 +267,8 @@ class Worker:
             max_pages=self._decode_pages(engine),
             lease_s=self._config.lease_s,
             quarantine_s=self._config.quarantine_s,
+            quarantine_far_s=self._config.quarantine_far_s,
+            write_window_s=self._config.write_window_s,
             check_deadline_s=self._config.transfer_deadline_s,
             quarantine_share_max=self._config.quarantine_share_max,
         )
@@ -275,6 +281,8 @@ class Worker:
             expect=self._expect,
             emit=lambda routed: self._post_threadsafe(self._outbox.post, routed),
             wake=self._wake,
+            listened_s=self._listened_s,
+            is_near=self._is_near,
             checks=self._checks,
         )
 
@@ -325,6 +333,12 @@ class Worker:
 
     def _expect(self, leases: int) -> None:
         self.transport.expect(leases)
+
+    def _listened_s(self) -> float:
+        return self.transport.listened_s()
+
+    def _is_near(self, peer: PeerRef) -> bool:
+        return self.peers.is_near(peer)
 
     def _wake(self) -> None:
         self._loop.wake()

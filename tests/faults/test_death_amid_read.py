@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer import nixl_orders
 from kv_transfer.base import Direction
 from kv_transfer.nixl_transport import NixlTransport
 from tests.integration.test_kv_transfer_nixl import PAGES, Peer, Prefill, digest
@@ -99,7 +100,9 @@ def test_a_sender_that_dies_amid_a_read_leaves_no_notice_and_a_quiet_pool(
     assert scene.peers[-1].ask("digests") == [digest(page) for page in scene.here.pool]
 
 
-def test_a_receiver_that_dies_amid_a_transfer_holds_pages_until_its_end_is_known(scene: Scene) -> None:
+def test_a_receiver_that_dies_amid_a_transfer_holds_pages_until_its_end_is_known(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It dies between order and read: amid a read over TCP, UCX would end this process as well (`fragile_wire`)."""
     receiver = scene.start(incarnation=1)
     receiver.process.send_signal(signal.SIGSTOP)
@@ -109,6 +112,7 @@ def test_a_receiver_that_dies_amid_a_transfer_holds_pages_until_its_end_is_known
     receiver.process.wait()
     with pytest.raises(TimeoutError):
         write.result(timeout=2.0)
+    monkeypatch.setattr(nixl_orders, "REMOVED_REST_S", 1.0)
     scene.transport.remove_peer(receiver.ref)
     with pytest.raises(TransferFailed, match="gone"):
         write.result(timeout=5)

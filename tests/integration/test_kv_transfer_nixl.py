@@ -7,6 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
@@ -19,6 +20,7 @@ import torch
 
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import Direction, PageWrite, Transport, WriteDone
+from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -215,8 +217,9 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
 
 
 def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
-    prefill: Prefill, peer: Peer, wire: str, start_peer: Callable[..., Peer]
+    prefill: Prefill, peer: Peer, wire: str, start_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kv_transfer.nixl_orders.REMOVED_REST_S", 1.0)
     if (prefill.direction, wire) == (Direction.READ, "tcp"):
         pytest.skip("UCX may abort the sender's process, see `fragile_wire`")
     every = list(range(PAGES))
@@ -270,16 +273,36 @@ class TestStoppedPeer:
         prefill.pool += 1
         assert peer.ask("digests") == landed
 
-    def test_a_removed_peer_s_writes_fail_at_once(
-        self, prefill: Prefill, peer: Peer, stuck: "Future[WriteDone]", start_peer: Callable[..., Peer]
+    def test_a_removed_peer_s_writes_fail_when_they_are_quiet(
+        self,
+        prefill: Prefill,
+        peer: Peer,
+        stuck: "Future[WriteDone]",
+        start_peer: Callable[..., Peer],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("kv_transfer.nixl_orders.REMOVED_REST_S", 2.0)
         prefill.transport.remove_peer(peer.ref)
-        with pytest.raises(TransferFailed, match="gone"):
-            stuck.result(timeout=2)
+        with pytest.raises(TimeoutError):
+            stuck.result(timeout=1)
         peer.process.kill()
+        with pytest.raises(TransferFailed, match="gone"):
+            stuck.result(timeout=20)
         reborn = start_peer(incarnation=2)
         reborn.meets(prefill)
         prefill.write(reborn, [1], [1]).result(timeout=5)
+
+    def test_a_removed_peer_that_lives_gets_the_bytes_that_were_sent_and_no_others(
+        self, prefill: Prefill, peer: Peer, stuck: "Future[WriteDone]"
+    ) -> None:
+        prefill.transport.remove_peer(peer.ref)
+        peer.process.send_signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed, match="gone"):
+            stuck.result(timeout=20)
+        landed = peer.ask("digests")
+        prefill.pool += 1
+        time.sleep(0.5)
+        assert peer.ask("digests") == landed
 
     def test_close_is_bounded_with_a_write_in_flight(
         self, prefill: Prefill, stuck: "Future[WriteDone]", monkeypatch: pytest.MonkeyPatch
@@ -339,6 +362,27 @@ class TestEdges:
         assert peer.ask("cpu", seconds=1.0) < 0.2
         peer.ask("expect", leases=0)
         assert peer.ask("cpu", seconds=1.0) < 0.02
+
+    @writes_only
+    def test_time_in_which_nobody_looked_does_not_count_as_listening(self, prefill: Prefill, peer: Peer) -> None:
+        transport, gate = prefill.transport, threading.Event()
+        transport.expect(1)
+        assert isinstance(transport, NixlTransport)
+        before = transport.listened_s()
+        until = time.monotonic() + 10
+        while transport.listened_s() < before + 0.2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        transport._command(lambda: gate.wait(60) and None)
+        time.sleep(0.1)
+        before = transport.listened_s()
+        time.sleep(0.4)
+        assert transport.listened_s() == before
+        gate.set()
+        looked = threading.Event()
+        transport._command(looked.set)
+        looked.wait(10)
+        assert transport.listened_s() < before + 0.4
 
     @writes_only
     def test_close_is_final_and_idempotent(self, prefill: Prefill, peer: Peer) -> None:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from random import Random
 from typing import ClassVar, TypeVar
 
@@ -13,7 +14,7 @@ from kv_transfer.in_memory_by_hand import LateNotice
 from tests.fake_engine import answer_to
 from tests.model.network import Message
 from tests.model.router import Client
-from tests.model.workers import Controller
+from tests.model.workers import QUARANTINE_S, WINDOW_S, Controller
 from tests.model.world import World
 from wire.messages import Role, SamplingParams
 
@@ -26,7 +27,7 @@ WEIGHTS = {
     "ask": 2, "leave": 2, "hold": 2,
     # faults
     "repeat": 2, "lose": 4, "hear_again": 3, "fail_write": 1, "flip_byte": 1, "lose_notice": 1,
-    "break_connection": 1, "kill": 2, "restart": 2,
+    "break_connection": 1, "kill": 2, "restart": 2, "disown": 2,
 }  # fmt: skip
 """The moves, and how likely each is. A move that is impossible now is a calm one instead."""
 MOVES = [name for name, weight in WEIGHTS.items() for _ in range(weight)]
@@ -34,6 +35,8 @@ OPEN_MIN, OPEN_MAX = 3, 8
 """Requests that are open while there is somebody to serve them."""
 BACK_AFTER_S = (0.05, 0.2, 1.0, 4.0)
 """When a dead process is restarted, if no move restarts it earlier."""
+APART_S = (0.0, 0.0, 1.2 * QUARANTINE_S, WINDOW_S + 1.3 * QUARANTINE_S)
+"""How long one that is taken for dead and the others hear nothing of each other."""
 WAITS_S = (0.01, 0.1, 0.4, 1.2)
 STANDING = ((), ("writes",), ("notices",), ("messages",), ("engines",), ("writes", "notices"))
 """What stands still while all else is calm."""
@@ -248,6 +251,20 @@ class ClusterMachine(RuleBasedStateMachine):
         dead = pick(writers if writers and much % 4 else workers, which)
         self.at.kill(dead, noticed=much // 4 % 2 == 0)
         self.at.loop.call_later(pick(BACK_AFTER_S, much // 8), self.come_back, dead)
+        return True
+
+    def disown(self, which: int, much: int) -> bool:
+        """One that lives is taken for dead: a writer by whom it writes to, the other way round, or anybody. It goes on,
+        at once or after some time in which nothing arrives.
+        """
+        names = self.at.handing_over() or (list(permutations(self.at.workers, 2)) if which % 4 == 0 else [])
+        if self.since_fault < self.gap or not names:
+            return False
+        self.since_fault = 0
+        believer, victim = pick(names, which)[:: 1 if much % 4 else -1]
+        self.at.disown(believer, victim, pick(BACK_AFTER_S, much // 4))
+        self.at.loop.advance(pick(APART_S, much // 16))
+        self.at.workers[victim].turn()
         return True
 
     def come_back(self, worker_id: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +18,15 @@ from decode_worker.half import DecodeHalf
 from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
 from engine.cache.prefix_cache import Prefix, PrefixCache
+from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
-from wire.errors import StaleEpoch
+from wire.errors import StaleEpoch, TransferFailed
 from wire.messages import Lease, PeerRef, TransferNotice
+from worker.deliveries import Deliveries
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -63,14 +66,31 @@ def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Pages that a dead process wrote to are free when its death is known, without the grace."""
-    make = LeaseTable.__init__
+    """Pages that a dead process wrote to are free when its permission has ended, without the grace."""
 
-    def impatient(self: LeaseTable, *args: Any) -> None:
-        make(self, *args)
-        self._grace_s = 0.0
+    def is_safe(self: LeaseTable, entry: Any) -> bool:
+        return entry.grace_s is not None and self._clock() >= entry.permitted_at + self._fence.window_s
 
-    patch.setattr(LeaseTable, "__init__", impatient)
+    patch.setattr(LeaseTable, "_is_safe", is_safe)
+
+
+def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Who posted a write hears of its failure while it still moves."""
+    remove = InMemoryTransport.remove_peer
+
+    def hasty(self: InMemoryTransport, peer: PeerRef) -> None:
+        remove(self, peer)
+        for flight in list(self._posted):
+            if flight.doomed:
+                flight.future.set_exception(TransferFailed("the peer was removed"))
+                flight.future = Future()
+
+    patch.setattr(InMemoryTransport, "remove_peer", hasty)
+
+
+def nobody_names_deliveries(patch: pytest.MonkeyPatch) -> None:
+    """Notices that are lost stay unheard of."""
+    patch.setattr(Deliveries, "add", lambda *_: None)
 
 
 def leases_are_given_back_before_writes_are_quiet(patch: pytest.MonkeyPatch) -> None:
@@ -189,14 +209,16 @@ MUTANTS: dict[Mutant, str] = {
     a_notice_counts_for_every_epoch: "lands in a page|a step|left for ever",
     an_aborted_request_is_admitted: "after it was aborted",
     the_dead_are_quiet_at_once: "lands in a page",
+    writes_to_removed_peers_are_over_at_once: "reads a page|a step",
+    nobody_names_deliveries: "left for ever",
     leases_are_given_back_before_writes_are_quiet: "lands in a page|a step",
     pages_are_freed_under_their_writes: "reads a page|a step",
     pages_are_freed_under_a_prefill_step: "a step",
     pages_are_freed_under_a_decode_step: "a step",
     a_late_notice_proves_nothing: "left for ever",
-    what_prefill_reads_is_not_held: "a step|reads a page",
+    what_prefill_reads_is_not_held: "a step|reads a page|left for ever",
     pages_are_known_before_they_are_computed: "a step",
-    a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of",
+    a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of|was not followed",
     what_decode_holds_is_let_go_at_the_notice: "a step|inconsistent|does not own",
 }
 """Each with what the model must say of it."""

@@ -9,7 +9,7 @@ in every run. Longer, with others each time, and with a short story of what went
 
 A failure names its seed; TANDEM_MODEL_SEED plays the same again.
 
-That these checks see anything is shown by `mutants.py`: each takes one fence down, and is found.
+That these checks see anything is shown by `mutants.py`: each takes one fence down, and is found; and by `stories.py`.
 """
 
 import os
@@ -21,8 +21,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.model.checks import Broken
 from tests.model.machine import ROLES, ClusterMachine
 from tests.model.mutants import MUTANTS, Mutant
+from tests.model.stories import STORIES, Story
 from tests.model.world import World
 from wire.messages import SamplingParams
 
@@ -65,6 +67,7 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["moves"] >= MOVES
         assert seen["answered"] > 1000
         assert seen["killed"] > 200
+        assert seen["taken for dead"] > 50
         assert seen["quarantined"] > 200, "writes that come after the end of their request"
         assert seen["from the dead"] > 50, "writes that come after the end of their writer"
         assert seen["from shared pages"] > 200, "writes of pages that others read as well"
@@ -79,6 +82,23 @@ def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: p
     mutant(monkeypatch)
     with pytest.raises(Exception, match=said):
         play(RUNS_FOR_A_MUTANT, SEED)
+
+
+@pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
+def test_a_story_ends_well_for_its_fence_is_up(story: Story, monkeypatch: pytest.MonkeyPatch) -> None:
+    tell(story)
+    mutant, said = STORIES[story]
+    mutant(monkeypatch)
+    with pytest.raises(Broken, match=said):
+        tell(story)
+
+
+def tell(story: Story) -> None:
+    world = World(dict(ROLES), asynchronous=False)
+    try:
+        story(world)
+    finally:
+        world.close()
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tests.model.checks import Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
-from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, WorkerInfo
+from wire.messages import Membership, PeerRef, RequestRef, Role, WorkerInfo
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
 from worker.servicer import WorkerServicer
@@ -24,6 +24,7 @@ PAGES = 14
 STEP_TOKENS = 6
 BATCH = 4
 LEASE_S = QUARANTINE_S = 1.0
+WINDOW_S = 3.0
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
 
@@ -80,6 +81,8 @@ class WorkerProcess:
             engine,
             lease_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
+            quarantine_far_s=QUARANTINE_S,
+            write_window_s=WINDOW_S,
             transfer_deadline_s=TRANSFER_DEADLINE_S,
             rpc_timeout_s=RPC_TIMEOUT_S,
             attach_grace_s=1.0,
@@ -134,15 +137,13 @@ class WorkerProcess:
         if self.worker.died.done():
             raise Broken(f"{self.process.name} died by itself: {self.worker.died.result()!r}")
 
-    def left(self, given_up: Container[Lease]) -> str:
-        """What is not given back, "" when all is; quarantined pages of leases that are `given_up` aside."""
+    def left(self) -> str:
+        """What is not given back, "" when all is."""
         found = self.worker.inspect()
-        quarantined = self.engine.pool._quarantined
-        aside = sum(1 + len(pages) for lease, pages in quarantined.items() if lease in given_up)
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases
         committed = self.worker.admission._room.committed
-        return f"{found}, {committed} pages committed" if busy != aside or committed else ""
+        return f"{found}, {committed} pages committed" if busy or committed else ""
 
     def _watch_abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         refs = list(refs)

@@ -18,6 +18,7 @@ from typing import NoReturn
 import pytest
 
 import kv_transfer.checksums
+import prefill_worker.permission
 import router.dispatch
 import router.lease_keeper
 import router.stream
@@ -44,10 +45,12 @@ from tests.model.workers import (
     ThreadByHand,
     WorkerProcess,
 )
-from wire.messages import Lease, PeerRef, Role, SamplingParams
+from wire.messages import PeerRef, Role, SamplingParams, WorkerInfo
 
 LATE_S = 0.9 * QUARANTINE_S
-"""How long writes of a dead process may go on to land: quarantines are longer, from the moment its death is known."""
+"""How long writes of a dead process may go on to land, and those of one that is taken for dead, from when each began:
+quarantines are longer.
+"""
 CALM_STEP_S = 0.02
 END_WITHIN_S = 60.0
 """After the last fault, longer than every deadline of the cluster together."""
@@ -62,12 +65,12 @@ class WatchedFabric(FabricByHand):
     """Knows for which prompt each write was posted."""
 
     writers: dict[Flight, PrefillRequest]
-    writer_of: Callable[[Flight], PrefillRequest]
+    posted: Callable[[Flight], None]
 
     def post(self, flight: Flight) -> None:
-        if not is_warm_up(flight):
-            self.writers[flight] = self.writer_of(flight)
         super().post(flight)
+        if not is_warm_up(flight):
+            self.posted(flight)
 
 
 class World:
@@ -79,7 +82,8 @@ class World:
         self.network = Network(self.loop, self.failures.append)
         self.fabric = WatchedFabric(self.loop.time, self._check_page)
         self.fabric.writers = {}
-        self.fabric.writer_of = self._writer_of
+        self.fabric.posted = self._posted
+        self._disowned: set[tuple[PeerRef, PeerRef]] = set()
         self.roles = roles
         self.workers: dict[str, WorkerProcess] = {}
         self.graveyard: list[WorkerProcess] = []
@@ -87,7 +91,6 @@ class World:
         self._addresses = Addresses()
         self.seen: Counter[str] = Counter()
         """What happened, for whoever wants to know that the model looks at anything."""
-        self._unheard: dict[Lease, PeerRef] = {}
         self._alarms = Alarms()
         self._patches = pytest.MonkeyPatch()
         self._patch()
@@ -102,7 +105,8 @@ class World:
         clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
         for module in (router.dispatch, router.lease_keeper, router.stream, router.worker_link, worker.worker):
             self._patches.setattr(module, "time", clock)
-        self._patches.setattr(worker.loop, "time", clock)
+        for timed in (worker.loop, prefill_worker.permission):
+            self._patches.setattr(timed, "time", clock)
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
         self._patches.setattr(router.dispatch, "uuid", uuid)
@@ -150,6 +154,42 @@ class World:
         incarnation = 1 + sum(dead.me.worker_id == worker_id for dead in self.graveyard)
         self._start(worker_id, incarnation, reuse=reuse)
 
+    def disown(self, believer: str, victim: str, back_after_s: float) -> None:
+        """A worker is told that another, which lives, is dead; and after a while that it serves."""
+        self.seen["taken for dead"] += 1
+        one, other = self.workers[believer], self.workers[victim]
+        pair = (other.me, one.me)
+        self._disowned.add(pair)
+        one.process.run(one.worker.peer_gone, other.me)
+        for each in [each for each in self.fabric.flights if (each.flight.sender, each.flight.write.peer) == pair]:
+            self._bound(each)
+        self.loop.call_later(back_after_s, self._own_again, one, other)
+
+    def handing_over(self) -> list[tuple[str, str]]:
+        """(decode worker, prefill worker) of prompts of which a part is written, and another not computed yet."""
+        pairs = [
+            (request.task.destination.peer.worker_id, one.me.worker_id)
+            for one in self.workers.values()
+            for request in one.worker._prefill._requests.values()
+            if request.task.destination is not None and not request.progress.released
+            if any(request is writer for writer in self.fabric.writers.values())
+        ]
+        return [(there, here) for there, here in pairs if there in self.workers and there != here]
+
+    def _own_again(self, one: WorkerProcess, other: WorkerProcess) -> None:
+        self._disowned.discard((other.me, one.me))
+        if one.process.alive and other.process.alive:
+            one.process.run(one.worker.peer_joined, other.info())
+
+    def _posted(self, flight: Flight) -> None:
+        self.fabric.writers[flight] = self._writer_of(flight)
+        if (flight.sender, flight.write.peer) in self._disowned:
+            self._bound(self.fabric.flights[-1])
+
+    def _bound(self, one: OnTheWay) -> None:
+        """What a process has begun that its peer takes for dead comes to rest in time, that of the grace."""
+        self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.fail(one))
+
     def dead(self) -> list[str]:
         return [worker_id for worker_id in self.roles if worker_id not in self.workers]
 
@@ -180,7 +220,14 @@ class World:
         ]:
             if one.me != joined.peer:
                 key = (one.process.name, "joined", joined.peer.worker_id, joined.peer.incarnation)
-                self._news(key, partial(one.process.run, one.worker.peer_joined, joined))
+                self._news(key, partial(self._hear_of_peer, one, joined))
+
+    def _hear_of_peer(self, one: WorkerProcess, joined: WorkerInfo) -> None:
+        """The membership does not name those whose death was told before."""
+        found = self.workers.get(joined.peer.worker_id)
+        if found is not None and found.me == joined.peer:
+            self._disowned.discard((joined.peer, one.me))
+            one.process.run(one.worker.peer_joined, joined)
 
     def _bury(self, gone: PeerRef) -> None:
         for other in self.workers.values():
@@ -234,8 +281,7 @@ class World:
         return holder_of(found.engine.pool, page) if found is not None and found.me == peer else None
 
     def lose_notice(self, late: LateNotice) -> None:
-        """Its writer takes it for delivered, so that only the writer's death can tell that the pages are safe."""
-        self._unheard[late.notice.lease] = late.notice.prefill
+        """Its writer takes it for delivered, and says so later."""
         self.fabric.lose_notice(late)
 
     def calm(self, held: frozenset[str] = frozenset()) -> None:
@@ -288,16 +334,9 @@ class World:
         """No more faults: every request ends, every page is free, and the cluster serves."""
         for worker_id in self.dead():
             self.restart(worker_id, reuse=False)
-        while self.network.waiting():
+        while self.network.waiting() or self._disowned:
             self.calm()
         self._settle("after the last fault")
-        for writer in self._unheard.values():
-            one = self.workers[writer.worker_id]
-            if one.me == writer:
-                self.kill(writer.worker_id)
-                self.restart(writer.worker_id, reuse=False)
-        self._unheard.clear()
-        self._settle("after the death of those whose notices were lost")
         last = self.router.ask([999, 5, 6, 7, 8], SamplingParams(max_tokens=5))
         self._settle("with one more request")
         if last.ending is None or last.ending.finish_reason is not finish_reason(last):
@@ -317,7 +356,7 @@ class World:
     def _left(self) -> list[str]:
         """What is not over, and who still holds what."""
         left = [f"{client}" for client in self.router.clients if not client.over]
-        left += [one.left(self._unheard) for one in self.workers.values()]
+        left += [one.left() for one in self.workers.values()]
         unseen = {one.me for one in self.workers.values()} - {view.peer for view in self.router.dispatcher.pool.views()}
         left += [f"{peer} is not connected to the router" for peer in unseen]
         return [each for each in [*left, self.router.left()] if each]

@@ -38,11 +38,14 @@ class House:
         self.pool = PagePool(pages)
         self.now = 0.0
         self.expected = 0
+        self.far = False
         self.events: list[RoutedEvent] = []
         self.prompts: dict[Lease, tuple[int, ...]] = {}
         self.skipped: dict[Lease, int] = {}
         self.admission = DecodeAdmission(
-            config=DecodeConfig(max_pages=max_pages, lease_s=5.0, quarantine_s=1.0, check_deadline_s=3.0),
+            config=DecodeConfig(
+                max_pages=max_pages, lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, check_deadline_s=3.0
+            ),
             me=PeerRef("decode-0", 1),
             cache=PrefixCache(self.pool, PAGE_TOKENS),
             model=FACTS,
@@ -50,6 +53,8 @@ class House:
             expect=self._expect,
             emit=self.events.append,
             wake=lambda: None,
+            listened_s=lambda: self.now,
+            is_near=lambda peer: not self.far,
             checks=checks,
         )
         self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
@@ -411,3 +416,44 @@ def test_a_worker_is_ready_again_only_well_below_the_share_and_says_the_same_mea
     assert house.pool.counts().quarantined == 9
     house.deliver(leases["d"])
     assert not house.admission.not_ready
+
+
+@pytest.mark.parametrize(("far", "grace_s"), [(False, 1.0), (True, 60.0)])
+def test_pages_of_a_dead_writer_far_away_are_kept_longer(far: bool, grace_s: float) -> None:
+    house = House()
+    house.far = far
+    house.allot(house.reserve("q"))
+    house.admission.peer_gone(P)
+    house.now += grace_s - 0.1
+    house.admission.expire()
+    assert house.pool.counts().quarantined == 2
+    house.now += 0.1
+    house.admission.expire()
+    house.assert_empty()
+
+
+def test_one_end_that_cannot_be_followed_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House()
+    first, second = house.reserve("q1"), house.reserve("q2")
+    for lease in (first, second):
+        house.allot(lease)
+    free = house.pool.free_lease
+
+    def broken(lease: Lease) -> None:
+        if lease == first:
+            raise KeyError("a defect")
+        free(lease)
+
+    monkeypatch.setattr(house.pool, "free_lease", broken)
+    house.admission.delivered([first, second, second], P)
+    assert house.pool.counts().advertised == 2
+    assert house.admission.open_leases == house.expected == 0
+
+
+def test_a_writer_that_is_back_is_given_leases_again() -> None:
+    house = House()
+    house.admission.peer_gone(P)
+    with pytest.raises(Unavailable):
+        house.reserve("q")
+    house.admission.peer_back(P)
+    house.arrive("q")

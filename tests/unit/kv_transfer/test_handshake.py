@@ -46,7 +46,7 @@ def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
 
 def test_the_version_is_compared_before_anything_else() -> None:
     theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=7)
-    with pytest.raises(FailedPrecondition, match="version 4, the other side 7"):
+    with pytest.raises(FailedPrecondition, match="version 5, the other side 7"):
         check_compatible(handshake("prefill-0"), theirs)
 
 

@@ -149,11 +149,17 @@ def test_a_later_incarnation_replaces_the_earlier_and_an_earlier_one_is_ignored(
     np.testing.assert_array_equal(reborn.pool[4], pair.prefill.pool[1])
 
 
-def test_a_removed_peer_is_unknown(pair: Pair) -> None:
+def test_a_removed_peer_is_unknown_and_what_is_on_the_way_to_it_lands(pair: Pair) -> None:
     pair.fabric.hold()
-    future = pair.post([1], [4])
+    future = pair.post([1], [4], 1)
     pair.prefill.transport.remove_peer(pair.decode.transport.me)
     pair.prefill.transport.remove_peer(PeerRef("nobody", 1))
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.05)
+    pair.fabric.let_go()
+    pair.fabric.settle()
+    np.testing.assert_array_equal(pair.decode.pool[4], pair.prefill.pool[1])
+    assert len(pair.decode.notices) == 1
     for failed in (future, pair.post([1], [4])):
         with pytest.raises(TransferFailed):
             failed.result(timeout=5)
@@ -166,6 +172,7 @@ def test_the_end_of_a_run_is_that_of_earlier_ones_and_not_of_later_ones(pair: Pa
     pair.fabric.hold()
     future = pair.post([1], [4])
     here.remove_peer(PeerRef(there.worker_id, there.incarnation + 1))
+    pair.fabric.let_go()
     for failed in (future, pair.post([1], [4])):
         with pytest.raises(TransferFailed):
             failed.result(timeout=5)

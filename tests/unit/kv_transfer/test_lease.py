@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.lease import LeaseTable, PageAction
+from kv_transfer.lease import Fence, LeaseTable, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
 WRITER = PeerRef("prefill-0", 3)
-DURATION, GRACE = 10.0, 4.0
+DURATION, WINDOW, GRACE = 10.0, 3.0, 4.0
 
 
 class Clock:
@@ -25,13 +25,20 @@ class Desk:
     """A table, its clock, and one request `r` granted to WRITER."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
-        self.table: LeaseTable = LeaseTable(self.clock, DURATION, GRACE)
+        self.clock, self.listened = Clock(), Clock()
+        self.listened.now = 7.0
+        fence = Fence(WINDOW, lambda peer: GRACE, self.listened)
+        self.table: LeaseTable = LeaseTable(self.clock, DURATION, fence)
         self.lease = self.table.grant(RequestRef("r", 1), WRITER)
 
     def advertise(self) -> Lease:
         self.table.advertise(self.lease, WRITER, [5, 7])
         return self.lease
+
+    def pass_by(self, seconds: float) -> None:
+        """This worker's transport listens meanwhile."""
+        self.clock.now += seconds
+        self.listened.now += seconds
 
     def stale(self, call: Callable[[], object]) -> None:
         before = self.table.fenced
@@ -47,9 +54,9 @@ def desk() -> Desk:
 
 def test_the_straight_way(desk: Desk) -> None:
     assert desk.table.open_leases == 1
-    assert desk.table.pages_of(desk.lease, WRITER) is None
+    assert desk.table.permit(desk.lease, WRITER) is None
     desk.advertise()
-    assert desk.table.pages_of(desk.lease, WRITER) == (5, 7)
+    assert desk.table.permit(desk.lease, WRITER) == (5, 7)
     change = desk.table.settle(desk.lease, WRITER)
     assert (change.action, change.page_ids) == (PageAction.ADMIT, (5, 7))
     assert desk.table.open_leases == 0
@@ -83,7 +90,7 @@ REVOCATIONS = [revoke, expire, die]
 def test_once_revoked_every_late_word_is_fenced_and_no_page_is_freed(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
     over(desk)
-    desk.stale(lambda: desk.table.pages_of(lease, WRITER))
+    desk.stale(lambda: desk.table.permit(lease, WRITER))
     desk.stale(lambda: desk.table.advertise(lease, WRITER, [1]))
     desk.stale(lambda: desk.table.revoke(lease))
     assert desk.table.renew([lease]) == (lease,)
@@ -143,17 +150,67 @@ def test_a_dead_writer_s_quarantine_ends_a_bounded_time_after_the_death(
     desk: Desk, over: Callable[[Desk], None]
 ) -> None:
     desk.advertise()
+    desk.pass_by(WINDOW)
     over(desk)
-    desk.clock.now += 1.0
+    desk.pass_by(1.0)
     desk.table.peer_gone(WRITER)
     desk.table.peer_gone(WRITER)
     since_death = 1.0 if over is die else 0.0
-    desk.clock.now += GRACE - since_death - 0.01
+    desk.pass_by(GRACE - since_death - 0.01)
     assert desk.table.expire() == ()
-    desk.clock.now += 0.01
+    desk.pass_by(0.01)
     (change,) = [c for c in desk.table.expire() if c.lease == desk.lease]
     assert (change.action, change.page_ids) == (PageAction.FREE, (5, 7))
     assert desk.lease not in [c.lease for c in desk.table.expire()]
+
+
+def test_the_grace_of_a_writer_that_may_live_begins_when_it_may_begin_no_write_any_more(desk: Desk) -> None:
+    lease = desk.advertise()
+    desk.pass_by(2 * WINDOW)
+    assert desk.table.permit(lease, WRITER) == (5, 7)
+    desk.pass_by(1.0)
+    die(desk)
+    desk.pass_by(WINDOW - 1.0 - 0.01)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.01)
+    assert desk.table.expire() == ()
+    desk.pass_by(GRACE - 0.01)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.01)
+    assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
+def test_a_grace_counts_only_time_in_which_the_transport_listened(desk: Desk) -> None:
+    desk.advertise()
+    desk.pass_by(WINDOW)
+    die(desk)
+    desk.clock.now += 1e6
+    assert desk.table.expire() == ()
+    desk.listened.now += GRACE
+    assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
+def test_a_writer_that_was_taken_for_dead_is_welcome_again_but_to_none_of_its_old_leases(desk: Desk) -> None:
+    lease = desk.advertise()
+    die(desk)
+    desk.table.peer_back(PeerRef(WRITER.worker_id, WRITER.incarnation - 1))
+    with pytest.raises(Unavailable):
+        desk.table.grant(RequestRef("s", 1), WRITER)
+    desk.table.peer_back(WRITER)
+    new = desk.table.grant(RequestRef("s", 1), WRITER)
+    desk.table.advertise(new, WRITER, [9])
+    desk.stale(lambda: desk.table.permit(lease, WRITER))
+    desk.pass_by(WINDOW)
+    assert desk.table.expire() == ()
+    desk.pass_by(GRACE)
+    assert [(change.lease, change.action) for change in desk.table.expire()] == [(lease, PageAction.FREE)]
+    with pytest.raises(Unavailable):
+        desk.table.grant(RequestRef("t", 1), PeerRef(WRITER.worker_id, WRITER.incarnation - 1))
+
+
+def test_a_lease_that_is_named_twice_was_delivered_once(desk: Desk) -> None:
+    lease = desk.advertise()
+    assert [change.action for change in desk.table.delivered([lease, lease], WRITER)] == [PageAction.FREE]
 
 
 def test_a_lease_revoked_after_its_writer_died_is_quarantined_too(desk: Desk) -> None:
@@ -178,7 +235,7 @@ def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -
         case _:
             (change,) = desk.table.peer_gone(WRITER)
     assert (change.action, change.page_ids) == (PageAction.NONE, ())
-    for call in (desk.table.pages_of, desk.table.settle, desk.table.release):
+    for call in (desk.table.permit, desk.table.settle, desk.table.release):
         desk.stale(lambda call=call: call(desk.lease, WRITER))
     desk.stale(lambda: desk.table.advertise(desk.lease, WRITER, [1]))
 
@@ -217,7 +274,7 @@ def test_heartbeats_keep_a_lease_alive(desk: Desk) -> None:
 def test_nobody_but_its_writer_may_use_a_lease(desk: Desk, stranger: PeerRef) -> None:
     desk.stale(lambda: desk.table.advertise(desk.lease, stranger, [1]))
     lease = desk.advertise()
-    desk.stale(lambda: desk.table.pages_of(lease, stranger))
+    desk.stale(lambda: desk.table.permit(lease, stranger))
     desk.stale(lambda: desk.table.settle(lease, stranger))
     desk.stale(lambda: desk.table.release(lease, stranger))
     assert desk.table.settle(lease, WRITER).action is PageAction.ADMIT
@@ -249,7 +306,7 @@ def test_pages_are_advertised_once(desk: Desk) -> None:
     desk.advertise()
     with pytest.raises(ValueError, match="already"):
         desk.table.advertise(desk.lease, WRITER, [9])
-    assert desk.table.pages_of(desk.lease, WRITER) == (5, 7)
+    assert desk.table.permit(desk.lease, WRITER) == (5, 7)
 
 
 def test_one_request_s_leases_do_not_touch_each_other(desk: Desk) -> None:

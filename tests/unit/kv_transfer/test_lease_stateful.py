@@ -1,16 +1,17 @@
 """Random lives of many leases: no page is freed while its writer may still write, and every lease ends once."""
 
+import math
 from dataclasses import dataclass
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from kv_transfer.lease import Fence, LeaseChange, LeaseTable, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
-DURATION, GRACE = 10.0, 4.0
+DURATION, WINDOW, GRACE = 10.0, 2.0, 4.0
 REQUESTS = st.integers(0, 3).map(lambda i: f"r{i}")
 WRITERS = st.integers(0, 1).map(lambda i: f"prefill-{i}")
 PICK = st.integers(0, 10**6)
@@ -22,6 +23,7 @@ class Seen:
 
     writer: PeerRef
     writing: bool = False
+    permitted_at: float = 0.0
     pages: tuple[int, ...] = ()
     quarantined: bool = False
     endings: int = 0
@@ -31,7 +33,8 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table: LeaseTable = LeaseTable(lambda: self.now, DURATION, GRACE)
+        fence = Fence(WINDOW, lambda peer: GRACE, lambda: self.now)
+        self.table: LeaseTable = LeaseTable(lambda: self.now, DURATION, fence)
         self.seen: dict[Lease, Seen] = {}
         self.incarnation = {"prefill-0": 1, "prefill-1": 1}
         self.died: dict[PeerRef, float] = {}
@@ -51,7 +54,8 @@ class Leases(RuleBasedStateMachine):
         seen.endings += 1
         assert seen.endings == 1
         if change.action is PageAction.FREE:
-            long_dead = self.now >= self.known_dead.get(seen.writer, float("inf")) + GRACE
+            known, forbidden = self.known_dead.get(seen.writer, math.inf), seen.permitted_at + WINDOW
+            long_dead = self.now >= max(known, forbidden) + GRACE
             assert quiet or long_dead
         if change.action is PageAction.ADMIT:
             assert quiet
@@ -84,12 +88,13 @@ class Leases(RuleBasedStateMachine):
             return
         seen = self.seen[lease]
         try:
-            pages = self.table.pages_of(lease, seen.writer)
+            pages = self.table.permit(lease, seen.writer)
             if pages is None:
                 pages = (self.next_page, self.next_page + 1)
                 self.table.advertise(lease, seen.writer, pages)
                 self.next_page += 2
                 seen.pages, seen.writing = pages, True
+            seen.permitted_at = self.now
         except StaleEpoch:
             assert seen.quarantined or seen.endings
 
@@ -178,9 +183,10 @@ class Leases(RuleBasedStateMachine):
             self.known_dead.setdefault(peer, self.now)
             for change in self.table.peer_gone(peer):
                 self.apply(change)
-        self.now += GRACE
-        for change in self.table.expire():
-            self.apply(change)
+        for seconds in (WINDOW, GRACE):
+            self.now += seconds
+            for change in self.table.expire():
+                self.apply(change)
         assert all(seen.endings == 1 for seen in self.seen.values())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from kv_transfer import nixl_moves
+from kv_transfer import nixl_moves, nixl_orders
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState, agent_name
@@ -284,16 +284,59 @@ def test_a_failed_read_rests_and_its_answer_takes_a_new_connection(bench: Bench)
     assert bench.receiver.heard == []
 
 
-def test_the_end_of_the_receiver_ends_writes_at_once_and_late_answers_nothing(bench: Bench) -> None:
-    future, kept = bench.post(), bench.sender.link
-    bench.receiver.hears(*bench.sender.says())
+def remove_receiver(bench: Bench) -> None:
+    kept = bench.sender.link
     bench.sender.reads.abandon(kept, "the worker is gone")
     bench.sender.links.drop(kept)
+
+
+def test_a_removed_receiver_may_read_for_a_while_and_hears_that_nobody_waits(bench: Bench) -> None:
+    future = bench.post()
+    bench.sender.says()
+    remove_receiver(bench)
+    assert [type(decode_read_note(note)) for note in bench.sender.says()] == [ReadCancel]
+    bench.clock.now += nixl_orders.REMOVED_REST_S - 0.01
+    bench.sender.reads.poll()
+    assert not future.done()
+    bench.clock.now += 0.01
+    bench.sender.reads.poll()
     with pytest.raises(TransferFailed, match="gone"):
         future.result(timeout=0)
-    bench.land()
-    bench.sender.hears(*bench.receiver.says())
+    assert bench.sender.says() == []
     assert not bench.sender.reads.unfinished
+
+
+def test_the_answer_of_a_removed_receiver_ends_the_wait(bench: Bench) -> None:
+    future = bench.post()
+    bench.receiver.hears(*bench.sender.says())
+    remove_receiver(bench)
+    bench.land()
+    said = bench.receiver.says()
+    for note in said:
+        bench.sender.reads.hear("decode-0/99", note)
+    assert not future.done()
+    bench.sender.hears(*said)
+    with pytest.raises(TransferFailed, match="gone"):
+        future.result(timeout=0)
+    assert not bench.sender.reads.unfinished
+
+
+def test_an_end_does_not_wait_for_removed_receivers(bench: Bench) -> None:
+    future = bench.post()
+    remove_receiver(bench)
+    bench.sender.reads.leave()
+    assert future.done()
+    assert not bench.sender.reads.unfinished
+
+
+def test_an_order_is_not_said_again_when_it_may_not_begin(bench: Bench) -> None:
+    future: Future[WriteDone] = Future()
+    write = PageWrite(DECODE, [1], [2], begin_by=bench.clock.now + 0.5)
+    bench.sender.reads.post(Flight(write, bench.clock.now, bench.clock.now + 60.0, future))
+    bench.sender.says()
+    bench.clock.now += nixl_orders.SAY_AGAIN_S
+    bench.sender.reads.poll()
+    assert [type(decode_read_note(note)) for note in bench.sender.says()] == [ReadCancel]
 
 
 def test_nothing_of_a_sender_that_is_gone_is_delivered_or_answered(bench: Bench) -> None:

@@ -126,24 +126,54 @@ def test_a_peer_out_of_reach_fails_the_write_and_is_tried_again(bench: Bench, mo
 
 
 @pytest.mark.parametrize("end", [TransferState.FAILED, TransferState.DONE])
-def test_a_dropped_peer_s_writes_fail_at_once_but_nothing_is_freed_under_them(bench: Bench, end: TransferState) -> None:
+def test_a_dropped_peer_s_writes_fail_when_they_are_quiet_and_nothing_is_freed_under_them(
+    bench: Bench, end: TransferState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_moves, "ERROR_REST_S", 0.0)
     future = bench.post()
     link = bench.links.find(PEER)
     assert link is not None
     bench.writes.abandon(link, "the worker is gone")
     bench.links.drop(link)
-    with pytest.raises(TransferFailed, match="gone"):
-        future.result(timeout=0)
     assert bench.links.find(PEER) is None
-    assert not bench.writes.waited_for
     bench.writes.poll()
     bench.links.sweep()
+    assert not future.done()
+    assert bench.writes.waited_for
     assert bench.agent.calls == ["connect"]
     bench.agent.states[0] = end
     for _ in range(2):
         bench.writes.poll()
         bench.links.sweep()
     assert bench.agent.calls == ["connect", "release 0", "disconnect"]
+    with pytest.raises(TransferFailed, match="gone"):
+        future.result(timeout=0)
+
+
+def test_a_peer_that_is_back_is_connected_to_when_its_old_writes_rest(bench: Bench) -> None:
+    old = bench.post()
+    link = bench.links.find(PEER)
+    assert link is not None
+    bench.writes.abandon(link, "the worker is gone")
+    bench.links.drop(link)
+    bench.links.add(link.description)
+    with pytest.raises(TransferFailed, match="before it came back"):
+        bench.post().result(timeout=0)
+    bench.agent.states[0] = TransferState.DONE
+    bench.writes.poll()
+    bench.links.sweep()
+    assert old.done()
+    bench.post()
+    assert bench.agent.calls == ["connect", "release 0", "disconnect", "connect"]
+
+
+def test_a_write_that_may_not_begin_any_more_does_not(bench: Bench) -> None:
+    now = time.monotonic()
+    future: Future[WriteDone] = Future()
+    bench.writes.post(Flight(PageWrite(PEER, [1], [2], begin_by=now), now, now + 60.0, future))
+    with pytest.raises(TransferFailed, match="a time that was over"):
+        future.result(timeout=0)
+    assert not bench.agent.states
 
 
 def test_looks_grow_rarer_and_come_close_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,18 +3,19 @@
 import asyncio
 import gc
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
 from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
-from prefill_worker import handoff
-from prefill_worker.destination import DecodePeers
+from prefill_worker import handoff, permission
+from prefill_worker.destination import Allotment, DecodePeers
 from prefill_worker.handoff import Handoff
 from prefill_worker.progress import Progress
 from prefill_worker.request import PrefillRequest
 from tests.fake_engine import PAGE_TOKENS
-from wire.errors import DeadlineExceeded, StaleEpoch, TransferFailed, Unavailable
+from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
 from wire.messages import (
     Destination,
     FinishReason,
@@ -42,6 +43,8 @@ class Scene(Sender, DecodePeers):
         self.futures: list[Future[WriteDone]] = []
         self.events: list[RoutedEvent] = []
         self.refuse: Exception | None = None
+        self.refuse_allot: Exception | None = None
+        self.write_for_s = 100.0
         self.refuse_release: list[Exception] = []
         self.allotted = [20, 21, 22]
         there = Destination(THERE, "nowhere", LEASE) if destination else None
@@ -75,9 +78,11 @@ class Scene(Sender, DecodePeers):
             raise self.refuse
         self.diary.append("connect")
 
-    async def allot(self, destination: Destination, pages: int) -> list[int]:
+    async def allot(self, destination: Destination, pages: int) -> Allotment:
         self.diary.append(f"allot {pages}")
-        return self.allotted
+        if self.refuse_allot is not None:
+            raise self.refuse_allot
+        return Allotment(self.allotted, self.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
         self.diary.append("delivered")
@@ -323,3 +328,57 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
     with pytest.raises(KeyError):
         await scene.handoff.ended
     assert scene.diary == ["withdraw", "forget", "release"]
+
+
+async def test_permission_is_asked_for_again_before_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(permission, "time", SimpleNamespace(monotonic=lambda: now))
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    assert scene.writes[0].begin_by == 1100.0
+    now = 1049.0
+    await scene.compute(2 * PAGE_TOKENS)
+    assert scene.writes[1].begin_by == 1100.0
+    now = 1200.0
+    await scene.finish()
+    await scene.settle(0)
+    await scene.settle(1)
+    assert scene.diary[3:] == ["write [11]", "allot 3", "write [12] + notice"]
+    assert scene.writes[2].begin_by == 1300.0
+    await scene.settle(2)
+    await scene.handoff.ended
+
+
+@pytest.mark.parametrize("refusal", [StaleEpoch("revoked"), Unavailable("away"), None])
+async def test_without_permission_nothing_is_written(
+    monkeypatch: pytest.MonkeyPatch, refusal: TandemError | None
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(permission, "time", SimpleNamespace(monotonic=lambda: now))
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    now = 1051.0
+    scene.refuse_allot, scene.write_for_s = refusal, 0.0
+    await scene.compute(2 * PAGE_TOKENS)
+    scene.request.progress.release()
+    await scene.settle(0)
+    await scene.handoff.ended
+    assert scene.diary == ["connect", "allot 3", "write [10]", "allot 3", "withdraw", "forget", "release"]
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == ("TRANSFER_FAILED" if refusal is None else refusal.code)
+
+
+async def test_other_pages_than_before_are_refused() -> None:
+    scene = Scene()
+    scene.write_for_s = 0.001
+    await scene.compute(1)
+    scene.allotted = [30, 31, 32]
+    await asyncio.sleep(0.002)
+    await scene.compute(PAGE_TOKENS)
+    scene.request.progress.release()
+    await scene.handoff.ended
+    assert not scene.writes
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert "other pages" in routed.event.error.message

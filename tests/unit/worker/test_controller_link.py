@@ -62,8 +62,12 @@ class Neighbour(worker_pb2_grpc.WorkerServicer):
 
     def __init__(self, peer: PeerRef) -> None:
         self.peer = peer
+        self.answers: list[bool] = []
+        """Whether it answers the next ones; afterwards it does."""
 
     async def Inspect(self, _request: Any, _context: Any) -> worker_pb2.InspectResponse:
+        if self.answers and not self.answers.pop(0):
+            raise Unavailable("the connection broke")
         return worker_pb2.InspectResponse(worker_id=self.peer.worker_id, incarnation=self.peer.incarnation)
 
 
@@ -89,6 +93,7 @@ class Scene:
         self.transport = "fake"
         self.superseded: list[TandemError] = []
         self.servers: list[Any] = []
+        self.neighbours: list[Neighbour] = []
 
     async def start(self) -> None:
         server = rpc.open_server()
@@ -113,7 +118,8 @@ class Scene:
 
     async def neighbour(self, peer: PeerRef) -> WorkerInfo:
         server = rpc.open_server()
-        worker_pb2_grpc.add_WorkerServicer_to_server(Neighbour(peer), server)
+        self.neighbours.append(Neighbour(peer))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.neighbours[-1], server)
         return info(peer, await self._serve(server))
 
     async def _serve(self, server: Any) -> str:
@@ -183,6 +189,31 @@ async def test_one_that_left_and_answers_is_only_draining(scene: Scene) -> None:
     await scene.servers[-1].stop(None)
     await until(lambda: len(scene.gone) > 1)
     assert scene.gone[1:] == [peer]
+
+
+@pytest.mark.parametrize(("answers", "dead"), [("..x..x..x", False), ("..x...", True)])
+async def test_it_takes_more_than_one_unanswered_question_to_be_dead(scene: Scene, answers: str, dead: bool) -> None:
+    peer = PeerRef("prefill-0", 1)
+    await scene.show(await scene.neighbour(peer))
+    neighbour = scene.neighbours[-1]
+    neighbour.answers = [answer == "x" for answer in answers]
+    scene.controller.change()
+    await until(lambda: not neighbour.answers)
+    await asyncio.sleep(0.05)
+    assert (peer in scene.gone) is dead
+
+
+async def test_one_that_was_taken_for_dead_and_registers_again_has_joined(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 1)
+    there = await scene.neighbour(peer)
+    await scene.show(there)
+    scene.neighbours[-1].answers = [False] * controller_link.DEAD_AFTER_PROBES
+    scene.controller.change()
+    await until(lambda: peer in scene.gone)
+    scene.controller.change(there)
+    await until(lambda: len(scene.joined) > 1)
+    assert [joined.peer for joined in scene.joined] == [peer, peer]
+    assert scene.gone[-1] == PeerRef("prefill-0", 0)
 
 
 async def test_one_that_comes_back_is_alive(scene: Scene) -> None:

@@ -202,3 +202,75 @@ async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest
         pair.prefill.worker.peer_joined(info)
         await begun.wait()
     assert ended.is_set()
+
+
+async def test_a_worker_that_is_forgotten_during_its_introduction_stays_unknown(scene: Scene) -> None:
+    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    reply = worker_pb2.ConnectPeerResponse(peer=convert.description_to_proto(transport.describe()))
+
+    async def reply_and_be_forgotten(*_: object, **__: object) -> worker_pb2.ConnectPeerResponse:
+        scene.peers.forget(THERE)
+        return reply
+
+    late: Any = SimpleNamespace(stub=SimpleNamespace(ConnectPeer=reply_and_be_forgotten))
+    with pytest.raises(Unavailable, match="gone"):
+        await scene.peers._introduce(late, THERE)
+    assert "decode-0" not in scene.transport._peers
+
+
+async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
+    await scene.peers.connect(scene.there)
+    scene.fabric.hold()
+    scene.peers._timeout_s = 0.01
+    with caplog.at_level("INFO"):
+        await scene.peers.warm_up(THERE, scene.there.address)
+    assert "takes too long" in caplog.text
+
+
+async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Destination] = []
+    monkeypatch.setattr(scene.peers._deliveries, "add", told.append)
+    scene.peers.forget(THERE)
+    await scene.peers.release(scene.there)
+    assert await scene.peers._name_deliveries(THERE, scene.there.address, [replace(LEASE, epoch=10)])
+    scene.peers.welcome(PeerRef("decode-0", 4))
+    assert told == []
+    scene.peers.welcome(THERE)
+    assert [destination.lease.epoch for destination in told] == [9, 10]
+    scene.decode.go.set()
+    await scene.peers.release(scene.there)
+    assert scene.decode.calls == ["release"]
+
+
+async def test_nothing_is_kept_for_a_run_that_another_has_replaced(scene: Scene) -> None:
+    scene.peers.forget(THERE)
+    await scene.peers.release(scene.there)
+    scene.peers.forget(PeerRef("decode-0", 6))
+    await scene.peers.release(scene.there)
+    assert not scene.peers._owed
+
+
+async def test_a_sender_that_is_back_need_not_introduce_itself_again(scene: Scene) -> None:
+    layout = scene.engine.layout
+    other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
+    scene.peers.accept(make_handshake(other.describe(), (), layout))
+    assert scene.peers.is_near(other.me)
+    assert not scene.peers.is_near(PeerRef("prefill-9", 3))
+    scene.peers.forget(other.me)
+    assert "prefill-9" not in scene.transport._peers
+    scene.peers.welcome(other.me)
+    assert scene.transport._peers["prefill-9"].peer == other.me
+
+
+async def test_who_is_on_another_host_or_says_nothing_of_it_is_far(scene: Scene) -> None:
+    layout = scene.engine.layout
+    for host in ("there", ""):
+        other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
+        scene.peers.accept(make_handshake(replace(other.describe(), host=host), (), layout))
+        assert not scene.peers.is_near(other.me)

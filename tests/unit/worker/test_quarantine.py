@@ -56,7 +56,7 @@ async def test_exhausted_quarantine_is_loud_and_ends(caplog: pytest.LogCaptureFi
 
 
 async def test_the_death_of_the_silent_worker_ends_it_too() -> None:
-    async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
+    async with WorkerPair(pages=POOL, prefill_pages=64, write_window_s=0.5) as pair:
         await fill_quarantine(pair, LOST)
         assert pair.decode.worker.admission.not_ready
         pair.fabric.kill(pair.prefill.me)

@@ -363,10 +363,12 @@ class AllotPagesRequest(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., pages: _Optional[int] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
 
 class AllotPagesResponse(_message.Message):
-    __slots__ = ("page_ids",)
+    __slots__ = ("page_ids", "write_for_s")
     PAGE_IDS_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FOR_S_FIELD_NUMBER: _ClassVar[int]
     page_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, page_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    write_for_s: float
+    def __init__(self, page_ids: _Optional[_Iterable[int]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
     __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation")

@@ -1,0 +1,105 @@
+"""Fences that random moves need too long to miss, each with the story that needs it.
+
+A worker is taken for dead amid a hand-over, and lives: `World.disown`. The story must end well with the code as it is,
+and badly with the mutant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kv_transfer.lease import LeaseTable
+from prefill_worker.permission import Permission
+from tests.model.machine import ROLES
+from tests.model.mutants import Mutant
+from tests.model.workers import QUARANTINE_S, WINDOW_S
+from tests.model.world import World
+from wire.messages import SamplingParams
+from worker.peers import Peers
+
+PROMPT = list(range(40, 54))
+"""Three chunks; the first fills a page."""
+Story = Callable[[World], None]
+
+
+def begun(world: World) -> tuple[str, str]:
+    """(decode worker, prefill worker) of a hand-over whose first chunk is being written."""
+    for _ in range(20):
+        world.calm()
+    world.router.ask(PROMPT, SamplingParams(6))
+    for _ in range(40):
+        if found := world.handing_over():
+            return found[0]
+        known = [request for one in world.workers.values() for request in one.worker._prefill._requests.values()]
+        computed = any(request.progress.computed_tokens for request in known)
+        world.calm(frozenset({"writes", "engines"} if computed else {"writes"}))
+    raise AssertionError("no prompt is handed over")
+
+
+def cut_off(world: World, apart_s: float) -> None:
+    """D takes P for dead. Nothing arrives for a while, and then P computes its next chunk."""
+    decode, prefill = begun(world)
+    while world.fabric.flights:
+        world.land(world.fabric.flights[0])
+    world.disown(decode, prefill, back_after_s=10.0)
+    world.loop.advance(apart_s)
+    world.workers[prefill].turn()
+    while world.fabric.flights:
+        world.land(world.fabric.flights[0])
+    world.check()
+    world.end()
+
+
+def cut_off_while_it_may_write(world: World) -> None:
+    """The grace alone would be over by now, and P's permission is not."""
+    cut_off(world, 1.2 * QUARANTINE_S)
+
+
+def cut_off_for_long(world: World) -> None:
+    """Permission and grace are over, D's pages free."""
+    cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
+
+
+def disowned_by_its_writer(world: World) -> None:
+    """P takes D for dead and gives up; D, which lives, waits for P's word."""
+    decode, prefill = begun(world)
+    world.disown(prefill, decode, back_after_s=1.0)
+    world.end()
+
+
+def a_permission_is_no_bound(patch: pytest.MonkeyPatch) -> None:
+    """Pages of a writer that is believed dead are free after the grace, though it may still begin to write."""
+    make = LeaseTable.__init__
+
+    def hasty(self: LeaseTable, *args: Any) -> None:
+        make(self, *args)
+        self._fence = replace(self._fence, window_s=0.0)
+
+    patch.setattr(LeaseTable, "__init__", hasty)
+
+
+def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    """The prefill worker asks once and then writes for as long as it takes."""
+
+    async def begin_by(self: Permission) -> float:
+        return math.inf
+
+    patch.setattr(Permission, "begin_by", begin_by)
+
+
+def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """A decode worker that was taken for dead never hears that its leases are given back."""
+    patch.setattr(Peers, "_owe", lambda *_: None)
+
+
+STORIES: dict[Story, tuple[Mutant, str]] = {
+    cut_off_while_it_may_write: (a_permission_is_no_bound, "lands in a page"),
+    cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
+    disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
+}
+"""Each with a fence that it needs, and what the model must say without it."""
