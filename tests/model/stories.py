@@ -15,7 +15,6 @@ import pytest
 
 from kv_transfer.lease import LeaseTable
 from prefill_worker.permission import Permission
-from tests.model.machine import ROLES
 from tests.model.mutants import Mutant
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
