@@ -24,8 +24,8 @@ from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
-from wire.errors import StaleEpoch, TransferFailed
-from wire.messages import Lease, PeerRef, TransferNotice
+from wire.errors import TransferFailed
+from wire.messages import PeerRef, TransferNotice
 from worker.deliveries import Deliveries
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -141,19 +141,6 @@ def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeHalf, "_drop_cancelled", drop)
 
 
-def a_late_notice_proves_nothing(patch: pytest.MonkeyPatch) -> None:
-    """The notice of a revoked lease is dropped, and its pages wait for a word that never comes."""
-    settle = LeaseTable.settle
-
-    def deaf(self: LeaseTable, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        entry = self._entries.get(lease.epoch)
-        if entry is not None and entry.quarantined:
-            raise StaleEpoch("dropped")
-        return settle(self, lease, prefill)
-
-    patch.setattr(LeaseTable, "settle", deaf)
-
-
 def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
     """Cached pages are let go as soon as a prompt has found them."""
     take = PromptPages.take
@@ -215,7 +202,6 @@ MUTANTS: dict[Mutant, str] = {
     pages_are_freed_under_their_writes: "reads a page|a step",
     pages_are_freed_under_a_prefill_step: "a step",
     pages_are_freed_under_a_decode_step: "a step",
-    a_late_notice_proves_nothing: "left for ever",
     what_prefill_reads_is_not_held: "a step|reads a page|left for ever",
     pages_are_known_before_they_are_computed: "a step",
     a_prompt_may_be_cached_to_its_end: "left for ever|allotted 0 of|was not followed",
