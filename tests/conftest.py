@@ -24,7 +24,7 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-IDLE_WITHIN_S = 20.0
+IDLE_WITHIN_S = 40.0
 """Longer than any lease and quarantine: what is not free by then never will be."""
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 HERE, THERE = "tandem-here", "tandem-there"
 WIRES = "tcp,self"
 """What UCX may use: left alone, it would find that both hosts share their memory."""
-START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 60.0
+START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 120.0
 SETTINGS = {
     "model_name": "small",
     "dtype": "float32",
