@@ -26,6 +26,7 @@ def layout_facts(layout: KVLayout) -> Facts:
         ("item_bytes", str(layout.item_bytes)),
         ("layers", str(layout.layers)),
         ("kv_heads", str(layout.kv_heads)),
+        ("first_head", str(layout.first_head)),
         ("head_dim", str(layout.head_dim)),
         ("page_tokens", str(layout.page_tokens)),
     )

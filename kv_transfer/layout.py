@@ -1,11 +1,10 @@
 """What the transfer knows of a paged cache: addresses and strides, nothing of the engine.
 
-Pages of workers with different tensor-parallel sizes hold different heads of the same tokens. Each rank names the heads
-it holds (`rank_heads`), and either side of a transfer finds where the heads both hold lie in its own page:
+Pages of workers with different tensor-parallel sizes hold different heads of the same tokens. Each layout names those
+of its rank (`rank_heads`), and either side of a transfer finds where the heads both hold lie in its own page:
 
-    mine, theirs = rank_heads(8, ranks=2, rank=0), rank_heads(8, ranks=4, rank=1)    # heads 0-3 and 2-3
-    both = shared_heads(mine, theirs)                                                # heads 2-3
-    head_slices(my_layout, mine, both), head_slices(their_layout, theirs, both)      # pair one to one
+    both = shared_heads(mine.heads, theirs.heads)              # heads 0-3 and 2-3 have 2-3 in common
+    head_slices(mine, both), head_slices(theirs, both)         # pair one to one
 """
 
 from collections.abc import Sequence
@@ -38,6 +37,13 @@ class KVLayout:
     """`DRAM` or `VRAM`."""
     device_id: int = 0
     """GPU ordinal; 0 for host memory."""
+    first_head: int = 0
+    """Which of the model's KV heads is the first of a page: not 0 for later ranks of tensor parallelism."""
+
+    @property
+    def heads(self) -> range:
+        """The model's KV heads whose keys and values a page holds."""
+        return range(self.first_head, self.first_head + self.kv_heads)
 
     @property
     def head_bytes(self) -> int:
@@ -91,14 +97,13 @@ def shared_heads(mine: range, theirs: range) -> range:
     return range(first, max(first, min(mine.stop, theirs.stop)))
 
 
-def head_slices(layout: KVLayout, held: range, heads: range) -> Sequence[PageSlice]:
-    """Where `heads` lie in a page of `layout`, whose kv_heads are the model's heads `held`.
+def head_slices(layout: KVLayout, heads: range) -> Sequence[PageSlice]:
+    """Where the model's `heads` lie in a page of `layout`.
 
     One slice for keys and one for values of each layer, in that order, never merged: for the same `heads`, the slices
     of any two layouts of a model pair one to one and are of equal length. InvalidArgument for heads that are not held.
     """
-    if len(held) != layout.kv_heads:
-        raise InvalidArgument("held", f"names {len(held)} KV heads, a page of this worker has {layout.kv_heads}")
+    held = layout.heads
     if not heads:
         return ()
     if heads.start < held.start or heads.stop > held.stop:

@@ -24,7 +24,7 @@ def test_equal_sides_pass_whatever_their_pools_and_the_order_of_facts() -> None:
     check_compatible(handshake("prefill-0"), theirs)
 
 
-@pytest.mark.parametrize("field", ["layers", "kv_heads", "page_tokens", "head_dim", "item_bytes"])
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "first_head", "page_tokens", "head_dim", "item_bytes"])
 def test_each_layout_fact_is_compared(field: str) -> None:
     theirs = handshake("decode-0", layout=replace(LAYOUT, **{field: getattr(LAYOUT, field) + 1}))
     with pytest.raises(FailedPrecondition) as caught:
