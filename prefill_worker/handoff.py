@@ -197,6 +197,7 @@ class Handoff:
         """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
+            self._raise_failed_writes()
             computed = progress.computed_tokens
             full = computed // self._page_tokens
             if full > sent:
@@ -205,6 +206,12 @@ class Handoff:
                 sent = full
             await progress.beyond(computed)
         return sent
+
+    def _raise_failed_writes(self) -> None:
+        """A prompt that cannot be delivered need not be computed to its end."""
+        for write in self._writes:
+            if write.done():
+                write.result()
 
     def _goes_on(self) -> bool:
         """Whether there is a first token and the answer does not end with it."""

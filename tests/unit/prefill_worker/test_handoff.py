@@ -207,6 +207,21 @@ async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
     assert scene.events == []
 
 
+async def test_a_write_that_fails_early_ends_the_prompt_with_the_next_chunk() -> None:
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    scene.futures[0].set_exception(TransferFailed("lost"))
+    await scene.turn()
+    await scene.compute(2 * PAGE_TOKENS)
+    assert scene.diary[2:] == ["write [10]", "withdraw"]
+    (routed,) = scene.events
+    assert routed.event.error is not None
+    assert routed.event.error.code == "TRANSFER_FAILED"
+    scene.request.progress.release()
+    await scene.handoff.ended
+    assert scene.diary[-2:] == ["forget", "release"]
+
+
 async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
     said: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
