@@ -1,6 +1,6 @@
 """Loads at rising rates, up to the knee: where the cluster stops to give most requests what they may expect."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.load.report import LoadReport
 
@@ -14,6 +14,10 @@ Measure = Callable[[float, int], LoadReport]
 """A load at a rate; the number of the load makes its tokens differ from those of the loads before."""
 
 
+Goodput = Mapping[str, tuple[float, float]]
+"""Of a load, by cell: the part of its requests that met it, and how many did a second."""
+
+
 def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:
     """One load after the other."""
     return [measure(rate, number) for number, rate in enumerate(rates)]
@@ -22,17 +26,31 @@ def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:
 def sweep(measure: Measure, first: float) -> list[LoadReport]:
     """From `first` upwards until no cell has its share of goodput any more, at most `STEPS_MAX` loads."""
     reports: list[LoadReport] = []
-    for number in range(STEPS_MAX):
-        reports.append(measure(first * GROWTH**number, number))
-        if not any(score.share >= GOODPUT_SHARE for score in reports[-1].scores):
-            break
+    while (rate := next_rate(first, [goodput(report) for report in reports])) is not None:
+        reports.append(measure(rate, len(reports)))
     return reports
 
 
 def knees(reports: Sequence[LoadReport]) -> dict[str, float]:
+    """As `knees_of`."""
+    return knees_of([goodput(report) for report in reports])
+
+
+def goodput(report: LoadReport) -> Goodput:
+    """Of one load."""
+    return {score.cell.name: (score.share, score.per_s) for score in report.scores}
+
+
+def next_rate(first: float, loads: Sequence[Goodput]) -> float | None:
+    """What to measure after these loads of a sweep from `first`; None = the knees of all cells lie behind."""
+    if len(loads) == STEPS_MAX or (loads and not any(share >= GOODPUT_SHARE for share, _ in loads[-1].values())):
+        return None
+    return first * GROWTH ** len(loads)
+
+
+def knees_of(loads: Sequence[Goodput]) -> dict[str, float]:
     """For each cell the highest goodput, in requests a second, of a load that kept the share; 0 if none did."""
     found: dict[str, float] = {}
-    for score in (score for report in reports for score in report.scores):
-        reached = score.per_s if score.share >= GOODPUT_SHARE else 0.0
-        found[score.cell.name] = max(found.get(score.cell.name, 0.0), reached)
+    for cell, (share, per_s) in (item for load in loads for item in load.items()):
+        found[cell] = max(found.get(cell, 0.0), per_s if share >= GOODPUT_SHARE else 0.0)
     return found

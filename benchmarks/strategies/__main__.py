@@ -127,14 +127,16 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
     """Tables of all workloads, printed, and what they are made of."""
     tables: dict[str, object] = {}
+    dtype: object = None
     for offer in run.offers:
         rows = make_rows({row: run.part(row, offer).loads() for row in run.rows})
         if rows:
             tables[offer.name] = found = figures(rows)
+            dtype = run.part(rows[0].strategy, offer).fact("dtype")
             print(f"\n{offer.name}, latencies at {found['rate']:g} requests/s\n\n{as_text(found)}\n")
             if arguments.pictures is not None:
                 _draw(offer, [run.part(row.strategy, offer) for row in rows], arguments.pictures)
-    return tables
+    return {"tables": tables, "dtype": dtype}
 
 
 def _draw(offer: Offer, parts: Sequence[Part], folder: Path) -> None:
@@ -152,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parsed.parts.mkdir(parents=True, exist_ok=True)
         run = Run(parsed, model)
         complete = run.measure()
-        tables = summary(run, parsed)
+        found = summary(run, parsed)
     except TandemError as error:
         raise SystemExit(error.message) from None
     facts = run_facts("cpu" if parsed.device == "cpu" else "cuda")
@@ -161,11 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": model.name,
         "workers": parsed.workers,
         "complete": complete,
-        "tables": tables,
+        **found,
         **options,
         **facts,
     }
-    if parsed.save and tables:
+    if parsed.save and found["tables"]:
         print("saved", save_result(f"strategies-{model.name}", result))
     print(json.dumps(without_curves(result)))
     if not complete:

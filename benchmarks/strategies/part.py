@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.load.sweep import GOODPUT_SHARE, GROWTH, STEPS_MAX
+from benchmarks.load import sweep
 
 Load = dict[str, Any]
 
@@ -23,7 +23,7 @@ class Part:
         """What was measured so far, as `LoadReport.as_result` gives it."""
         if not self.file.exists():
             return []
-        loads: list[Load] = json.loads(self.file.read_text(encoding="utf-8"))["loads"]
+        loads: list[Load] = self._read()["loads"]
         return loads
 
     def add(self, load: Load, facts: dict[str, object]) -> None:
@@ -35,26 +35,25 @@ class Part:
         fresh.replace(self.file)
 
     def next_rate(self, first: float) -> float | None:
-        """The rate to measure next, None = the knees of all cells lie behind: `first`, then each one by `GROWTH` more.
+        """The rate to measure next, None = the knees of all cells lie behind: see `sweep.next_rate`.
 
         The same for every row, so that rates can be compared.
         """
-        loads = self.loads()
-        if len(loads) == STEPS_MAX or (loads and not any(cell["share"] >= GOODPUT_SHARE for cell in goodput(loads))):
-            return None
-        return first * GROWTH ** len(loads)
+        return sweep.next_rate(first, [_goodput(load) for load in self.loads()])
 
+    def fact(self, name: str) -> object:
+        """What every load of the part has in common, e.g. its `dtype`; FileNotFoundError before the first."""
+        return self._read()[name]
 
-def goodput(loads: Sequence[Load]) -> list[dict[str, float]]:
-    """Every cell of the last load."""
-    return list(loads[-1]["goodput"].values())
+    def _read(self) -> Load:
+        content: Load = json.loads(self.file.read_text(encoding="utf-8"))
+        return content
 
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:
     """For each cell the highest goodput of a load that kept its share, in requests a second; 0 if none did."""
-    found: dict[str, float] = {}
-    for load in loads:
-        for cell, score in load["goodput"].items():
-            reached = float(score["per_s"]) if score["share"] >= GOODPUT_SHARE else 0.0
-            found[cell] = max(found.get(cell, 0.0), reached)
-    return found
+    return sweep.knees_of([_goodput(load) for load in loads])
+
+
+def _goodput(load: Load) -> sweep.Goodput:
+    return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}

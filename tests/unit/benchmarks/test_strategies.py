@@ -51,6 +51,7 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     part = Part("shared", "balanced", tmp_path / "part.json")
     assert part.next_rate(2.0) == 2.0
     part.add(load(2.0, strict=1.0), {"commit": "abc"})
+    assert part.fact("commit") == "abc"
     again = Part("shared", "balanced", tmp_path / "part.json")
     assert again.next_rate(2.0) == 2.0 * GROWTH
     again.add(load(3.0, strict=0.2, quick=0.95), {})
