@@ -9,17 +9,15 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from costs.step_cost import CostParameters
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
-from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.base import NoticeHandler, Transport
-from kv_transfer.checksums import PageChecks, PageSums
-from kv_transfer.handshake import Facts, layout_facts, make_handshake
+from kv_transfer.checksums import PageChecks
+from kv_transfer.handshake import make_handshake
 from kv_transfer.layout import KVLayout
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
@@ -27,7 +25,6 @@ from wire.ending import failure_event, pages_for
 from wire.errors import Internal, Unavailable
 from wire.messages import (
     GrantedLease,
-    ModelFacts,
     PeerRef,
     PrefillTask,
     RequestEvent,
@@ -44,7 +41,8 @@ from worker.batch_growth import BatchGrowth
 from worker.caretaker import Caretaker
 from worker.config import WorkerConfig
 from worker.handovers import Handovers
-from worker.loop import Runner, StepLoop
+from worker.loaded_engine import LoadedEngine, engine_facts
+from worker.loop import StepLoop
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
 from worker.step_meter import StepMeter
@@ -54,27 +52,6 @@ from worker.validation import check_prefill, check_reservation
 log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
-
-
-class LoadedEngine(Runner, Protocol):
-    """An engine ready to run."""
-
-    @property
-    def pool(self) -> PagePool: ...
-
-    @property
-    def facts(self) -> ModelFacts: ...
-
-    @property
-    def page_tokens(self) -> int: ...
-
-    @property
-    def page_sums(self) -> PageSums: ...
-
-    @property
-    def cost_guess(self) -> CostParameters: ...
-
-    def compatibility_facts(self) -> Facts: ...
 
 
 class Worker:
@@ -101,7 +78,7 @@ class Worker:
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
         self.admission = self._make_admission(engine)
         self.transport = open_transport(self.admission.notice)
-        facts = (*_engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
+        facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
         mine = make_handshake(self.transport.describe(), facts, layout)
         self.peers = Peers(mine, self.transport, config.token, config.rpc_timeout_s)
         self._decode = DecodeHalf(
@@ -384,9 +361,3 @@ class Worker:
 def first_line(error: BaseException) -> str:
     """An error's type and the first line of its words: CUDA's are a page."""
     return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-
-
-def _engine_facts(engine: LoadedEngine, layout: KVLayout) -> Facts:
-    """What the engine knows beside the layout; a fact both name is the layout's to state."""
-    stated = {name for name, _ in layout_facts(layout)}
-    return tuple((name, value) for name, value in engine.compatibility_facts() if name not in stated)
