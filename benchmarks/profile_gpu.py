@@ -1,5 +1,8 @@
 """Where a phase's time goes: a Chrome trace with PREFILL and DECODE_STEP ranges, and the roofline of both."""
 
+import cProfile
+import pstats
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,9 +14,12 @@ from benchmarks.device_spans import added_time, idle_share
 from benchmarks.gpu_engine import GpuEngine
 
 _BATCH, _CONTEXT, _PROMPT = 32, 1024, 2048
-_BATCHES = (1, 32)
+_BATCHES = (1, 32, 128)
 _STEPS = 5
 _SHOWN = 60
+_SHORT_PROMPT = 512
+_LAUNCHES = 20
+_FUNCTIONS = 30
 
 
 def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, object]:
@@ -35,6 +41,7 @@ def profile(engine: GpuEngine, ceilings: Ceilings, file: Path) -> dict[str, obje
     )
     for batch in _BATCHES:
         found |= _kernel_table(engine, batch)
+    found |= _host_table(engine)
     prompts = engine.prompts(1, _PROMPT)
     steps = engine.decode_steps(_BATCH, _CONTEXT, 1 + _STEPS)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -65,6 +72,26 @@ def _kernel_table(engine: GpuEngine, batch: int) -> dict[str, object]:
         f"decode_b{batch}_kernel_us": {name[:_SHOWN]: round(micros, 1) for name, micros in added.items()},
         f"decode_idle_share_b{batch}": round(idle, 4),
     }
+
+
+def _host_table(engine: GpuEngine) -> dict[str, object]:
+    """What the host does to launch a short prompt, during which the device may have to wait for it."""
+    prompt = engine.prompts(1, _SHORT_PROMPT)
+    seconds = []
+    for _ in range(_LAUNCHES):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        result = engine.runner.launch(prompt)
+        seconds.append(time.perf_counter() - started)
+        result()
+    launch_ms = sorted(seconds)[_LAUNCHES // 2] * 1e3
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(_LAUNCHES):
+            engine.runner.run(prompt)
+    print(f"host: a prompt of {_SHORT_PROMPT} tokens takes {launch_ms:.2f} ms to launch; {_LAUNCHES} under cProfile:")
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(_FUNCTIONS)
+    return {f"prefill_launch_ms_1x{_SHORT_PROMPT}": round(launch_ms, 3)}
 
 
 def _roofline(phase: str, flops: float, read: float, seconds: float, ceilings: Ceilings) -> dict[str, object]:
