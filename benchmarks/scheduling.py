@@ -33,9 +33,9 @@ from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
 from wire.messages import Destination, ModelFacts, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
-from worker.policy_name import PolicyName
 from worker.worker import Worker
 
 PAGE_TOKENS = 128

@@ -9,7 +9,7 @@ from kv_transfer.base import Direction
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
-from worker.policy_name import PolicyName
+from wire.policy_name import PolicyName
 
 GIB = 1 << 30
 PORT_MAX = 65535

@@ -49,8 +49,8 @@ class WorkerActors:
     def _config(self, slot: Slot) -> "WorkerConfig":
         from engine.config import EngineConfig
         from kv_transfer.base import Direction
+        from wire.policy_name import PolicyName
         from worker.config import WorkerConfig
-        from worker.policy_name import PolicyName
 
         cluster = self._cluster
         engine = EngineConfig(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
 from wire.messages import Role
-from worker.policy_name import CHUNKED_BUDGET, PolicyName
+from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
-from worker.policy_name import CHUNKED_BUDGET, PolicyName
+from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
 PIECE = 64
 """Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from benchmarks.scheduling import Plan, measure
-from worker.policy_name import PolicyName
+from wire.policy_name import PolicyName
 
 
 @pytest.mark.parametrize("joining", [False, True])

@@ -10,7 +10,7 @@ from cluster.roles import Slot, bundle, offer, plan
 from cluster.worker_actors import WorkerActors
 from wire.errors import InvalidArgument
 from wire.messages import Role
-from worker.policy_name import PolicyName
+from wire.policy_name import PolicyName
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.messages import SamplingParams
-from worker.policy_name import PolicyName
+from wire.policy_name import PolicyName
 from worker.step_policy import PATIENCE
 
 LONG = SamplingParams(max_tokens=150)

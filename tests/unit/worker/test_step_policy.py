@@ -9,9 +9,9 @@ from engine.config import EngineConfig
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
 from wire.messages import Role
+from wire.policy_name import PolicyName
 from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
-from worker.policy_name import PolicyName
 from worker.step_policy import (
     PATIENCE,
     PIECE,
