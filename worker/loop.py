@@ -3,8 +3,7 @@
 Where the engine is asynchronous, a step is scheduled and launched while the one before it still runs: the halves plan
 with what is certain, and hear of a step's tokens one step late.
 
-How much of a step may be prompts is the policy's to say (`step_policy.py`), how many requests may decode the growth's
-(`batch_growth.py`); both go by what steps have taken until now (`step_meter.py`).
+What is in a step the scheduler says (`scheduler.py`), by what steps have taken until now (`step_meter.py`).
 
 A device can hang, and a thread that waits for one cannot be ended: whoever looks after the worker gives up such a
 step with `give_up_stuck`, and ends the process.
@@ -16,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from costs.step_cost import NOTHING, StepWork
+from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import RoutedEvent
 from worker.batch_growth import BatchGrowth
-from worker.step_meter import StepMeter, decode_work, with_prompts
+from worker.scheduler import StepScheduler
+from worker.step_meter import StepMeter
 from worker.step_policy import StepPolicy
 
 _JOIN_S = 0.1
@@ -73,9 +73,9 @@ class StepLoop:
         self._runner = runner
         self._decode = decode
         self._prefill = prefill
-        self._max_step_tokens = max_step_tokens
-        self._policy = policy
-        self._growth = growth
+        self._scheduler = StepScheduler(
+            decode=decode, prefill=prefill, max_step_tokens=max_step_tokens, policy=policy, growth=growth
+        )
         self._meter = meter
         self._deadline_s = deadline_s
         self._gather_s = gather_s
@@ -91,8 +91,11 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.steps = 0
         """Engine steps so far."""
-        self.decoding = NOTHING
+
+    @property
+    def decoding(self) -> StepWork:
         """The decode rows of the newest step."""
+        return self._scheduler.decoding
 
     def start(self) -> None:
         self._thread.start()
@@ -161,14 +164,10 @@ class StepLoop:
     def _launch(self) -> _Step | None:
         """The next step over both halves' rows, if there are any."""
         began = self._meter.begin()
-        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens))
-        self.decoding = decode_work(decode_rows)
-        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting())
-        prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
-        if not decode_rows and not prefill_rows:
+        planned = self._scheduler.plan()
+        if planned is None:
             return None
-        work = with_prompts(self.decoding, prefill_rows)
-        return _Step(self._runner.launch(StepBatch([*decode_rows, *prefill_rows])), work, began)
+        return _Step(self._runner.launch(StepBatch(planned.rows)), planned.work, began)
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
@@ -177,10 +176,6 @@ class StepLoop:
             if self._given_up:
                 return
             self.steps += 1
-            decoded, prefilled = result.split(step.work.decode_rows)
-            events = [
-                *self._decode.apply(decoded.token_ids, decoded.logprobs),
-                *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
-            ]
+            events = self._scheduler.apply(step.work, result)
             self._publish(self.steps, events)
             self._prefill.announce()

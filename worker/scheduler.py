@@ -1,0 +1,68 @@
+"""What is in the next step, and who hears of its results: the policies and both halves, without a clock or a device.
+
+Whoever owns an engine, real or simulated, asks for a plan, runs it and gives back what it drew, in that order and
+perhaps several plans ahead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from costs.step_cost import NOTHING, StepWork
+from decode_worker.half import DecodeHalf
+from engine.batch import StepResult, StepRow
+from prefill_worker.half import PrefillHalf
+from wire.messages import RoutedEvent
+from worker.batch_growth import BatchGrowth
+from worker.step_meter import decode_work, with_prompts
+from worker.step_policy import StepPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step's rows, at least one; the first `work.decode_rows` are the decode half's."""
+
+    rows: Sequence[StepRow]
+    work: StepWork
+
+
+class StepScheduler:
+    """Fills steps from both halves. How much of a step may be prompts is the policy's to say (`step_policy.py`), how
+    many requests may decode the growth's (`batch_growth.py`). One thread's.
+    """
+
+    def __init__(
+        self,
+        *,
+        decode: DecodeHalf,
+        prefill: PrefillHalf,
+        max_step_tokens: int,
+        policy: StepPolicy,
+        growth: BatchGrowth,
+    ) -> None:
+        self._decode = decode
+        self._prefill = prefill
+        self._max_step_tokens = max_step_tokens
+        self._policy = policy
+        self._growth = growth
+        self.decoding = NOTHING
+        """The decode rows of the newest step."""
+
+    def plan(self) -> StepPlan | None:
+        """The next step over both halves' rows, None if there are none."""
+        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens))
+        self.decoding = decode_work(decode_rows)
+        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting())
+        prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
+        if not decode_rows and not prefill_rows:
+            return None
+        return StepPlan([*decode_rows, *prefill_rows], with_prompts(self.decoding, prefill_rows))
+
+    def apply(self, work: StepWork, result: StepResult) -> list[RoutedEvent]:
+        """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.announce` is the
+        caller's, once that is on its way.
+        """
+        decoded, prefilled = result.split(work.decode_rows)
+        return [
+            *self._decode.apply(decoded.token_ids, decoded.logprobs),
+            *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
+        ]
