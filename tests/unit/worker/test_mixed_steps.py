@@ -107,7 +107,7 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
     async with WorkerPair(both=True, pages=600, max_step_tokens=STEP_TOKENS, itl_target_s=1.0) as pair:
         worker = pair.decode.worker
         _, heard = await decoding(pair, 3)
-        growth = worker._loop._growth
+        growth = worker._loop._scheduler._growth
         growth.rows = lambda running, most: running.decode_rows or most  # type: ignore[method-assign]
         late = pair.send("late", [9, 9, 9], TEN)
         pair.decode.engine.let_go()
