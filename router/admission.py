@@ -57,17 +57,28 @@ class Admission:
         tokenizer: Tokenizer,
         defaults: GenerationDefaults,
         model: Callable[[], ServedModel | None],
+        refused: Callable[[str, TandemError], None],
     ) -> None:
-        """`model` tells what the workers serve now, None if that is not known yet."""
+        """`model` tells what the workers serve now, None if that is not known yet; `refused` hears of each refusal,
+        with the class that was asked for.
+        """
         self._config = config
         self._classes = classes_by_name(config.slo_classes)
         self._tokenizer = tokenizer
         self._defaults = defaults
         self._model = model
+        self._refused = refused
         self._threads = ThreadPoolExecutor(config.tokenizer_threads, thread_name_prefix="router-tokenizer")
 
     async def admit(self, ask: Ask) -> Admitted:
         """The request with token ids and complete sampling values, or the `TandemError` that says what is wrong."""
+        try:
+            return await self._admit(ask)
+        except TandemError as error:
+            self._refused(ask.options.slo_class or self._config.default_slo_class, error)
+            raise
+
+    async def _admit(self, ask: Ask) -> Admitted:
         self._check_model(ask.model)
         served = self._model()
         if served is None:

@@ -41,22 +41,24 @@ class Answer:
     calls `close` at last, in every case: that cancels what still runs.
     """
 
-    __slots__ = ("_close", "_ending", "_error", "_first", "_piece", "_waiter", "request_id", "token_count")
+    __slots__ = ("_close", "_ending", "_error", "_leave", "_piece", "_waiter", "request_id", "token_count")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.token_count = 0
         """Tokens that were pushed so far."""
-        self._first: Callable[[], None] | None = None
+        self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._piece: Piece | None = None
         self._ending: Callable[[], Ending] | None = None
         self._error: TandemError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def connect(self, first: Callable[[], None], close: Callable[[], None]) -> None:
-        """Router side: call `first` as the first tokens leave, `close` once the reader is gone."""
-        self._first, self._close = first, close
+    def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
+        """Router side: call `leave` with the number of tokens of each piece that leaves, `close` once the reader is
+        gone.
+        """
+        self._leave, self._close = leave, close
 
     async def next(self) -> Piece | Ending:
         """The next piece, or the ending (after which there is nothing); raises the request's `TandemError`, `Cancelled`
@@ -65,9 +67,8 @@ class Answer:
         while True:
             if self._piece is not None:
                 piece, self._piece = self._piece, None
-                if self._first is not None:
-                    self._first()
-                    self._first = None
+                if self._leave is not None:
+                    self._leave(len(piece.token_ids))
                 return piece
             if self._ending is not None:
                 return self._ending()
@@ -84,7 +85,7 @@ class Answer:
         if self._close is not None:
             close, self._close = self._close, None
             close()
-            self._first = self._ending = None  # they hold the request
+            self._leave = self._ending = None  # they hold the request
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore]) -> None:

@@ -9,10 +9,10 @@ from router.fleet import Fleet
 from router.gate import Gate
 from router.placement import Pair, Placement
 from router.queue import RequestQueue
+from router.refusal import Refusal, Refused
 from router.ticket import Ticket
 from router.worker_books import AnswerWork, Clock, PromptWork, WorkerBooks
 from wire.ending import pages_for
-from wire.errors import ResourceExhausted
 
 _ANSWER_WEIGHT = 2.0
 """What a token of an answer counts on a tenant's account, beside one of a prompt that is computed."""
@@ -38,15 +38,15 @@ class Binder:
         return iter(self._queue)
 
     def enter(self, ticket: Ticket) -> None:
-        """Queue a new request; `ResourceExhausted` if there is no room, or no hope to keep what its class promises."""
+        """Queue a new request; `Refused` if there is no room, or no hope to keep what its class promises."""
         if self._queue.full:
             limit = self._config.max_queued_requests
             message = f"{limit} requests are waiting, the most this router queues; try again later"
-            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+            raise Refused(Refusal.QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
         if self._queue.full_for(ticket.tenant):
             limit = self._config.tenant_queue_limit
             message = f"{limit} requests with this API key are waiting, the most one key may have; try again later"
-            raise ResourceExhausted(message, retry_after_s=self._config.retry_after_s)
+            raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
         self._gate.admit(ticket, self._clock())
         self._push(ticket)
 

@@ -22,6 +22,8 @@ class RouterConfig:
     """host:port of the controller's gRPC server."""
     token: str = ""
     """The cluster's secret, sent to controller and workers; empty = none."""
+    name: str = "router"
+    """Names this router in metrics; outlives the process."""
     api_keys: tuple[str, ...] = ()
     """Keys that clients may show at either door; empty = no key is asked for."""
     host: str = "127.0.0.1"
@@ -42,6 +44,11 @@ class RouterConfig:
     """What requests may name as their `slo_class`."""
     default_slo_class: str = BEST_EFFORT.name
     """The class of requests that name none."""
+    goodput_window_s: float = 60.0
+    """How far back goodput looks, in seconds."""
+    metrics_key: str = ""
+    """The key that opens `/metrics`; empty = where API keys are asked for, or others than this host may call, only the
+    cluster's own token does, else nothing is asked."""
     patience_s: float = 30.0
     """How long requests without a target for their first token wait behind others', at most, in seconds."""
     default_max_tokens: int = 512
@@ -76,8 +83,9 @@ class RouterConfig:
         if self.default_slo_class not in names:
             message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"
             raise InvalidArgument("default_slo_class", message)
-        if self.patience_s <= 0:
-            raise InvalidArgument("patience_s", f"is {self.patience_s:g}, it must be above 0")
+        for setting, seconds in (("patience_s", self.patience_s), ("goodput_window_s", self.goodput_window_s)):
+            if seconds <= 0:
+                raise InvalidArgument(setting, f"is {seconds:g}, it must be above 0")
         if self.max_queued_per_tenant is not None and self.max_queued_per_tenant < 1:
             raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
 

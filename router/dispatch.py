@@ -15,11 +15,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 
-from router.answer import Answer
+from router.answer import Answer, Ending
 from router.answer_text import AnswerText, TokenText
 from router.binder import Binder, book
 from router.config import RouterConfig
 from router.foresight import Foresight
+from router.metrics import RouterMetrics
 from router.placement import Pair, Placement
 from router.request import Admitted, RoutedRequest
 from router.stream import EventStream
@@ -70,6 +71,8 @@ class Dispatcher:
         self._binder = Binder(config, placement, self.pool.fleet, time.monotonic)
         self.foresight = Foresight()
         """How good placement's expectations are."""
+        self.metrics = RouterMetrics(config)
+        self.metrics.watch(lambda: self.running, lambda: self.waiting)
         self._sweeper = Sweeper(config, self, time.monotonic)
 
     # ---- what the doors call ----
@@ -78,6 +81,13 @@ class Dispatcher:
         """Queue a request and return its answer-to-be; refuses at once when nobody could serve it, the queue is full,
         or what its class promises cannot be held. The caller closes the answer.
         """
+        try:
+            return self._submit(admitted)
+        except TandemError as error:
+            self.metrics.refused(admitted.slo.name, error)
+            raise
+
+    def _submit(self, admitted: Admitted) -> Answer:
         if admitted.request_id in self._by_client_id:
             raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
         if self._draining:
@@ -133,9 +143,10 @@ class Dispatcher:
             return
         if reason is FinishReason.ABORT:
             log.info("request %s cancelled after %s", request.wire_id, request.edges[-1].edge.name)
-        request.answer.finish(lambda: request.ending(reason, matched_stop))
+        request.answer.finish(lambda: self._ending(request, reason, matched_stop))
         if request.generated and (record := request.placement_record()) is not None:
             self.foresight.record(record)
+            self.metrics.placed(record)
         self._end(request)
 
     def fail(self, request: RoutedRequest, error: TandemError) -> None:
@@ -144,6 +155,7 @@ class Dispatcher:
             return
         log.info("request %s failed: %s", request.wire_id, error.message)
         request.answer.fail(error)
+        self.metrics.failed(request, error)
         self._end(request)
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
@@ -157,6 +169,7 @@ class Dispatcher:
             return
         log.info("request %s, attempt %d failed, again: %s", request.wire_id, request.attempt, error.message)
         request.waiting_since = time.monotonic()
+        self.metrics.retried()
         self.requeue(request)
 
     def _end(self, request: RoutedRequest) -> None:
@@ -222,12 +235,18 @@ class Dispatcher:
         request.last_heard = request.placed_s = time.monotonic()
         request.first_token_s = 0.0
         request.forecast = pair.forecast
+        request.pace.target_s = self._gap_target(request, pair)
         request.prefill = self.pool.link(pair.prefill)
         request.decode = None if pair.decode is None else self.pool.link(pair.decode)
         request.prefill_worker = pair.prefill.worker_id
         request.decode_worker = "" if pair.decode is None else pair.decode.worker_id
         book(request.ticket, pair, request.prefill.books, None if request.decode is None else request.decode.books)
         self._walks.start(request)
+
+    def _gap_target(self, request: RoutedRequest, pair: Pair) -> float:
+        """What its class promises between tokens on these workers, in seconds."""
+        books = self.pool.link(pair.decode or pair.prefill).books
+        return request.admitted.slo.gap_target(books.idle_step_s)
 
     def waiting_requests(self) -> Iterator[RoutedRequest]:
         """Those in the queue."""
@@ -283,10 +302,27 @@ class Dispatcher:
             edges=list(admitted.edges),
         )
         request.answer.connect(
-            first=lambda: request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN)),
-            close=lambda: self.finish(request, FinishReason.ABORT, ""),
+            leave=lambda tokens: self._leave(request, tokens),
+            close=lambda: self._close(request),
         )
         return request
+
+    def _leave(self, request: RoutedRequest, tokens: int) -> None:
+        """A piece of its answer is on its way to the client."""
+        if tokens and not request.pace.tokens:
+            request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
+        self.metrics.tokens_leave(request, tokens)
+
+    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
+        """The last message of its answer is on its way."""
+        ending = request.ending(reason, matched_stop)
+        self.metrics.finished(request, reason)
+        return ending
+
+    def _close(self, request: RoutedRequest) -> None:
+        """Its reader is gone."""
+        self.finish(request, FinishReason.ABORT, "")
+        self.metrics.left(request)
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"

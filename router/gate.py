@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from router.fleet import Fleet
 from router.placement import Forecast, Placement
 from router.queue import RequestQueue
+from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
 from router.ticket import Ticket
-from wire.errors import ResourceExhausted
 
 _HALF_LIFE_S = 2.0
 """Half of what is known of the pace is forgotten after so long."""
@@ -79,7 +79,7 @@ class Gate:
 
     def admit(self, ticket: Ticket, now: float) -> None:
         """Give the ticket its place in time; best effort instead of a target that cannot be held, if its class says
-        so, else `ResourceExhausted` says how long to wait.
+        so, else `Refused` says how long to wait.
         """
         forecast = self._placement.foresee(ticket.need(now), self._fleet)
         if forecast is not None:
@@ -112,15 +112,17 @@ class Gate:
         return Outlook(ahead_s / self.pace.seconds(now, workers) if ahead_s else 0.0, forecast)
 
 
-def _refusal(ticket: Ticket, outlook: Outlook) -> ResourceExhausted:
+def _refusal(ticket: Ticket, outlook: Outlook) -> Refused:
     target = ticket.slo.ttft_s
     if outlook.forecast.compute_s > _SAFETY * target:
-        return ResourceExhausted(
+        return Refused(
+            Refusal.SLO,
             f"the first token takes {outlook.forecast.compute_s:.2g} s with nobody before it, class "
-            f"{ticket.slo.name!r} promises it within {target:g} s; send a shorter prompt or choose another class"
+            f"{ticket.slo.name!r} promises it within {target:g} s; send a shorter prompt or choose another class",
         )
     hint = min(max(outlook.ttft_s - _SAFETY * target, _RETRY_MIN_S), _RETRY_MAX_S)
-    return ResourceExhausted(
+    return Refused(
+        Refusal.SLO,
         f"the first token would come after about {outlook.ttft_s:.2g} s, class {ticket.slo.name!r} promises it within "
         f"{target:g} s; try again in {hint:.2g} s or choose another class",
         retry_after_s=hint,

@@ -1,4 +1,6 @@
-"""The HTTP door: OpenAI's chat completions, completions and models, and probes. FastAPI routes, one answer a call."""
+"""The HTTP door: OpenAI's chat completions, completions and models, metrics and probes. FastAPI routes, one answer a
+call.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ from router.openai_replies import ReplyShape, error_body, error_event, error_hea
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.tenants import tenant_of
 from router.token_scores import TokenScore
-from wire.credentials import shows_key
+from telemetry.door import METRICS_PATH, Page, metrics_page
+from telemetry.exposition import Exposition
+from wire.address import is_loopback
+from wire.credentials import reading_keys, shows_key
 from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
 from wire.timeline import Edge, EdgeStamp
 
@@ -36,17 +41,20 @@ Parser = Callable[[bytes, EdgeStamp], OpenAICall]
 def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> ASGIApp:
     """The whole door, keys included."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
-    door = _Door(config, admission, dispatcher, int(time.time()))
+    exposition = Exposition(dispatcher.metrics.board)
+    door = _Door(config, admission, dispatcher, int(time.time()), metrics_page(exposition))
     app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
     app.add_api_route("/v1/completions", door.completions, methods=["POST"])
     app.add_api_route("/v1/models", door.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", door.model, methods=["GET"])
     app.add_api_route("/health", door.health, methods=["GET"])
     app.add_api_route("/ready", door.ready, methods=["GET"])
+    app.add_api_route(METRICS_PATH, door.metrics, methods=["GET"])
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    return _KeyCheck(app, config.api_keys) if config.api_keys else app
+    metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
+    return _KeyCheck(app, frozenset(config.api_keys), metrics_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +63,7 @@ class _Door:
     admission: Admission
     dispatcher: Dispatcher
     started: int
+    metrics_page: Page
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(request, parse_chat, chat=True)
@@ -76,6 +85,10 @@ class _Door:
     async def ready(self) -> Response:
         ready = self.dispatcher.pool.ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = await self.metrics_page(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
 
     def _card(self) -> dict[str, object]:
         served = self.dispatcher.pool.model
@@ -189,21 +202,26 @@ class _AnswerStream(Response):
 
 
 class _KeyCheck:
-    """Lets only callers with a key through, to every route but the probes."""
+    """Lets only callers with a key through, to every route but the probes; metrics have keys of their own. Where there
+    are no keys, nobody is asked.
+    """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: frozenset[str], metrics_keys: frozenset[str]) -> None:
         self._app = app
         self._keys = keys
+        self._metrics_keys = metrics_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._knows(scope):
-            refusal = Unauthenticated("the request carries no valid API key; send 'Authorization: Bearer <key>'")
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._may_pass(scope):
+            key = "metrics key" if scope["path"] == METRICS_PATH else "API key"
+            refusal = Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
             await _respond(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        return shows_key(dict(scope["headers"]).get(b"authorization", b""), self._keys)
+    def _may_pass(self, scope: Scope) -> bool:
+        keys = self._metrics_keys if scope["path"] == METRICS_PATH else self._keys
+        return not keys or shows_key(dict(scope["headers"]).get(b"authorization", b""), keys)
 
 
 def _respond(error: TandemError) -> Response:

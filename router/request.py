@@ -12,6 +12,7 @@ from router.foresight import PlacementRecord
 from router.placement import Forecast
 from router.slo import BEST_EFFORT, SloClass
 from router.ticket import Ticket
+from router.verdict import TokenPace
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
@@ -149,6 +150,10 @@ class RoutedRequest:
     """Tokens of the prompt that were not computed for the first token, as their KV was cached."""
     prefill_worker: str = ""
     decode_worker: str = ""
+    pace: TokenPace = field(default_factory=TokenPace)
+    """How its tokens leave."""
+    counted: bool = False
+    """Whether its end is in the metrics."""
     generated: bool = False
     """Whether its workers have finished it and hold nothing of it."""
     ended: bool = False
@@ -167,6 +172,10 @@ class RoutedRequest:
         """These tokens."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
 
+    def timeline(self) -> Timeline:
+        """Its edges until now."""
+        return Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker)
+
     def ending(self, reason: FinishReason, matched_stop: str) -> Ending:
         """How its answer ended, for its client."""
         self.edges.append(EdgeStamp.now(Edge.FINISHED))
@@ -176,7 +185,7 @@ class RoutedRequest:
             prompt_tokens=len(self.admitted.prompt_token_ids),
             completion_tokens=self.answer.token_count,
             cached_tokens=min(self.cached_tokens, len(self.admitted.prompt_token_ids)),
-            timeline=Timeline(tuple(self.edges), self.transfer, self.prefill_worker, self.decode_worker),
+            timeline=self.timeline(),
         )
 
     def placement_record(self) -> PlacementRecord | None:

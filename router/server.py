@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import signal
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc.aio
-import uvicorn
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -28,6 +24,7 @@ from router.tokenizer import Tokenizer
 from wire.address import address_of, is_loopback
 from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.http_server import HttpServer, Listener
 from wire.rpc import open_server
 
 log = logging.getLogger(__name__)
@@ -63,12 +60,15 @@ class RouterServer:
         """
         config = self._config
         tokenizer, defaults = await asyncio.to_thread(_load, config)
-        listener = _listen(config.host, config.http_port)
-        self._dispatcher = Dispatcher(config, self._placement, tokenizer, self._follow_readiness)
-        self._admission = Admission(config, tokenizer, defaults, lambda: self._dispatcher.pool.model)
+        listener = Listener(config.host, config.http_port, "http_port")
+        self._dispatcher = dispatcher = Dispatcher(config, self._placement, tokenizer, self._follow_readiness)
+        self._admission = Admission(
+            config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
+        )
         try:
             grpc_port = await self._open_grpc()
-            await self._open_http(listener)
+            self._http = HttpServer(make_app(config, self._admission, self._dispatcher), listener)
+            await self._http.begin()
         except FailedPrecondition:
             listener.close()
             await self._grpc.stop(None)
@@ -76,9 +76,7 @@ class RouterServer:
             await self._dispatcher.close()
             raise
         self._follow_readiness()
-        endpoints = RouterEndpoints(
-            address_of(config.host, grpc_port), address_of(config.host, listener.getsockname()[1])
-        )
+        endpoints = RouterEndpoints(address_of(config.host, grpc_port), listener.address)
         if not config.api_keys and not is_loopback(config.host):
             log.warning("both doors are open to whoever reaches %s: no API key is asked for", config.host)
         log.info("router %s serves gRPC on %s, HTTP on %s", config.router_id, *_pair(endpoints))
@@ -87,12 +85,11 @@ class RouterServer:
     async def stop(self, grace_s: float) -> None:
         """Turn NOT_SERVING, let running requests end for `grace_s` seconds, then fail the rest with `Unavailable`."""
         await self._health.enter_graceful_shutdown()
-        self._http_config.timeout_graceful_shutdown = math.ceil(grace_s + _GOODBYE_S)
-        self._http.should_exit = True
+        self._http.leave(math.ceil(grace_s + _GOODBYE_S))
         grpc_closed = asyncio.create_task(self._grpc.stop(grace_s + _GOODBYE_S))
         await self._dispatcher.drain(grace_s)
         await grpc_closed
-        await self._http_task
+        await self._http.gone()
         await self._dispatcher.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._admission.close()
@@ -114,19 +111,6 @@ class RouterServer:
         await self._grpc.start()
         return port
 
-    async def _open_http(self, listener: socket.socket) -> None:
-        app = make_app(self._config, self._admission, self._dispatcher)
-        self._http_config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75, log_config=None
-        )
-        self._http = _HttpServer(self._http_config)
-        self._http_task = asyncio.create_task(self._http.serve(sockets=[listener]), name="router-http")
-        listening = asyncio.create_task(self._http.listening.wait())
-        await asyncio.wait({self._http_task, listening}, return_when=asyncio.FIRST_COMPLETED)
-        if not listening.done():
-            listening.cancel()
-            raise _http_failed(self._config, self._http_task.exception())
-
     def _follow_readiness(self) -> None:
         ready = self._dispatcher.pool.ready
         if ready == self._ready:
@@ -136,22 +120,6 @@ class RouterServer:
         task = asyncio.create_task(self._health.set(SERVICE, status))
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-
-class _HttpServer(uvicorn.Server):
-    """uvicorn in somebody else's event loop: signals stay the process's own."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listening.set()
 
 
 async def serve(config: RouterConfig, grace_s: float = 10.0) -> None:
@@ -173,25 +141,6 @@ async def serve(config: RouterConfig, grace_s: float = 10.0) -> None:
 
 def _load(config: RouterConfig) -> tuple[Tokenizer, GenerationDefaults]:
     return Tokenizer(config.model), read_generation_defaults(config.model)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        message = f"http_port: {address_of(host, port)} cannot be used ({error}); choose another port"
-        raise FailedPrecondition(message) from error
-    listener.setblocking(False)
-    return listener
-
-
-def _http_failed(config: RouterConfig, error: BaseException | None) -> FailedPrecondition:
-    where = address_of(config.host, config.http_port)
-    return FailedPrecondition(f"http_port: {where} cannot be used ({error or 'the server ended'}); choose another port")
 
 
 def _bind_grpc(server: grpc.aio.Server, host: str, port: int) -> int:

@@ -16,6 +16,18 @@ def check_key(field: str, key: str) -> None:
         raise InvalidArgument(field, "must be ASCII letters, digits and signs without spaces; choose another key")
 
 
+def reading_keys(metrics_key: str, api_keys: Iterable[str], token: str, *, loopback: bool) -> frozenset[str]:
+    """Who may read a process's metrics: bearers of the metrics key and of the cluster's token; nobody is asked for a
+    key (none are returned) where there is no metrics key, no API key either, and the door is on `loopback`.
+
+    An API key does not open them: a tenant should not see what others do.
+    """
+    closed = bool(metrics_key) or any(api_keys) or not loopback
+    if not closed:
+        return frozenset()
+    return frozenset({metrics_key, token} - {""}) or frozenset({""})  # which opens nothing
+
+
 def shows_key(authorization: bytes | str, keys: Iterable[str]) -> bool:
     """Whether an `authorization` header is "Bearer " and one of `keys`. Nothing, or an empty key, opens no door."""
     header = authorization.encode() if isinstance(authorization, str) else authorization

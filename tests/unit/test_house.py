@@ -9,6 +9,7 @@ from wire.generate import OUT, ROOT, generate
 
 ROOMS = [
     "wire",
+    "telemetry",
     "costs",
     "router",
     "worker",

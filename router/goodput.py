@@ -1,0 +1,38 @@
+"""Requests that met their class, per second, of late."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+_BINS = 60
+
+
+class Goodput:
+    """A sliding window over a virtual or monotonic clock; keeps a count for each sixtieth of it."""
+
+    def __init__(self, classes: Iterable[str], window_s: float, clock: Callable[[], float]) -> None:
+        """`window_s` seconds back from now; in a shorter life, as far back as that."""
+        self._window_s = window_s
+        self._bin_s = window_s / _BINS
+        self._clock = clock
+        self._born = clock()
+        self._bins: dict[str, deque[tuple[int, int]]] = {name: deque() for name in classes}
+
+    def met(self, slo_class: str) -> None:
+        """One more met it, now."""
+        number, bins = int(self._clock() / self._bin_s), self._bins[slo_class]
+        if bins and bins[-1][0] == number:
+            bins[-1] = (number, bins[-1][1] + 1)
+        else:
+            bins.append((number, 1))
+            while bins[0][0] < number - _BINS:
+                bins.popleft()
+
+    def per_second(self) -> dict[str, float]:
+        """Of each class."""
+        now = self._clock()
+        seconds = min(self._window_s, max(now - self._born, self._bin_s))
+        oldest = int(now / self._bin_s) - _BINS
+        return {
+            name: sum(count for number, count in tuple(bins) if number > oldest) / seconds
+            for name, bins in self._bins.items()
+        }

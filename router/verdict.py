@@ -1,0 +1,133 @@
+"""Whether a request got what its class promises, and if not, which phase was to blame.
+
+Tokens are judged as they leave the router. A percentile of the gaps is by nearest rank, so it needs no gaps, only how
+many of them were too long.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.slo import SloClass
+from wire.timeline import Edge, Timeline
+
+
+class Outcome(StrEnum):
+    """Values of the label `outcome`; goodput is MET."""
+
+    MET = "met"
+    MISSED_TTFT = "missed_ttft"
+    MISSED_ITL = "missed_itl"
+    SHED = "shed"
+    """Turned away at once."""
+    FAILED = "failed"
+    """It ended without the whole answer."""
+
+
+class Phase(StrEnum):
+    """Where a request spends its time, in order; values of the label `phase`."""
+
+    QUEUE = "queue"
+    PREFILL = "prefill"
+    TRANSFER = "transfer"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class TokenPace:
+    """How the tokens of one answer leave the router, in seconds of one clock."""
+
+    target_s: float = math.inf
+    """Gaps beyond it are too long."""
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    worst_s: float = 0.0
+    over: int = 0
+    """Gaps that were too long, but for the first one."""
+    first_over: bool = False
+    """Whether the gap behind the first token was: the one in which the request is handed over."""
+    first_gap_s: float = 0.0
+
+    def leave(self, tokens: int, now: float) -> float | None:
+        """So many tokens, at least one, leave together; the gap before them, None if they are the first."""
+        before, self.tokens = self.tokens, self.tokens + tokens
+        if not before:
+            self.first_s = self.last_s = now
+            return None
+        gap, self.last_s = now - self.last_s, now
+        if before == 1:
+            self.first_gap_s, self.first_over = gap, gap > self.target_s
+        else:
+            self.over += gap > self.target_s
+            self.worst_s = max(self.worst_s, gap)
+        return gap
+
+    @property
+    def gaps(self) -> int:
+        """Between each token and the next."""
+        return max(0, self.tokens - 1)
+
+    @property
+    def mean_gap_s(self) -> float | None:
+        """None of a single token."""
+        return (self.last_s - self.first_s) / self.gaps if self.gaps else None
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """How long a request was in each phase, in seconds; None = it never was. Each is by the clock of one process."""
+
+    queue_s: float | None
+    prefill_s: float | None
+    transfer_s: float | None
+    decode_s: float | None
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> PhaseTimes:
+        """Waiting at the router and in the prefill worker's line are one phase."""
+        placed = timeline.seconds(Edge.RECEIVED, Edge.PLACED)
+        in_line = timeline.seconds(Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED)
+        return cls(
+            queue_s=None if placed is None else placed + (in_line or 0.0),
+            prefill_s=timeline.seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED),
+            transfer_s=timeline.seconds(Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED),
+            decode_s=timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`phase` is to blame for any outcome but MET."""
+
+    outcome: Outcome
+    phase: Phase | None = None
+
+
+MET = Verdict(Outcome.MET)
+SHED = Verdict(Outcome.SHED, Phase.QUEUE)
+
+
+def judge(slo: SloClass, pace: TokenPace, ttft_s: float | None, times: PhaseTimes) -> Verdict:
+    """Of an answer as far as it has come; `ttft_s` is how long it has waited where no token has come."""
+    if ttft_s is not None and ttft_s > slo.ttft_s:
+        waited = (times.queue_s or 0.0) >= (times.prefill_s or 0.0)
+        return Verdict(Outcome.MISSED_TTFT, Phase.QUEUE if waited else Phase.PREFILL)
+    allowed = pace.gaps - math.ceil(round(slo.itl_percent / 100 * pace.gaps, 6))
+    if pace.over > allowed or pace.worst_s > slo.worst_gap_s:
+        return Verdict(Outcome.MISSED_ITL, Phase.DECODE)
+    if pace.over + pace.first_over > allowed or pace.first_gap_s > slo.worst_gap_s:
+        return Verdict(Outcome.MISSED_ITL, Phase.DECODE if times.transfer_s is None else Phase.TRANSFER)
+    return MET
+
+
+def failed(timeline: Timeline) -> Verdict:
+    """Of a request that ended with an error: the phase it was in."""
+    if timeline.at(Edge.PLACED) is None:
+        return Verdict(Outcome.FAILED, Phase.QUEUE)
+    if timeline.at(Edge.PREFILL_FINISHED) is None:
+        return Verdict(Outcome.FAILED, Phase.PREFILL)
+    arrived = timeline.at(Edge.DECODE_ADMITTED) is not None
+    return Verdict(Outcome.FAILED, Phase.DECODE if arrived else Phase.TRANSFER)

@@ -1,0 +1,102 @@
+"""An HTTP door for scrapers, and a scraper of Tandem's own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from telemetry.exposition import TEXT, Exposition
+from wire.address import host_and_port
+from wire.credentials import shows_key
+from wire.errors import Unavailable
+from wire.http_server import HttpServer, Listener
+
+METRICS_PATH, DISCOVERY_PATH = "/metrics", "/sd"
+_LEAVE_S = 1
+_REPLY_BYTES_MAX = 64 << 20
+_PLAIN = "text/plain; charset=utf-8"
+
+Page = Callable[[str], Awaitable[tuple[bytes, str]]]
+"""From the formats that a caller accepts to a page and its format."""
+
+
+def metrics_page(exposition: Exposition) -> Page:
+    """A process's own metrics. Rendered beside the event loop: what it does for requests must not wait."""
+
+    async def page(accept: str) -> tuple[bytes, str]:
+        return await asyncio.to_thread(exposition.render, accept or TEXT)
+
+    return page
+
+
+class MetricsDoor:
+    """Pages for those who may read them. `open` it once, `close` it once, on the same event loop."""
+
+    def __init__(self, pages: Mapping[str, Page], keys: frozenset[str]) -> None:
+        """`keys` are the bearer tokens that open it; none = nobody is asked."""
+        self._pages = pages
+        self._keys = keys
+        self._server: HttpServer | None = None
+
+    async def open(self, host: str, port: int = 0) -> str:
+        """Listen; host:port. FailedPrecondition if the port is taken."""
+        listener = Listener(host, port, "metrics_port")
+        self._server = HttpServer(self._serve, listener)
+        await self._server.begin()
+        return listener.address
+
+    async def close(self) -> None:
+        """Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.leave(_LEAVE_S)
+            await server.gone()
+
+    async def _serve(self, scope: Any, _receive: Any, send: Any) -> None:
+        headers = dict(scope["headers"])
+        page = self._pages.get(scope["path"])
+        if self._keys and not shows_key(headers.get(b"authorization", b""), self._keys):
+            status, body, content_type = 401, b"send 'Authorization: Bearer <metrics key>'\n", _PLAIN
+        elif page is None or scope["method"] != "GET":
+            known = ", ".join(self._pages)
+            status, body, content_type = 404, f"GET one of {known}\n".encode(), _PLAIN
+        else:
+            status = 200
+            body, content_type = await page(headers.get(b"accept", b"").decode("latin-1"))
+        reply = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": reply})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) -> str:
+    """What a door of Tandem's at host:port answers. Unavailable if it does not, or with anything but 200."""
+    bearer = f"Authorization: Bearer {key}\r\n" if key else ""
+    try:
+        async with asyncio.timeout(timeout_s):
+            head, body = await _get(
+                address, f"GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: {TEXT}\r\n{bearer}\r\n"
+            )
+    except (OSError, TimeoutError, ValueError) as error:
+        raise Unavailable(f"no metrics from {address}{path}: {type(error).__name__} {error}") from None
+    status = head.split(b" ", 2)[1:2]
+    if status != [b"200"]:
+        said = body.decode(errors="replace").strip()[:200]
+        raise Unavailable(f"no metrics from {address}{path}: {b''.join(status).decode()} {said}")
+    return body.decode()
+
+
+async def _get(address: str, request: str) -> tuple[bytes, bytes]:
+    """Head and body of the reply to an HTTP/1.0 request: its end is the connection's."""
+    reader, writer = await asyncio.open_connection(*host_and_port(address))
+    try:
+        writer.write(request.encode())
+        reply = bytearray()
+        while part := await reader.read(1 << 16):
+            reply += part
+            if len(reply) > _REPLY_BYTES_MAX:
+                raise ValueError("the reply does not end")
+    finally:
+        writer.close()
+    head, _, body = bytes(reply).partition(b"\r\n\r\n")
+    return head, body
