@@ -6,60 +6,53 @@ by name, only by length.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeVar
 
-from wire.messages import SamplingParams, TokenLogprobs
+from engine.draws import Draw, Draws, History
+from engine.token_rows import StepRow, TokenRows
+from wire.messages import TokenLogprobs
 
+__all__ = [
+    "Draw",
+    "History",
+    "PendingStep",
+    "StepBatch",
+    "StepResult",
+    "StepRow",
+    "TokenRows",
+    "rows_of",
+    "scores_of",
+    "wants_logprobs",
+]
 
-@dataclass(slots=True, eq=False)
-class History:
-    """What penalties look back on. The half that runs the request makes one and keeps it for all its draws.
-
-    `answer` holds the tokens that are here, one less than there are where the row's own token is still on its way
-    (`StepRow.source`). It grows between steps; engines read it while a step is launched. An engine may keep what it
-    counted of a history for the next draw: nobody needs to tell it that the request has ended.
-    """
-
-    prompt: Sequence[int]
-    answer: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Sample the token that follows the row's last one.
-
-    `index` is the number of this draw in the request's seeded sequence (0 for the first token of the answer), so
-    that any worker, in any batch, draws the same number. `history` is there if `sampling` has penalties, else None.
-    """
-
-    sampling: SamplingParams
-    index: int
-    history: History | None = None
+_Drawn = TypeVar("_Drawn")
 
 
-class StepRow(NamedTuple):
-    """A piece of one request; a tuple, as one is made for each request and step.
-
-    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
-    which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.
-    `draw` is None for every chunk of a prompt but the last.
-
-    With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
-    which may still be running; the id in `token_ids` then means nothing.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    page_ids: Sequence[int]
-    draw: Draw | None
-    source: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The rows of one step, at least one; no page is written by two rows."""
+    """The rows of one step, at least one; no page is written by two rows.
 
-    rows: Sequence[StepRow]
+    Those of `tokens` come first, and `chunks`, of any length, behind them.
+    """
+
+    __slots__ = ("chunks", "tokens")
+
+    def __init__(self, rows: Sequence[StepRow], tokens: TokenRows | None = None) -> None:
+        """`rows` behind `tokens`; None: the first of `rows` that have one token and draw become columns."""
+        self.tokens = TokenRows.of(rows) if tokens is None else tokens
+        self.chunks = rows[len(self.tokens) :] if tokens is None else rows
+
+    def __len__(self) -> int:
+        return len(self.tokens) + len(self.chunks)
+
+    @property
+    def rows(self) -> Sequence[StepRow]:
+        """All of them as objects, made anew each time."""
+        return [*self.tokens, *self.chunks]
+
+    @property
+    def draws(self) -> Draws:
+        """Of the rows that draw, in their order."""
+        return self.tokens.draws.followed_by([row.draw for row in self.chunks if row.draw is not None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +80,18 @@ PendingStep = Callable[[], StepResult]
 
 def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> StepResult:
     """The tokens of the rows with a draw, in their order, each put at its row; their log probabilities if any asked."""
-    tokens, scores = iter(drawn), iter(logprobs)
-    token_ids = [None if row.draw is None else next(tokens) for row in batch.rows]
-    if not logprobs:
-        return StepResult(token_ids)
-    return StepResult(token_ids, [None if row.draw is None else next(scores) for row in batch.rows])
+    if not batch.chunks:
+        return StepResult(drawn, logprobs)
+    singles = len(batch.tokens)
+    return StepResult(
+        [*drawn[:singles], *_at_their_rows(drawn[singles:], batch.chunks)],
+        [*logprobs[:singles], *_at_their_rows(logprobs[singles:], batch.chunks)] if logprobs else (),
+    )
+
+
+def _at_their_rows(drawn: Sequence[_Drawn], chunks: Sequence[StepRow]) -> list[_Drawn | None]:
+    each = iter(drawn)
+    return [None if row.draw is None else next(each) for row in chunks]
 
 
 def scores_of(

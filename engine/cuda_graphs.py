@@ -84,10 +84,10 @@ class DecodeGraphs:
 
     def fitting(self, batch: StepBatch) -> DecodeGraph | None:
         """The smallest graph that computes `batch`, or None: more rows than any, or rows that do not just decode."""
-        if any(len(row.token_ids) > 1 or row.draw is None for row in batch.rows):
+        if batch.chunks:
             return None
-        context = max(row.start for row in batch.rows) + 1
-        fits = (g for g in self._graphs if g.sizes.rows >= len(batch.rows) and g.context >= context)
+        rows, context = len(batch), int(batch.tokens.starts.max()) + 1
+        fits = (g for g in self._graphs if g.sizes.rows >= rows and g.context >= context)
         return next(fits, None)
 
     def _step(self, rows: int, context: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:

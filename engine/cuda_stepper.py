@@ -1,5 +1,6 @@
 """Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -45,25 +46,24 @@ class CudaStepper:
         self.graphs = graphs
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
+        """Of the newest step; empty if every row has the draw of its own number."""
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
         # Triton and graphs go by the thread's current device, and steps have a thread of their own.
         torch.cuda.set_device(self._drawn.device)
         sizes = self._packer.sizes(batch)  # before anything changes: a malformed batch is refused here
-        draws = [row.draw for row in batch.rows if row.draw is not None]
-        sources = [row.source for row in batch.rows if row.draw is not None]
+        draws = batch.draws
         memory = self._memory[0]
         self._memory.reverse()
         memory.done.synchronize()
-        late = self.draws.late_tokens(draws, [None if row is None else self._draw_of_row[row] for row in sources])
+        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.penalized else ()
         logits, greedy_is_drawn = self._compute(batch, sizes, memory)
         read = None
         if logits is not None:
             read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
         memory.done.record()
-        numbers = iter(range(len(draws)))
-        self._draw_of_row = [-1 if row.draw is None else next(numbers) for row in batch.rows]
+        self._draw_of_row = _draws_of_rows(batch)
 
         def result() -> StepResult:
             memory.done.synchronize()
@@ -81,6 +81,11 @@ class CudaStepper:
         torch.cuda.synchronize()
         return logits
 
+    def _sources(self, batch: StepBatch) -> list[int | None]:
+        """For each draw the draw of the step before that its row's token comes from."""
+        rows = [row.source for row in batch.rows if row.draw is not None]
+        return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
+
     def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
         graph = self.graphs.fitting(batch)
@@ -92,6 +97,14 @@ class CudaStepper:
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
         step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
         return self._forward(step, Feed(step.sources, self._drawn)), False
+
+
+def _draws_of_rows(batch: StepBatch) -> list[int]:
+    """Which draw each row's is, -1 for rows without; empty if every row draws."""
+    if all(row.draw is not None for row in batch.chunks):
+        return []
+    numbers = itertools.count(len(batch.tokens))
+    return [*range(len(batch.tokens)), *(-1 if row.draw is None else next(numbers) for row in batch.chunks)]
 
 
 def _pinned(words: int) -> Tensor:

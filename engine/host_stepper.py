@@ -44,7 +44,7 @@ class HostStepper:
         if logits is None:
             result = rows_of([], batch)
         else:
-            draws = [row.draw for row in batch.rows if row.draw is not None]
+            draws = list(batch.draws)
             tokens = sample(logits, draws)
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens))
         return lambda: result

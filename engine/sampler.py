@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.batch import Draw, History, scores_of, wants_logprobs
+from engine.seeded import uniform
 from wire.messages import SamplingParams, TokenLogprobs
 
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 _LOW_HALF = (1 << 31) - 1
 _CANDIDATES = (128, 1024)
 """Filters look at so many best tokens, then at more, and sort a vocabulary only where these do not settle them."""
@@ -82,12 +81,6 @@ def score(logits: Tensor, draws: Sequence[Draw], tokens: Tensor) -> list[TokenLo
     most = max(draws[row].sampling.logprobs or 0 for row in asking)
     values, ids = logprobs(logits[asking], tokens[asking], most)
     return scores_of(draws, values.tolist(), ids.tolist())
-
-
-def uniform(seed: int, index: int) -> float:
-    """The number `index` of the sequence of `seed`, in [0, 1): splitmix64 (Steele et al. 2014) at a counter."""
-    bits = _mix(_mix(seed & _MASK) + (index + 1) * _GOLDEN)
-    return (bits >> 11) * 2.0**-53
 
 
 def invert(weights: Tensor, numbers: Tensor) -> Tensor:
@@ -199,10 +192,3 @@ def _argmax(logits: Tensor) -> Tensor:
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[rows, 1] float64 on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
-
-
-def _mix(value: int) -> int:
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

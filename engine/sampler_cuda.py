@@ -15,9 +15,8 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.batch import Draw
+from engine.draws import NUMBER, SETTINGS, Draw, Draws
 from engine.kernels import triton_choice, triton_sampling
-from engine.sampler import uniform
 
 PARAMS: int = triton_sampling.PARAMS.value
 ALIGNED: int = triton_sampling.ALIGNED.value
@@ -81,14 +80,14 @@ class DeviceSampler:
 
         `counted`: each draw's row of counts, -1 without penalties; None: no draw has any.
         """
+        columns = Draws.of(draws)
         params = np.empty((len(draws), PARAMS)) if into is None else into
-        for row, draw in enumerate(draws):
-            chosen = draw.sampling
-            number = uniform(chosen.seed, draw.index) if chosen.temperature > 0 else 0.0
-            params[row, :5] = chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p, number
-            params[row, 5:8] = chosen.repetition_penalty, chosen.presence_penalty, chosen.frequency_penalty
-            params[row, 8] = -1 if counted is None else counted[row]
-        return SamplingPlan(params, not any(draw.sampling.temperature > 0 for draw in draws))
+        params[:, :SETTINGS] = columns.settings
+        params[:, SETTINGS] = -1 if counted is None else counted
+        greedy = columns.greedy
+        if not greedy:
+            params[:, NUMBER] = columns.numbers()
+        return SamplingPlan(params, greedy)
 
     def sample(
         self, logits: Tensor, params: Tensor, out: Tensor, *, greedy_only: bool, counts: Tensor | None = None

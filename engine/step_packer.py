@@ -8,16 +8,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, StepRow
+from engine.batch import StepBatch, StepRow, TokenRows
 from engine.cache.paged_cache import PagedCache
 from engine.kernels.base import StepLayout
 from engine.models.config import ModelConfig
+from engine.token_rows import FROM_HOST
 from wire.errors import Internal
 
 Words = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
 
-_FROM_HOST = -1
 _NOWHERE = -1
 
 
@@ -131,83 +131,96 @@ class StepPacker:
         """What `batch` needs as it is; raises Internal for a batch that breaks the limits: its maker should have
         refused the request.
         """
-        longest = self._check_rows(batch.rows)
-        tokens = sum(len(row.token_ids) for row in batch.rows)
-        drawn = sum(row.draw is not None for row in batch.rows)
-        return StepSizes(tokens, len(batch.rows), self.limits.pages_of(longest), drawn)
+        longest = max(self._check_tokens(batch.tokens), self._check_chunks(batch.chunks))
+        if not len(batch):
+            raise Internal("A step needs at least one row.")
+        if longest > self.limits.max_context:
+            raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
+        singles = len(batch.tokens)
+        tokens = singles + sum(len(row.token_ids) for row in batch.chunks)
+        drawn = singles + sum(row.draw is not None for row in batch.chunks)
+        return StepSizes(tokens, len(batch), self.limits.pages_of(longest), drawn)
 
     def pack(self, batch: StepBatch, sizes: StepSizes, words: Words, drawn_before: Sequence[int] = ()) -> None:
-        """Fill `words` [sizes.words]. Decode steps may have more rows in `sizes` than in `batch`: the rest read and
-        write nothing. `drawn_before`: for each row of the step before, which of its draws is this row's.
+        """Fill `words` [sizes.words]. Steps of `tokens` alone may have more rows in `sizes` than in `batch`: the rest
+        read and write nothing. `drawn_before`: for each row of the step before, which of its draws is this row's; empty
+        if each row's is its own.
         """
         sections = _Sections.of(words, sizes)
-        self._fill_table(sections, batch.rows)
-        if len(batch.rows) <= sizes.rows == sizes.tokens:
-            self._fill_single(sections, batch.rows, sizes, drawn_before)
+        self._fill_tokens(sections, batch.tokens, drawn_before)
+        if batch.chunks:
+            self._fill_chunks(sections, batch, drawn_before)
         else:
-            self._fill_ragged(sections, batch.rows, drawn_before)
+            self._fill_nothing(sections, len(batch.tokens))
         self._check_ids(sections)
 
-    def _fill_table(self, into: _Sections, rows: Sequence[StepRow]) -> None:
-        for index, row in enumerate(rows):
-            used = self.limits.pages_of(row.start + len(row.token_ids))
+    def _fill_tokens(self, into: _Sections, rows: TokenRows, drawn_before: Sequence[int]) -> None:
+        """Rows of one token each: the first of every section."""
+        count, page_tokens = len(rows), self.limits.page_tokens
+        each = np.arange(count)
+        _fill_table(into.table[:count], rows.table)
+        into.token_ids[:count] = rows.token_ids
+        into.positions[:count] = rows.starts
+        into.contexts[:count] = rows.starts + 1
+        # The last place is for rows without a source, which is -1.
+        into.sources[:count] = np.array([*drawn_before, FROM_HOST])[rows.sources] if drawn_before else rows.sources
+        into.row_starts[:count] = into.drawn[:count] = each
+        page, offset = np.divmod(rows.starts, page_tokens)
+        into.slots[:count] = into.table[each, page] * np.int64(page_tokens) + offset
+
+    def _fill_nothing(self, into: _Sections, first: int) -> None:
+        """Rows from the `first` on are padding."""
+        into.table[first:] = 0
+        into.token_ids[first:] = into.positions[first:] = into.contexts[first:] = into.drawn[first:] = 0
+        into.sources[first:] = FROM_HOST
+        into.slots[first:] = _NOWHERE
+        into.row_starts[first:] = np.arange(first, len(into.row_starts))
+
+    def _fill_chunks(self, into: _Sections, batch: StepBatch, drawn_before: Sequence[int]) -> None:
+        """Behind the rows of one token, the others."""
+        first, page_tokens = len(batch.tokens), self.limits.page_tokens
+        start = first
+        for index, row in enumerate(batch.chunks, first):
+            end, context = start + len(row.token_ids), row.start + len(row.token_ids)
+            used = self.limits.pages_of(context)
             into.table[index, :used] = row.page_ids[:used]
             into.table[index, used:] = 0
-        into.table[len(rows) :] = 0
-
-    def _fill_single(
-        self, into: _Sections, rows: Sequence[StepRow], sizes: StepSizes, drawn_before: Sequence[int]
-    ) -> None:
-        """Every row has one token."""
-        count = len(rows)
-        positions = into.positions[:count]
-        positions[:] = [row.start for row in rows]
-        into.positions[count:] = 0
-        into.token_ids[:count] = [row.token_ids[0] for row in rows]
-        into.token_ids[count:] = 0
-        into.sources[:count] = [_FROM_HOST if row.source is None else drawn_before[row.source] for row in rows]
-        into.sources[count:] = _FROM_HOST
-        into.contexts[:count] = positions + 1
-        into.contexts[count:] = 0
-        into.row_starts[:] = np.arange(sizes.rows + 1)
-        page, offset = np.divmod(positions, self.limits.page_tokens)
-        into.slots[:count] = into.table[np.arange(count), page] * np.int64(self.limits.page_tokens) + offset
-        into.slots[count:] = _NOWHERE
-        drawn = [index for index, row in enumerate(rows) if row.draw is not None]
-        into.drawn[: len(drawn)] = drawn
-        into.drawn[len(drawn) :] = 0
-
-    def _fill_ragged(self, into: _Sections, rows: Sequence[StepRow], drawn_before: Sequence[int]) -> None:
-        start, page_tokens = 0, self.limits.page_tokens
-        for index, row in enumerate(rows):
-            end, context = start + len(row.token_ids), row.start + len(row.token_ids)
             here = np.arange(row.start, context)
             into.row_starts[index] = start
             into.contexts[index] = context
             into.token_ids[start:end] = row.token_ids
-            into.sources[start:end] = _FROM_HOST if row.source is None else drawn_before[row.source]
+            into.sources[start:end] = _drawn_as(row.source, drawn_before)
             into.positions[start:end] = here
             pages = into.table[index, here // page_tokens]
             into.slots[start:end] = pages * np.int64(page_tokens) + here % page_tokens
             start = end
-        into.row_starts[len(rows)] = start
-        drawn = [index for index, row in enumerate(rows) if row.draw is not None]
-        into.drawn[:] = into.row_starts[1:][drawn] - 1
+        into.row_starts[len(batch)] = start
+        drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
+        into.drawn[first:] = into.row_starts[1:][drawn] - 1
 
-    def _check_rows(self, rows: Sequence[StepRow]) -> int:
+    def _check_tokens(self, rows: TokenRows) -> int:
         """The longest context."""
-        if not rows or min(len(row.token_ids) for row in rows) < 1:
-            raise Internal("A step needs at least one row, and each row at least one token.")
+        if not len(rows):
+            return 0
+        starts = rows.starts
+        bad = (starts < 0) | (starts >= rows.held * np.int64(self.limits.page_tokens))
+        if bad.any():
+            at = int(bad.argmax())
+            raise Internal(f"A row from {starts[at]} to {starts[at] + 1} brings {rows.held[at]} pages.")
+        return int(starts.max()) + 1
+
+    def _check_chunks(self, rows: Sequence[StepRow]) -> int:
+        """The longest context."""
         longest = 0
         for row in rows:
+            if not row.token_ids:
+                raise Internal("A step needs at least one token in each row.")
             context = row.start + len(row.token_ids)
             longest = max(longest, context)
             if row.start < 0 or len(row.page_ids) < self.limits.pages_of(context):
                 raise Internal(f"A row from {row.start} to {context} brings {len(row.page_ids)} pages.")
             if row.source is not None and len(row.token_ids) != 1:
                 raise Internal("A row whose token the step before draws has exactly that token.")
-        if longest > self.limits.max_context:
-            raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
         return longest
 
     def _check_ids(self, sections: _Sections) -> None:
@@ -218,11 +231,26 @@ class StepPacker:
             raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
 
 
+def _fill_table(into: Narrow, table: Narrow) -> None:
+    """Rows of pages into wider or narrower ones, which hold all that is used."""
+    width = min(into.shape[1], table.shape[1])
+    into[:, :width] = table[:, :width]
+    into[:, width:] = 0
+
+
+def _drawn_as(source: int | None, drawn_before: Sequence[int]) -> int:
+    if source is None:
+        return FROM_HOST
+    return drawn_before[source] if drawn_before else source
+
+
 def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
     """Views into `words` [sizes.words] int64, on any device."""
-    longest = max(len(row.token_ids) for row in batch.rows)
-    context = max(row.start + len(row.token_ids) for row in batch.rows)
-    single = next((i for i, row in enumerate(batch.rows) if len(row.token_ids) > 1), sizes.rows)
+    tokens, chunks = batch.tokens, batch.chunks
+    longest = max((len(row.token_ids) for row in chunks), default=1)
+    context = int(tokens.starts.max(initial=-1)) + 1
+    context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
+    single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
     return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single)
 
 

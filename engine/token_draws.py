@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Draw, History, scores_of, wants_logprobs
+from engine.draws import Draws
 from engine.kernels.triton_logprobs import MOST_TOP, logprobs
 from engine.penalty_counts import PenaltyCounts
 from engine.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
@@ -87,13 +88,14 @@ class TokenDraws:
         `greedy_is_drawn`: the most likely tokens are in place already, which is all that plain greedy rows need.
         Returns what reads the result out of `memory`, once the device is through.
         """
-        if not (greedy_is_drawn and all(_plain_greedy(draw) for draw in draws)):
+        draws = Draws.of(draws)
+        if not (greedy_is_drawn and draws.greedy and not draws.penalized):
             self._sample(logits, draws, late, memory)
         count = len(draws)
         memory.tokens[:count].copy_(self._drawn[:count], non_blocking=True)
-        asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
-        if not asking:
+        if not draws.scored:
             return lambda: (memory.tokens[:count].tolist(), [])
+        asking = [row for row, draw in enumerate(draws) if wants_logprobs(draw)]
         values, top_ids = self._score(logits, draws, asking, memory)
         return lambda: (memory.tokens[:count].tolist(), scores_of(draws, values.tolist(), top_ids.tolist()))
 
@@ -110,10 +112,10 @@ class TokenDraws:
         # Counts are lent to one step at a time, so what needs them is one trial.
         return {"draws": partial(run, 0.0), "draws with penalties": partial(run, 1.0)}
 
-    def _sample(self, logits: Tensor, draws: Sequence[Draw], late: Sequence[Tensor | None], memory: DrawMemory) -> None:
+    def _sample(self, logits: Tensor, draws: Draws, late: Sequence[Tensor | None], memory: DrawMemory) -> None:
         """In pieces of as many rows as the sampler takes."""
         most = self._sampler.max_rows
-        penalized = any(draw.history is not None for draw in draws)
+        penalized = draws.penalized
         for first in range(0, len(draws), most):
             some = slice(first, min(first + most, len(draws)))
             counted = self._counts.place(draws[some], late[some]) if penalized else None
@@ -141,7 +143,3 @@ class TokenDraws:
         values.copy_(found[0], non_blocking=True)
         top_ids.copy_(found[1], non_blocking=True)
         return values, top_ids
-
-
-def _plain_greedy(draw: Draw) -> bool:
-    return draw.sampling.temperature == 0 and draw.history is None

@@ -13,6 +13,7 @@ from engine.batch import Draw, History
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_logprobs import logprobs
 from engine.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
+from engine.seeded import uniform
 from tests.factories import draw
 from wire.messages import SamplingParams
 
@@ -200,7 +201,7 @@ def test_the_plan_holds_the_numbers_of_the_cpu_sampler() -> None:
     room = np.full((3, 9), 77.0)
     plan = DeviceSampler(100, 2, DEVICE, PDL).plan([first, draw()], [4, -1], room[:2])
     assert plan.params.dtype == np.float64
-    assert room[0].tolist() == [0.5, 3, 1, 0, sampler.uniform(42, 5), 1.5, -1, 0, 4]
+    assert room[0].tolist() == [0.5, 3, 1, 0, uniform(42, 5), 1.5, -1, 0, 4]
     assert (room[1, 8], room[2, 0]) == (-1, 77)
     assert not plan.greedy_only
     assert DeviceSampler(100, 2, DEVICE, PDL).plan([draw()]).greedy_only

@@ -1,11 +1,13 @@
 """The sampler against transformers' filters, plain penalties, and the distribution it claims to draw from."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from engine.batch import Draw, History, StepBatch, rows_of
-from engine.sampler import draw_filtered, invert, keep_best, logprobs, penalize, sample, score, uniform
+from engine.sampler import draw_filtered, invert, keep_best, logprobs, penalize, sample, score
+from engine.seeded import start_of, uniform, uniforms
 from tests.factories import draw, row
 from wire.messages import SamplingParams, TokenLogprobs
 
@@ -112,6 +114,12 @@ def test_uniform_is_fixed_and_uniform() -> None:
     assert ((histogram - 600) ** 2 / 600).sum() < 60
     lagged = torch.corrcoef(torch.stack((numbers[:-1], numbers[1:])))[0, 1]
     assert abs(lagged) < 0.05
+
+
+def test_many_numbers_at_once_are_the_same_numbers() -> None:
+    seeds, indices = [0, 1, 42, 2**64 - 1, 2**63 + 7], [0, 1, 3, 1000, 2**31]
+    found = uniforms(np.array([start_of(seed) for seed in seeds], dtype=np.uint64), np.array(indices))
+    assert found.tolist() == [uniform(seed, index) for seed, index in zip(seeds, indices, strict=True)]
 
 
 def test_the_sequence_of_a_seed_never_changes() -> None:

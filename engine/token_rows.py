@@ -1,0 +1,98 @@
+"""Rows of a step: one as an object, many of one token each as columns that read as such objects.
+
+A decode step of hundreds of rows is made, packed and sampled in a few operations on arrays; to make an object for each
+of its rows would take longer than a small model's step.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.draws import Draw, Draws
+
+FROM_HOST = -1
+"""The source of a row whose token is known."""
+
+
+class StepRow(NamedTuple):
+    """A piece of one request.
+
+    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
+    which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.
+    `draw` is None for every chunk of a prompt but the last.
+
+    With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
+    which may still be running; the id in `token_ids` then means nothing.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    page_ids: Sequence[int]
+    draw: Draw | None
+    source: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows(Sequence[StepRow]):
+    """n rows of one token each, which all draw. Nothing of them changes after they are launched."""
+
+    token_ids: NDArray[np.int64]
+    """[n]"""
+    starts: NDArray[np.int64]
+    """[n]"""
+    sources: NDArray[np.int32]
+    """[n], FROM_HOST for rows without."""
+    table: NDArray[np.int32]
+    """[n, at least max(held)]: each row's pages, 0 behind the last of them."""
+    held: NDArray[np.int32]
+    """[n]: how many pages each row has."""
+    draws: Draws
+
+    @classmethod
+    def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
+        """Those of `rows` before the first that has more tokens or draws none."""
+        first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
+        held = np.array([len(row.page_ids) for row in first], dtype=np.int32)
+        table = np.zeros((len(first), held.max(initial=0)), dtype=np.int32)
+        for into, row in zip(table, first, strict=True):
+            into[: len(row.page_ids)] = row.page_ids
+        return cls(
+            np.array([row.token_ids[0] for row in first], dtype=np.int64),
+            np.array([row.start for row in first], dtype=np.int64),
+            np.array([FROM_HOST if row.source is None else row.source for row in first], dtype=np.int32),
+            table,
+            held,
+            Draws.of([row.draw for row in first if row.draw is not None]),
+        )
+
+    @property
+    def context_tokens(self) -> int:
+        """That all rows attend to, themselves included."""
+        return int(self.starts.sum()) + len(self)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return map(self._row, range(len(self)))
+
+    @overload
+    def __getitem__(self, at: int) -> StepRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[StepRow]: ...
+    def __getitem__(self, at: int | slice) -> StepRow | Sequence[StepRow]:
+        return list(self)[at] if isinstance(at, slice) else self._row(range(len(self))[at])
+
+    def _row(self, at: int) -> StepRow:
+        source = int(self.sources[at])
+        return StepRow(
+            (int(self.token_ids[at]),),
+            int(self.starts[at]),
+            self.table[at, : self.held[at]].tolist(),
+            self.draws[at],
+            None if source == FROM_HOST else source,
+        )
