@@ -77,6 +77,12 @@ class Unavailable(TandemError):
     http_status = 503
 
 
+class RoleClosed(Unavailable):
+    """A half of a worker takes nothing new, as it changes its role or drains; others take the work."""
+
+    code = "ROLE_CLOSED"
+
+
 class Cancelled(TandemError):
     """The client or its router cancelled the request."""
 
@@ -125,7 +131,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
     cls.code: cls
     for cls in (
         Unauthenticated, NotFound, DeadlineExceeded, ResourceExhausted, Unavailable, Cancelled,
-        FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
+        RoleClosed, FailedPrecondition, StaleEpoch, TransferFailed, ModelError, Internal,
     )
 }  # fmt: skip
 

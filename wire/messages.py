@@ -11,6 +11,8 @@ from enum import IntEnum, StrEnum
 import numpy as np
 
 from wire.cost_parameters import UNMEASURED, CostParameters
+from wire.errors import InvalidArgument
+from wire.policy_name import PolicyName
 from wire.prefixes import PrefixChanges
 from wire.timeline import EdgeStamp, TransferStats
 
@@ -29,6 +31,45 @@ class Role(StrEnum):
     @property
     def decodes(self) -> bool:
         return self is not Role.PREFILL
+
+    def __or__(self, other: "Role") -> "Role":
+        """The halves of both."""
+        return self if self is other else Role.BOTH
+
+    def without(self, other: "Role") -> "Role | None":
+        """Its halves but those of `other`; None = none is left."""
+        if other is Role.BOTH or self is other:
+            return None
+        if self is Role.BOTH:
+            return Role.DECODE if other is Role.PREFILL else Role.PREFILL
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What a worker does until it is told otherwise: which halves take work, and what its steps are made of.
+
+    `step_budget` in tokens, None = 512; `itl_target_s` in seconds, None = no limit.
+    """
+
+    role: Role
+    step_policy: PolicyName = PolicyName.UNCHUNKED
+    step_budget: int | None = None
+    itl_target_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """InvalidArgument names the field and its limit."""
+        if self.step_budget is not None and self.step_budget < 1:
+            raise InvalidArgument("step_budget", f"{self.step_budget} is less than 1")
+        if self.itl_target_s is not None and not self.itl_target_s > 0:
+            raise InvalidArgument("itl_target_s", f"{self.itl_target_s:g} is not above 0")
+
+    @property
+    def steps(self) -> str:
+        """How its steps are made, in words."""
+        limits = [] if self.step_budget is None else [f"{self.step_budget}"]
+        limits += [] if self.itl_target_s is None else [f"{1e3 * self.itl_target_s:g} ms"]
+        return " ".join([self.step_policy, *limits])
 
 
 class FinishReason(IntEnum):
@@ -69,6 +110,11 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+
+    @property
+    def runs_to_limit(self) -> bool:
+        """Whether no token ends the answer before `max_tokens`; a stop string still may."""
+        return self.ignore_eos and not self.stop_token_ids
 
     @property
     def penalized(self) -> bool:
@@ -198,6 +244,8 @@ class RequestEvent:
     transfer: TransferStats | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
     cached_tokens: int = 0
+    preempted: bool = False
+    """The attempt ends here, `first_index` tokens of the answer are there: to be computed again behind these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +269,8 @@ class WorkerLoad:
     prefix_hit_tokens: int = 0
     decode_context_tokens: int = 0
     cost: CostParameters = UNMEASURED
+    preemptions: int = 0
+    """Requests that had to give their pages to older ones, since the worker started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +296,9 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker that serves, as it registers with the controller."""
+    """A worker that serves, as it registers with the controller. `role`: the halves that are open or still finish what
+    they have.
+    """
 
     peer: PeerRef
     role: Role
@@ -262,21 +314,39 @@ class WorkerInfo:
     """Why it takes nothing new for now; empty = it is ready."""
     warnings: tuple[str, ...] = ()
     """What works but should not stay as it is."""
+    duty: Duty | None = None
+    """What it was told to do last; None = nobody knows."""
+    closing: Role | None = None
+    """The halves among `role` that take nothing new and finish what they have."""
+
+    @property
+    def open(self) -> Role | None:
+        """The halves that take new work; None = neither does, it drains."""
+        return self.role if self.closing is None else self.role.without(self.closing)
+
+    @property
+    def takes_prompts(self) -> bool:
+        return self.open is not None and self.open.prefills
+
+    @property
+    def takes_answers(self) -> bool:
+        return self.open is not None and self.open.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """All serving workers; `revision` grows with each change."""
+    """All serving workers; `revision` grows with each change, `mode` is the routers', "" = as they were started."""
 
     revision: int
     workers: tuple[WorkerInfo, ...]
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerDescription:
     """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count.
 
-    `host` names the running host, empty = unknown.
+    `host` names the running host, `process` the owner's process to those who can see it; empty = unknown.
     """
 
     peer: PeerRef
@@ -287,6 +357,7 @@ class PeerDescription:
     device_id: int
     memory: str
     host: str = ""
+    process: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ whoever receives a message from outside validates it.
 """
 
 from wire.convert.cluster import (
+    duty_from_proto,
+    duty_to_proto,
     membership_from_proto,
     membership_to_proto,
     worker_info_from_proto,
@@ -77,6 +79,8 @@ __all__ = [
     "description_to_proto",
     "destination_from_proto",
     "destination_to_proto",
+    "duty_from_proto",
+    "duty_to_proto",
     "edges_from_proto",
     "edges_to_proto",
     "encode_notice",

@@ -1,7 +1,31 @@
 """Between workers, controller and routers: who is there."""
 
-from wire.generated.tandem.v1 import cluster_pb2
-from wire.messages import Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import cluster_pb2, types_pb2
+from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.policy_name import PolicyName
+
+
+def duty_to_proto(value: Duty) -> types_pb2.Duty:
+    return types_pb2.Duty(
+        role=value.role.value,
+        step_policy=value.step_policy.value,
+        step_budget=value.step_budget or 0,
+        itl_target_s=value.itl_target_s or 0.0,
+    )
+
+
+def duty_from_proto(message: types_pb2.Duty) -> Duty:
+    """InvalidArgument for what no worker does."""
+    for field, name, known in (("role", message.role, Role), ("step_policy", message.step_policy, PolicyName)):
+        if name not in list(known):
+            raise InvalidArgument(field, f"{name!r} is none of {', '.join(known)}")
+    return Duty(
+        Role(message.role),
+        PolicyName(message.step_policy),
+        message.step_budget or None,
+        message.itl_target_s or None,
+    )
 
 
 def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
@@ -25,6 +49,8 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
         transport=value.transport,
         not_ready=value.not_ready,
         warnings=value.warnings,
+        duty=None if value.duty is None else duty_to_proto(value.duty),
+        closing="" if value.closing is None else value.closing.value,
     )
 
 
@@ -43,12 +69,16 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
         transport=message.transport,
         not_ready=message.not_ready,
         warnings=tuple(message.warnings),
+        duty=duty_from_proto(message.duty) if message.HasField("duty") else None,
+        closing=Role(message.closing) if message.closing else None,
     )
 
 
 def membership_to_proto(value: Membership) -> cluster_pb2.Membership:
-    return cluster_pb2.Membership(revision=value.revision, workers=[worker_info_to_proto(w) for w in value.workers])
+    return cluster_pb2.Membership(
+        revision=value.revision, workers=[worker_info_to_proto(w) for w in value.workers], mode=value.mode
+    )
 
 
 def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
-    return Membership(message.revision, tuple(worker_info_from_proto(w) for w in message.workers))
+    return Membership(message.revision, tuple(worker_info_from_proto(w) for w in message.workers), message.mode)

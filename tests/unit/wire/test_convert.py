@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from wire import convert, cost_parameters, messages, prefixes, read_notes, timeline
 from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
+from wire.policy_name import PolicyName
 
 
 def as_float32(value: float) -> float:
@@ -77,6 +78,13 @@ descriptions = st.builds(
     text,
 )
 destinations = st.builds(messages.Destination, peers, text, leases)
+duties = st.builds(
+    messages.Duty,
+    st.sampled_from(messages.Role),
+    st.sampled_from(PolicyName),
+    st.none() | st.integers(1, 2**32 - 1),
+    st.none() | st.floats(1e-6, 60),
+)
 workers = st.builds(
     messages.WorkerInfo,
     peers,
@@ -91,6 +99,8 @@ workers = st.builds(
     text,
     text,
     st.lists(text, max_size=2).map(tuple),
+    st.none() | duties,
+    st.none() | st.sampled_from(messages.Role),
 )
 checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
 notices = st.builds(
@@ -155,9 +165,10 @@ CASES: dict[str, tuple[Any, type]] = {
         | st.builds(read_notes.ReadAnswer, uint64, uint64, st.sampled_from(read_notes.ReadEnd)),
         transfer_pb2.ReadNote,
     ),
+    "duty": (duties, types_pb2.Duty),
     "worker_info": (workers, cluster_pb2.WorkerInfo),
     "membership": (
-        st.builds(messages.Membership, uint64, st.lists(workers, max_size=3).map(tuple)),
+        st.builds(messages.Membership, uint64, st.lists(workers, max_size=3).map(tuple), text),
         cluster_pb2.Membership,
     ),
 }

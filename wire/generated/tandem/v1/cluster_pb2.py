@@ -22,31 +22,40 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from wire.generated.tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\"\xa0\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x11\n\tnot_ready\x18\x0c \x01(\t\x12\x10\n\x08warnings\x18\r \x03(\t\"i\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"F\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo2\xd4\x01\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/cluster.proto\x12\ttandem.v1\x1a\x15tandem/v1/types.proto\"\xd0\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12\x0c\n\x04role\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12$\n\x05model\x18\x05 \x01(\x0b\x32\x15.tandem.v1.ModelFacts\x12\x13\n\x0bpages_total\x18\x06 \x01(\r\x12\x13\n\x0bpage_tokens\x18\x07 \x01(\r\x12\x1a\n\x12max_batch_requests\x18\x08 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\t \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x11\n\ttransport\x18\x0b \x01(\t\x12\x11\n\tnot_ready\x18\x0c \x01(\t\x12\x10\n\x08warnings\x18\r \x03(\t\x12\x1d\n\x04\x64uty\x18\x0e \x01(\x0b\x32\x0f.tandem.v1.Duty\x12\x0f\n\x07\x63losing\x18\x0f \x01(\t\"i\n\nModelFacts\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\"8\n\x0fRegisterRequest\x12%\n\x06worker\x18\x01 \x01(\x0b\x32\x15.tandem.v1.WorkerInfo\"\x12\n\x10RegisterResponse\";\n\x11UnregisterRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"\x14\n\x12UnregisterResponse\"\x0e\n\x0cWatchRequest\"T\n\nMembership\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12&\n\x07workers\x18\x02 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0c\n\x04mode\x18\x03 \x01(\t\"\x90\x01\n\x0eSetModeRequest\x12\x0c\n\x04mode\x18\x01 \x01(\t\x12\x0f\n\x07prefill\x18\x02 \x01(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x03 \x01(\r\x12\x13\n\x0bstep_policy\x18\x04 \x01(\t\x12\x13\n\x0bstep_budget\x18\x05 \x01(\r\x12\x14\n\x0citl_target_s\x18\x06 \x01(\x01\x12\x0f\n\x07grace_s\x18\x07 \x01(\x01\"J\n\x0fSetModeResponse\x12&\n\x07workers\x18\x01 \x03(\x0b\x32\x15.tandem.v1.WorkerInfo\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"X\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07grace_s\x18\x02 \x01(\x01\x12\x0f\n\x07restart\x18\x03 \x01(\x08\x12\r\n\x05\x66orce\x18\x04 \x01(\x08\"&\n\x13\x44rainWorkerResponse\x12\x0f\n\x07seconds\x18\x01 \x01(\x01\x32\xe4\x02\n\x07\x43luster\x12\x43\n\x08Register\x12\x1a.tandem.v1.RegisterRequest\x1a\x1b.tandem.v1.RegisterResponse\x12I\n\nUnregister\x12\x1c.tandem.v1.UnregisterRequest\x1a\x1d.tandem.v1.UnregisterResponse\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.Membership0\x01\x12@\n\x07SetMode\x12\x19.tandem.v1.SetModeRequest\x1a\x1a.tandem.v1.SetModeResponse\x12L\n\x0b\x44rainWorker\x12\x1d.tandem.v1.DrainWorkerRequest\x1a\x1e.tandem.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.cluster_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERINFO']._serialized_start=39
-  _globals['_WORKERINFO']._serialized_end=327
-  _globals['_MODELFACTS']._serialized_start=329
-  _globals['_MODELFACTS']._serialized_end=434
-  _globals['_REGISTERREQUEST']._serialized_start=436
-  _globals['_REGISTERREQUEST']._serialized_end=492
-  _globals['_REGISTERRESPONSE']._serialized_start=494
-  _globals['_REGISTERRESPONSE']._serialized_end=512
-  _globals['_UNREGISTERREQUEST']._serialized_start=514
-  _globals['_UNREGISTERREQUEST']._serialized_end=573
-  _globals['_UNREGISTERRESPONSE']._serialized_start=575
-  _globals['_UNREGISTERRESPONSE']._serialized_end=595
-  _globals['_WATCHREQUEST']._serialized_start=597
-  _globals['_WATCHREQUEST']._serialized_end=611
-  _globals['_MEMBERSHIP']._serialized_start=613
-  _globals['_MEMBERSHIP']._serialized_end=683
-  _globals['_CLUSTER']._serialized_start=686
-  _globals['_CLUSTER']._serialized_end=898
+  _globals['_WORKERINFO']._serialized_start=62
+  _globals['_WORKERINFO']._serialized_end=398
+  _globals['_MODELFACTS']._serialized_start=400
+  _globals['_MODELFACTS']._serialized_end=505
+  _globals['_REGISTERREQUEST']._serialized_start=507
+  _globals['_REGISTERREQUEST']._serialized_end=563
+  _globals['_REGISTERRESPONSE']._serialized_start=565
+  _globals['_REGISTERRESPONSE']._serialized_end=583
+  _globals['_UNREGISTERREQUEST']._serialized_start=585
+  _globals['_UNREGISTERREQUEST']._serialized_end=644
+  _globals['_UNREGISTERRESPONSE']._serialized_start=646
+  _globals['_UNREGISTERRESPONSE']._serialized_end=666
+  _globals['_WATCHREQUEST']._serialized_start=668
+  _globals['_WATCHREQUEST']._serialized_end=682
+  _globals['_MEMBERSHIP']._serialized_start=684
+  _globals['_MEMBERSHIP']._serialized_end=768
+  _globals['_SETMODEREQUEST']._serialized_start=771
+  _globals['_SETMODEREQUEST']._serialized_end=915
+  _globals['_SETMODERESPONSE']._serialized_start=917
+  _globals['_SETMODERESPONSE']._serialized_end=991
+  _globals['_DRAINWORKERREQUEST']._serialized_start=993
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1081
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1083
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1121
+  _globals['_CLUSTER']._serialized_start=1124
+  _globals['_CLUSTER']._serialized_end=1480
 # @@protoc_insertion_point(module_scope)

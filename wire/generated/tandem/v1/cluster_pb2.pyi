@@ -1,3 +1,4 @@
+from wire.generated.tandem.v1 import types_pb2 as _types_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -7,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "duty", "closing")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +22,8 @@ class WorkerInfo(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    DUTY_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     role: str
@@ -34,7 +37,9 @@ class WorkerInfo(_message.Message):
     transport: str
     not_ready: str
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    duty: _types_pb2.Duty
+    closing: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., closing: _Optional[str] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype")
@@ -77,9 +82,55 @@ class WatchRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Membership(_message.Message):
-    __slots__ = ("revision", "workers")
+    __slots__ = ("revision", "workers", "mode")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
     revision: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
-    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ...) -> None: ...
+    mode: str
+    def __init__(self, revision: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., mode: _Optional[str] = ...) -> None: ...
+
+class SetModeRequest(_message.Message):
+    __slots__ = ("mode", "prefill", "decode", "step_policy", "step_budget", "itl_target_s", "grace_s")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    STEP_POLICY_FIELD_NUMBER: _ClassVar[int]
+    STEP_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ITL_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    prefill: int
+    decode: int
+    step_policy: str
+    step_budget: int
+    itl_target_s: float
+    grace_s: float
+    def __init__(self, mode: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., step_policy: _Optional[str] = ..., step_budget: _Optional[int] = ..., itl_target_s: _Optional[float] = ..., grace_s: _Optional[float] = ...) -> None: ...
+
+class SetModeResponse(_message.Message):
+    __slots__ = ("workers", "seconds")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    seconds: float
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "grace_s", "restart", "force")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    grace_s: float
+    restart: bool
+    force: bool
+    def __init__(self, worker_id: _Optional[str] = ..., grace_s: _Optional[float] = ..., restart: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """The controller's door: workers register, routers watch.
+    """The controller's door: workers register, routers watch, operators change what workers do.
     """
 
     def __init__(self, channel):
@@ -50,10 +50,20 @@ class ClusterStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.Membership.FromString,
                 _registered_method=True)
+        self.SetMode = channel.unary_unary(
+                '/tandem.v1.Cluster/SetMode',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.SetModeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.SetModeResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/tandem.v1.Cluster/DrainWorker',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
-    """The controller's door: workers register, routers watch.
+    """The controller's door: workers register, routers watch, operators change what workers do.
     """
 
     def Register(self, request, context):
@@ -77,6 +87,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetMode(self, request, context):
+        """Operator: let the workers share the work otherwise, while they serve. Answers when all of them do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Operator: let a worker finish what it has and end. Answers when it has ended. It stays away unless `restart`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +119,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.WatchRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.Membership.SerializeToString,
             ),
+            'SetMode': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetMode,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.SetModeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.SetModeResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'tandem.v1.Cluster', rpc_method_handlers)
@@ -104,7 +138,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """The controller's door: workers register, routers watch.
+    """The controller's door: workers register, routers watch, operators change what workers do.
     """
 
     @staticmethod
@@ -178,6 +212,60 @@ class Cluster:
             '/tandem.v1.Cluster/Watch',
             tandem_dot_v1_dot_cluster__pb2.WatchRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.Membership.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetMode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/SetMode',
+            tandem_dot_v1_dot_cluster__pb2.SetModeRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.SetModeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/DrainWorker',
+            tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -196,7 +196,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "address", "connected", "requests", "pages_used", "pages_total", "transport", "device", "not_ready", "warnings")
+    __slots__ = ("worker_id", "role", "incarnation", "address", "connected", "requests", "pages_used", "pages_total", "transport", "device", "not_ready", "warnings", "step_policy", "closing", "draining")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,9 @@ class WorkerStatus(_message.Message):
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
+    STEP_POLICY_FIELD_NUMBER: _ClassVar[int]
+    CLOSING_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: str
     incarnation: int
@@ -221,7 +224,10 @@ class WorkerStatus(_message.Message):
     device: str
     not_ready: str
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ...) -> None: ...
+    step_policy: str
+    closing: str
+    draining: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., connected: _Optional[bool] = ..., requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., transport: _Optional[str] = ..., device: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., step_policy: _Optional[str] = ..., closing: _Optional[str] = ..., draining: _Optional[bool] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

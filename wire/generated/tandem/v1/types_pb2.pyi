@@ -108,3 +108,15 @@ class ErrorDetail(_message.Message):
     message: str
     retry_after_s: float
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class Duty(_message.Message):
+    __slots__ = ("role", "step_policy", "step_budget", "itl_target_s")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STEP_POLICY_FIELD_NUMBER: _ClassVar[int]
+    STEP_BUDGET_FIELD_NUMBER: _ClassVar[int]
+    ITL_TARGET_S_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    step_policy: str
+    step_budget: int
+    itl_target_s: float
+    def __init__(self, role: _Optional[str] = ..., step_policy: _Optional[str] = ..., step_budget: _Optional[int] = ..., itl_target_s: _Optional[float] = ...) -> None: ...

@@ -257,6 +257,22 @@ class DrainResponse(_message.Message):
     remaining: int
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
+class SetDutyRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "duty", "grace_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    DUTY_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    duty: _types_pb2.Duty
+    grace_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., grace_s: _Optional[float] = ...) -> None: ...
+
+class SetDutyResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class InspectRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -329,7 +345,7 @@ class ConnectPeerResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host")
+    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +355,7 @@ class PeerDescription(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     agent_metadata: bytes
@@ -348,7 +365,8 @@ class PeerDescription(_message.Message):
     device_id: int
     memory: str
     host: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+    process: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
 
 class AllotPagesRequest(_message.Message):
     __slots__ = ("lease", "pages", "prefill_worker_id", "prefill_incarnation")
@@ -369,6 +387,24 @@ class AllotPagesResponse(_message.Message):
     page_ids: _containers.RepeatedScalarFieldContainer[int]
     write_for_s: float
     def __init__(self, page_ids: _Optional[_Iterable[int]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
+
+class RenewPermissionsRequest(_message.Message):
+    __slots__ = ("leases", "prefill_worker_id", "prefill_incarnation")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    prefill_worker_id: str
+    prefill_incarnation: int
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+
+class RenewPermissionsResponse(_message.Message):
+    __slots__ = ("over", "write_for_s")
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FOR_S_FIELD_NUMBER: _ClassVar[int]
+    over: _containers.RepeatedCompositeFieldContainer[Lease]
+    write_for_s: float
+    def __init__(self, over: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
     __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation")

@@ -65,6 +65,11 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetDuty = channel.unary_unary(
+                '/tandem.v1.Worker/SetDuty',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.SetDutyRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.SetDutyResponse.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/tandem.v1.Worker/Inspect',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
@@ -84,6 +89,11 @@ class WorkerStub:
                 '/tandem.v1.Worker/AllotPages',
                 request_serializer=tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.FromString,
+                _registered_method=True)
+        self.RenewPermissions = channel.unary_unary(
+                '/tandem.v1.Worker/RenewPermissions',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.RenewPermissionsRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.RenewPermissionsResponse.FromString,
                 _registered_method=True)
         self.ReleaseLease = channel.unary_unary(
                 '/tandem.v1.Worker/ReleaseLease',
@@ -138,7 +148,15 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Leave the cluster, take nothing new, finish what runs; then the process ends, and its keeper starts another.
+        """Take nothing new, finish what runs, leave the cluster; then the process ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetDuty(self, request, context):
+        """Controller: take this kind of work from now on. Answers at once: halves that open are open, those that close finish
+        what they have, and the role that the worker registers with follows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,6 +185,13 @@ class WorkerServicer:
 
     def AllotPages(self, request, context):
         """Prefill to decode: turn a lease's promise into pages to write to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewPermissions(self, request, context):
+        """Prefill to decode: the writer is at work under these leases, and asks to go on. One message for all of them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,6 +244,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
+            'SetDuty': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDuty,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.SetDutyRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.SetDutyResponse.SerializeToString,
+            ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.InspectRequest.FromString,
@@ -238,6 +268,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.AllotPages,
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.SerializeToString,
+            ),
+            'RenewPermissions': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewPermissions,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.RenewPermissionsRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.RenewPermissionsResponse.SerializeToString,
             ),
             'ReleaseLease': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseLease,
@@ -424,6 +459,33 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
+    def SetDuty(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/SetDuty',
+            tandem_dot_v1_dot_worker__pb2.SetDutyRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.SetDutyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Inspect(request,
             target,
             options=(),
@@ -521,6 +583,33 @@ class Worker:
             '/tandem.v1.Worker/AllotPages',
             tandem_dot_v1_dot_worker__pb2.AllotPagesRequest.SerializeToString,
             tandem_dot_v1_dot_worker__pb2.AllotPagesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewPermissions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/RenewPermissions',
+            tandem_dot_v1_dot_worker__pb2.RenewPermissionsRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.RenewPermissionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,171 @@
+"""What a worker does now: which halves are open, and how its steps are made. It changes while the worker runs.
+
+A half that opens is ready at once: weights, graphs and the page pool are the same in every role. A half that closes
+takes nothing new and finishes what it has; what is left after the grace is given up, with an event on which routers
+send it elsewhere, behind the tokens that are out. Only then does the half leave the role.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from wire.ending import failure_event
+from wire.errors import RoleClosed, Unavailable
+from wire.messages import Duty, PeerRef, RequestRef, Role, RoutedEvent
+from wire.policy_name import CHUNKED_BUDGET, PolicyName
+
+log = logging.getLogger(__name__)
+
+DRAIN_LOOK_S = 0.02
+OTHER_ROLE, DRAINS = "has another role now", "drains"
+
+
+@dataclass(frozen=True, slots=True)
+class Half:
+    """What it takes to open and close one half of a worker; `role` is PREFILL or DECODE."""
+
+    role: Role
+    open: Callable[[], None]
+    close: Callable[[str], None]
+    """With the reason that requests are refused with."""
+    refs: Callable[[], list[tuple[str, RequestRef]]]
+    abort: Callable[[str, Sequence[RequestRef]], None]
+    requests: Callable[[], int]
+    """How many are not over."""
+
+
+class WorkerDuty:
+    """The state of both halves' doors. Lives on the event loop; `stop` ends what waits."""
+
+    def __init__(
+        self,
+        me: PeerRef,
+        duty: Duty,
+        halves: Sequence[Half],
+        *,
+        resize: Callable[[Role], None],
+        steer: Callable[[Duty], None],
+        emit: Callable[[RoutedEvent], None],
+    ) -> None:
+        """`resize` fits the halves' limits to the role, `steer` hands a new policy to the steps, `emit` tells routers
+        of what is given up. Sizes and steps are `duty`'s already.
+        """
+        self.duty = duty
+        """What it was told to do last."""
+        self.role = duty.role
+        """The halves that are open or still finish what they have."""
+        self.draining = False
+        self.on_change: Callable[[], None] = lambda: None
+        """Called whenever what the worker registers with has changed."""
+        self._me = me
+        self._halves = halves
+        self._resize = resize
+        self._steer = steer
+        self._emit = emit
+        self._closing: dict[Role, asyncio.Task[None]] = {}
+        for half in halves:
+            if duty.role | half.role is not duty.role:
+                half.close(OTHER_ROLE)
+
+    @property
+    def closing(self) -> Role | None:
+        """The halves among `role` that take nothing new."""
+        if self.draining:
+            return self.role
+        closing = list(self._closing)
+        return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
+
+    def assume(self, duty: Duty, grace_s: float) -> None:
+        """Do this from now on. Halves that close have `grace_s` seconds before others get what they still have.
+
+        Unavailable while draining: the worker ends.
+        """
+        if self.draining:
+            raise Unavailable(f"worker {self._me.worker_id} drains and takes no other duty; start it again")
+        log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, duty.role, duty.steps)
+        before = self.role
+        self.duty, self.role = duty, before | duty.role
+        self._steer(duty)
+        self._resize(self.role)
+        for half in self._halves:
+            if duty.role | half.role is duty.role:
+                self._cancel(half)
+                half.open()
+            elif before | half.role is before:
+                self._cancel(half)
+                half.close(OTHER_ROLE)
+                self._closing[half.role] = asyncio.ensure_future(self._finish(half, grace_s))
+        self.on_change()
+
+    async def drain(self, grace_s: float) -> int:
+        """Take nothing new for good, and wait for what runs; returns how many requests others get after `grace_s`."""
+        self.draining = True
+        self.stop()
+        for half in self._halves:
+            half.close(DRAINS)
+        self.on_change()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._emptied(self._halves), grace_s)
+        return len({ref for half in self._halves for ref in self._give_up(half, DRAINS)})
+
+    def stop(self) -> None:
+        """Wait for nothing any more."""
+        for half in self._halves:
+            self._cancel(half)
+
+    async def _finish(self, half: Half, grace_s: float) -> None:
+        """Until the half is empty, whatever becomes of its requests; then it leaves the role."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._emptied([half]), grace_s)
+        if left := self._give_up(half, OTHER_ROLE):
+            log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
+            await self._emptied([half])
+        del self._closing[half.role]
+        self.role = self.role.without(half.role) or self.duty.role
+        self._resize(self.role)
+        self.on_change()
+
+    def _give_up(self, half: Half, why: str) -> list[tuple[str, RequestRef]]:
+        left = half.refs()
+        by_router: dict[str, list[RequestRef]] = defaultdict(list)
+        reason = RoleClosed(f"worker {self._me.worker_id} {why}; others go on with the request")
+        for router_id, ref in left:
+            by_router[router_id].append(ref)
+            self._emit(RoutedEvent(router_id, failure_event(ref, reason)))
+        for router_id, refs in by_router.items():
+            half.abort(router_id, refs)
+        return left
+
+    def _cancel(self, half: Half) -> None:
+        closing = self._closing.pop(half.role, None)
+        if closing is not None:
+            closing.cancel()
+
+    async def _emptied(self, halves: Sequence[Half]) -> None:
+        while any(half.requests() for half in halves):  # noqa: ASYNC110 - they empty on other threads
+            await asyncio.sleep(DRAIN_LOOK_S)
+
+
+def decode_batch(role: Role, engine: EngineConfig) -> int:
+    """Most requests of one decode step: with both halves open, prompts keep at least half of a step's tokens."""
+    tokens = engine.max_step_tokens
+    room = max(1, tokens // 2) if role is Role.BOTH else tokens
+    return min(engine.max_batch_requests, room)
+
+
+def decode_pages(role: Role, total: int, longest: int) -> int | None:
+    """Most pages of `total` that answers may be promised, None = all: with both halves open, promises leave room for
+    the `longest` prompt, else two such workers could wait for each other.
+    """
+    return None if role is not Role.BOTH else total - min(total // 2, longest)
+
+
+def prompt_step_tokens(duty: Duty, engine: EngineConfig) -> int:
+    """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
+    if duty.step_policy is not PolicyName.CHUNKED:
+        return engine.max_step_tokens
+    return min(duty.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)
