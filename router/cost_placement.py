@@ -67,6 +67,9 @@ class CostPlacement(Placement):
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
         return _forecast(soonest, 0.0, soonest.ttft_s, math.inf)
 
+    def change_mode(self, mode: Mode) -> None:
+        self._mode = mode
+
     def learn_answer(self, tokens: int) -> None:
         self._answer += _ANSWER_PART * (tokens - self._answer)
 

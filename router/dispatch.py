@@ -21,7 +21,7 @@ from router.binder import Binder, book
 from router.config import RouterConfig
 from router.foresight import Foresight
 from router.metrics import RouterMetrics
-from router.placement import Pair, Placement
+from router.placement import Mode, Pair, Placement
 from router.request import Admitted, RoutedRequest
 from router.stream import EventStream
 from router.sweeper import Sweeper
@@ -31,6 +31,7 @@ from router.worker_pool import WorkerPool
 from wire.errors import (
     DeadlineExceeded,
     InvalidArgument,
+    RoleClosed,
     StaleEpoch,
     TandemError,
     TransferFailed,
@@ -67,6 +68,7 @@ class Dispatcher:
         self._emptied = asyncio.Event()
         self._walks = Walks(config, self)
         self._events = EventStream(config, self)
+        self._placement = placement
         self.pool = WorkerPool(config, self)
         self._binder = Binder(config, placement, self.pool.fleet, time.monotonic)
         self.foresight = Foresight()
@@ -160,9 +162,9 @@ class Dispatcher:
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
         """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
-        else the request fails.
+        else the request fails. A worker that changes its role or drains is nobody's failure.
         """
-        request.failures += 1
+        request.failures += not isinstance(error, RoleClosed)
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
@@ -283,6 +285,14 @@ class Dispatcher:
         if request is not None and request.lease == lease and request.decode is link:
             self.fail_attempt(request, StaleEpoch(f"{link.name} dropped the lease before the transfer was complete"))
 
+    def on_mode(self, mode: str) -> None:
+        try:
+            self._placement.change_mode(Mode(mode))
+        except ValueError:
+            log.error("the controller asks for mode %r, which this router does not know: start both anew", mode)
+        else:
+            log.info("the cluster's mode is %s now", mode)
+
     def on_change(self) -> None:
         self._schedule_pump()
         self._on_readiness()
@@ -329,8 +339,7 @@ class Dispatcher:
         return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
     def _nobody(self) -> Unavailable:
-        live = [view.role for view in self.pool.views()]
-        missing = "prefill" if not any(role.prefills for role in live) else "decode"
+        missing = "decode" if any(view.prefills for view in self.pool.views()) else "prefill"
         message = f"no {missing} worker is serving now; try again in a moment"
         if self.pool.staffed:
             message = "; ".join(self.pool.not_ready)

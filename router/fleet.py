@@ -8,7 +8,7 @@ from router.prefix_index import PrefixIndex
 from router.ranking import Ranking
 from router.worker_books import Order, WorkerBooks
 from wire.ending import pages_for
-from wire.messages import PeerRef, Role
+from wire.messages import PeerRef
 from wire.timeline import TransferStats
 
 
@@ -74,7 +74,7 @@ class Fleet(Order):
             self._live[worker.peer] = worker
         else:
             self._live.pop(worker.peer, None)
-        if live and worker.role is Role.BOTH:
+        if live and worker.prefills and worker.decodes:
             self._both.add(worker.slot)
         else:
             self._both.discard(worker.slot)

@@ -9,7 +9,7 @@ from router.fleet import Fleet
 from router.slo import BEST_EFFORT, SloClass
 from router.worker_books import WorkerBooks
 from wire.ending import pages_for
-from wire.messages import PeerRef, Role
+from wire.messages import PeerRef
 
 STEPS_AHEAD = 2
 """Steps of prompts that may wait at a worker."""
@@ -91,6 +91,9 @@ class Placement(ABC):
         """
         return None
 
+    def change_mode(self, mode: Mode) -> None:  # noqa: B027 - a policy that knows no modes has nothing to change
+        """Choose by this mode from now on."""
+
     def learn_answer(self, tokens: int) -> None:  # noqa: B027 - a policy that predicts nothing learns nothing
         """An answer was so long."""
 
@@ -128,7 +131,7 @@ class LeastLoaded(Placement):
         prefills = [w for w in fleet.live if takes_prefill(w, need, self._steps_ahead)]
         if not prefills:
             return None
-        prefill = min(prefills, key=lambda w: (w.prefill_tokens, w.role is Role.BOTH, w.decode_requests))
+        prefill = min(prefills, key=lambda w: (w.prefill_tokens, w.decodes, w.decode_requests))
         if not need.decodes:
             return Pair(prefill.peer, None)
         decodes = [w for w in fleet.live if takes_decode(w, need)]

@@ -96,6 +96,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                     device=link.info.device,
                     not_ready=link.info.not_ready,
                     warnings=link.info.warnings,
+                    step_policy="" if link.info.duty is None else link.info.duty.steps,
+                    closing="" if link.info.closing is None else link.info.closing.value,
+                    draining=link.info.open is None or link.retired,
                 )
                 for link in self._dispatcher.pool.links
             ],

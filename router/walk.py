@@ -9,14 +9,24 @@ from typing import Protocol
 from router.config import RouterConfig
 from router.request import RoutedRequest
 from router.worker_link import WorkerLink
-from wire.errors import DeadlineExceeded, FailedPrecondition, Internal, ResourceExhausted, TandemError, Unavailable
+from wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    RoleClosed,
+    TandemError,
+    Unavailable,
+)
 from wire.messages import Destination, PrefillTask, RequestRef, Reservation
 from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
 _TURNED_AWAY = (Unavailable, FailedPrecondition, DeadlineExceeded)
-"""Of a worker that drains, has changed its role, or does not answer: others may take the request."""
+"""Of a worker that is gone or does not answer: others may take the request."""
+_COME_LATER = (ResourceExhausted, RoleClosed)
+"""Of a worker that is full, changes its role or drains: no attempt has failed, the request waits on."""
 
 
 class WalkOwner(Protocol):
@@ -96,11 +106,11 @@ class Walks:
 
     def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
         turned_away = isinstance(error, _TURNED_AWAY)
-        if turned_away or isinstance(error, ResourceExhausted):
+        if turned_away or isinstance(error, _COME_LATER):
             asked.refuse_for_a_moment()
         if not _current(request, ref):
             return
-        if isinstance(error, ResourceExhausted):
+        if isinstance(error, _COME_LATER):
             self._owner.requeue(request)
         else:
             self._owner.fail_attempt(request, error, retry=turned_away or None)

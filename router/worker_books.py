@@ -234,7 +234,7 @@ class WorkerBooks:
     def _settle(self) -> None:
         info = self.info
         self.role = info.role
-        self.prefills, self.decodes = info.role.prefills, info.role.decodes
+        self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc.aio
 
@@ -34,16 +35,24 @@ class ServedModel:
     """Tokens of a KV page; 0 = not the same at all workers, so that pages have no common names."""
 
 
+class PoolObserver(LinkObserver, Protocol):
+    """Who hears of the whole cluster as well."""
+
+    def on_mode(self, mode: str) -> None:
+        """Prompts are to be computed elsewhere from now on: the value of a `Mode`."""
+
+
 class WorkerPool:
     """Follows the cluster's membership. Links of workers that left stay until their last request has ended."""
 
-    def __init__(self, config: RouterConfig, observer: LinkObserver) -> None:
+    def __init__(self, config: RouterConfig, observer: PoolObserver) -> None:
         self._config = config
         self._observer = observer
         self.fleet = Fleet()
         """The live workers, for placement."""
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
+        self._mode = config.mode.value
         self._channel = open_channel(config.controller_address, config.token)
         self._closing: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
@@ -138,6 +147,9 @@ class WorkerPool:
                 self._links[peer] = self._open(info)
             else:
                 known.follow(info)
+        if membership.mode not in {"", self._mode}:
+            self._mode = membership.mode
+            self._observer.on_mode(self._mode)
         self._learn_model(membership)
         self.sweep()
         self._observer.on_change()
@@ -160,8 +172,8 @@ class WorkerPool:
         task.add_done_callback(self._closing.discard)
 
     def _learn_model(self, membership: Membership) -> None:
-        prefills = [w for w in membership.workers if w.role.prefills]
-        decodes = [w for w in membership.workers if w.role.decodes]
+        prefills = [w for w in membership.workers if w.takes_prompts]
+        decodes = [w for w in membership.workers if w.takes_answers]
         if prefills and decodes:
             self._model = ServedModel(
                 facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
@@ -172,5 +184,4 @@ class WorkerPool:
 
 
 def _has_both(links: list[WorkerLink]) -> bool:
-    roles = [link.info.role for link in links]
-    return any(role.prefills for role in roles) and any(role.decodes for role in roles)
+    return any(link.info.takes_prompts for link in links) and any(link.info.takes_answers for link in links)

@@ -15,7 +15,7 @@ import grpc.aio
 
 from wire import convert
 from wire.cost_parameters import UNMEASURED
-from wire.errors import ResourceExhausted, StaleEpoch, TandemError
+from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from wire.messages import (
     ErrorDetail,
@@ -60,6 +60,10 @@ def answer_logprobs(token_id: int, top: int | None) -> tuple[TokenLogprobs, ...]
 class Switches:
     """Trouble to make. Each applies to every request of the worker until it is set back."""
 
+    closed: frozenset[Role] = frozenset()
+    """Refuse what comes for these halves, whatever is announced."""
+    give_up_after: int | None = None
+    """Give each attempt up when it has so many tokens, as a half does that closes."""
     refuse_reserve: int = 0
     """Answer so many Reserve calls with RESOURCE_EXHAUSTED."""
     cached_tokens: int = 0
@@ -99,6 +103,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     max_step_tokens: int = 512
     token: str = ""
     not_ready: str = ""
+    closing: Role | None = None
+    """Halves that it announces as closing; what comes for them is refused."""
     answer: Callable[[Sequence[int], int], int] = answer_token
     switches: Switches = field(default_factory=Switches)
     peers: dict[str, "FakeWorker"] = field(default_factory=dict)
@@ -140,7 +146,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         facts = ModelFacts("fake", VOCAB_SIZE, self.max_context, (EOS,), "float32")
         return WorkerInfo(
             PeerRef(self.worker_id, self.incarnation), self.role, self.address, facts, self.pages_total,
-            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready,
+            self.page_tokens, 64, self.max_step_tokens, "cpu", "in-memory", self.not_ready, closing=self.closing,
         )  # fmt: skip
 
     @property
@@ -184,6 +190,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Reserve(self, request: Any, _context: Any) -> Any:
         reservation = convert.reservation_from_proto(request)
         self.reservations.append(reservation)
+        self._check_open(Role.DECODE)
         if self.switches.silent_reserve:
             await asyncio.sleep(60)
         if self.switches.refuse_reserve > 0:
@@ -197,11 +204,16 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
         task = convert.prefill_task_from_proto(request)
         self.prefills.append(task)
+        self._check_open(Role.PREFILL)
         if self.switches.prefill_error is not None:
             raise self.switches.prefill_error
         if not self.switches.silent_prefill:
             self._start(task.ref.request_id, self._prefill(task))
         return worker_pb2.PrefillResponse()
+
+    def _check_open(self, half: Role) -> None:
+        if half in self.switches.closed:
+            raise RoleClosed(f"the {half} half is closed")
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
         for message in request.requests:
@@ -272,6 +284,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             logprobs = answer_logprobs(ids[0], task.sampling.logprobs)
             self.send(task.router_id, RequestEvent(task.ref, index, ids, reason, edges=edges, logprobs=logprobs))
             edges = ()
+            if self.switches.give_up_after == index + 1 - task.answered and reason is None:
+                detail = ErrorDetail(RoleClosed.code, "others go on with it")
+                self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
+                return
             if self.switches.break_after == index + 1:
                 await self.drop_streams()
             if reason is not None:
@@ -307,6 +323,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         self.token = token
         self.workers: dict[str, WorkerInfo] = {}
         self.revision = 0
+        self.mode = ""
         self.changed = asyncio.Condition()
 
     async def start(self) -> "FakeController":
@@ -335,7 +352,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
                 while self.revision <= seen:
                     await self.changed.wait()
                 seen = self.revision
-                membership = Membership(seen, tuple(self.workers.values()))
+                membership = Membership(seen, tuple(self.workers.values()), self.mode)
             yield convert.membership_to_proto(membership)
 
 

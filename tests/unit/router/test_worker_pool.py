@@ -23,6 +23,8 @@ class Observer:
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None: ...
 
+    def on_mode(self, mode: str) -> None: ...
+
     def on_change(self) -> None:
         if self.trouble:
             self.trouble -= 1

@@ -1,0 +1,112 @@
+"""Workers change their roles under requests, and the cluster its mode: the router loses none and doubles none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+import grpc.aio
+import pytest
+
+from router.placement import Mode
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.messages import Role
+
+PROMPT = [5, 6, 7, 8]
+RIGHT = [answer_token(PROMPT, index) for index in range(12)]
+ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=len(RIGHT)))
+
+
+@pytest.fixture
+async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
+    return [token async for message in stub.Generate(ASK) for token in message.chunk.token_ids]
+
+
+async def test_refusals_by_the_old_role_are_no_failures(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """More of them than a request has tries, from either half."""
+    most = cluster.config.max_attempts
+    for worker, half in ((cluster.prefill, Role.PREFILL), (cluster.decode, Role.DECODE)):
+        worker.switches.closed = frozenset({half})
+        calls = worker.prefills if half is Role.PREFILL else worker.reservations
+        calls.clear()
+        waiting = asyncio.create_task(run(stub))
+        await until(lambda calls=calls: len(calls) > most, "it was refused often")  # type: ignore[misc]
+        worker.switches.closed = frozenset()
+        assert await waiting == RIGHT
+        assert cluster.router._dispatcher.waiting == 0
+
+
+async def test_what_a_closing_half_gives_up_goes_on_elsewhere(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """Each attempt comes two tokens further, and none of them counts as a failure."""
+    cluster.decode.switches.give_up_after = 2
+    assert await run(stub) == RIGHT
+    assert [task.answered for task in cluster.prefill.prefills] == [0, 2, 4, 6, 8, 10]
+
+
+async def test_a_closing_half_gets_nothing_new(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+    old, new = cluster.decode, await FakeWorker("both-0", Role.BOTH, token="secret").start()
+    old.switches.step_s = 0.02
+    running = asyncio.create_task(run(stub))
+    await until(lambda: old.reservations, "it runs")
+    old.role, old.closing = Role.BOTH, Role.DECODE
+    await cluster.members(cluster.prefill, old, new)
+    old.reservations.clear()
+    for _ in range(3):
+        assert await run(stub) == RIGHT
+    assert not old.reservations
+    assert len(new.reservations) == 3
+    assert await running == RIGHT
+    # Its prefill half is open by now, and the others are closed.
+    cluster.prefill.closing = new.closing = Role.PREFILL
+    await cluster.members(cluster.prefill, old, new)
+    assert await run(stub) == RIGHT
+    assert len(old.prefills) == 1
+
+
+async def test_without_an_open_half_nobody_is_ready(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+    cluster.decode.closing = Role.DECODE
+    await cluster.controller.set(*cluster.workers)
+    await until(lambda: not cluster.router.ready, "the router heard it")
+    with pytest.raises(grpc.aio.AioRpcError, match="no decode worker is serving now"):
+        await run(stub)
+    info = await stub.GetServerInfo(pb.GetServerInfoRequest())
+    shown = {worker.worker_id: (worker.closing, worker.draining) for worker in info.workers}
+    assert shown[cluster.decode.worker_id] == ("decode", True)
+    assert shown[cluster.prefill.worker_id] == ("", False)
+
+
+async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+    workers = [await FakeWorker(f"both-{n}", Role.BOTH, token="secret").start() for n in range(2)]
+    await cluster.members(*workers)
+    placement = cluster.router._dispatcher._placement
+    for mode in (Mode.COLOCATED, Mode.DISAGGREGATED, Mode.ADAPTIVE, Mode.COLOCATED):
+        cluster.controller.mode = mode.value
+        await cluster.controller.set(*workers)
+        await until(partial(_has_mode, placement, mode), "the router heard it")
+        assert await run(stub) == RIGHT
+        asked = [(w.prefills[-1].destination, w) for w in workers if w.prefills]
+        for worker in workers:
+            worker.prefills.clear()
+        ((destination, prefilled),) = asked
+        assert destination is not None
+        if mode is not Mode.ADAPTIVE:
+            assert (destination.peer.worker_id == prefilled.worker_id) == (mode is Mode.COLOCATED)
+    cluster.controller.mode = "telepathic"
+    await cluster.controller.set(*workers)
+    assert await run(stub) == RIGHT
+    assert _has_mode(placement, Mode.COLOCATED)
+
+
+def _has_mode(placement: object, mode: Mode) -> bool:
+    return bool(placement._mode is mode)  # type: ignore[attr-defined]
