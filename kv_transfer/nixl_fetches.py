@@ -13,6 +13,10 @@ decides: a cancel that comes too late hears LANDED, and the sender goes on as th
 Ends are remembered until the sender says, with each note, below which number all is over for it; what comes after that
 for such a number is late, or a duplicate, and is dropped. All of it belongs to one run of the sender and to one of this
 worker, and is forgotten with either.
+
+Each sender has room for so many transfers, and none takes another's. Where its room is used up, notes about further
+transfers are dropped, unanswered: it says them again, and of its oldest, which is always heard, it learns the end. To
+answer what is not remembered would be wrong, since a late order would then begin what its sender takes for over.
 """
 
 import logging
@@ -30,6 +34,9 @@ from wire.read_notes import ReadAnswer, ReadCancel, ReadEnd, ReadOrder
 
 log = logging.getLogger(__name__)
 
+MOST_TRANSFERS = 4096
+"""Of one sender, moving or remembered."""
+
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
@@ -45,6 +52,11 @@ class _Ledger:
 
     oldest: int = 0
     transfers: dict[int, _Fetch | ReadEnd] = field(default_factory=dict)
+
+    def has_room_for(self, note: ReadOrder | ReadCancel) -> bool:
+        """Whether a transfer is known, or may be."""
+        full = len(self.transfers) >= MOST_TRANSFERS
+        return not full or note.number in self.transfers or note.number == note.oldest
 
     def forget_below(self, oldest: int) -> None:
         if oldest > self.oldest:
@@ -66,7 +78,7 @@ class Fetches:
         self._ledgers: dict[Link, _Ledger] = {}
         self._leaving = False
         self.dropped = 0
-        """Notes that named a transfer that was over."""
+        """Notes that named a transfer that was over, or for which there was no room."""
 
     def order(self, link: Link, order: ReadOrder) -> None:
         """Carry a transfer out, unless it is known."""
@@ -102,13 +114,14 @@ class Fetches:
         self._leaving = True
 
     def _current(self, link: Link, note: ReadOrder | ReadCancel) -> _Ledger | None:
-        """The sender's ledger, or None for a note about what is over."""
+        """The sender's ledger, or None for a note about what is over or finds no room."""
         ledger = self._ledgers.setdefault(link, _Ledger())
         ledger.forget_below(note.oldest)
-        if note.number >= ledger.oldest:
+        if note.number >= ledger.oldest and ledger.has_room_for(note):
             return ledger
         self.dropped += 1
-        log.info("a note of %s about transfer %d, which is over, was dropped", _name(link), note.number)
+        why = "is over" if note.number < ledger.oldest else f"is one of more than {MOST_TRANSFERS}"
+        log.info("a note of %s about transfer %d, which %s, was dropped", _name(link), note.number, why)
         return None
 
     def _begin(self, link: Link, ledger: _Ledger, order: ReadOrder) -> None:

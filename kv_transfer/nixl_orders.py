@@ -4,6 +4,9 @@ Nothing here can tell whether a peer reads: only its answer, or the end of its p
 until then its pages must not change. So what is not answered is said again, over a new connection if need be: before
 its deadline, and while it may begin, the order, which a peer carries out once however often it comes; after that, that
 it is cancelled, and never the order again. A removed peer may live and read: its answer or some time is waited for.
+
+Numbers are of all peers together, so that none comes twice in this worker's life. What is over is said to each peer of
+its own alone: one that is silent keeps nothing open at the others'.
 """
 
 import itertools
@@ -18,6 +21,7 @@ from kv_transfer.nixl_peers import Link, Links
 from kv_transfer.pace import LAST_LOOK_S, Pace
 from wire.convert import encode_read_note
 from wire.errors import TransferFailed
+from wire.messages import PeerRef
 from wire.read_notes import ReadAnswer, ReadCancel, ReadEnd, ReadNote, ReadOrder
 
 log = logging.getLogger(__name__)
@@ -52,6 +56,8 @@ class Orders:
         self._links, self._page_bytes = links, page_bytes
         self._numbers = itertools.count(1)
         self._open: dict[int, _Order] = {}
+        self._asked: dict[PeerRef, dict[int, None]] = {}
+        """Numbers of the open ones by peer, the oldest first."""
         self._pace = Pace()
 
     def __len__(self) -> int:
@@ -67,10 +73,11 @@ class Orders:
         order = _Order(flight, link, len(flight.write.local_pages) * self._page_bytes, self._next_say(flight))
         self._pace.began(len(self._open))
         self._open[number] = order
+        self._asked.setdefault(flight.write.peer, {})[number] = None
         try:
             self._links.tell(link, encode_read_note(self._note(number, order)))
         except TransferFailed:
-            del self._open[number]
+            self._close(number)
             raise
 
     def poll(self) -> None:
@@ -78,7 +85,7 @@ class Orders:
         now = time.monotonic()
         for number, order in list(self._open.items()):
             if now >= order.rests_at:
-                del self._open[number]
+                self._close(number)
                 order.flight.fail(_WHY[ReadEnd.NOT_BEGUN])
             elif now >= order.say_at:
                 order.cancelled |= order.flight.late or order.flight.forbidden
@@ -90,7 +97,7 @@ class Orders:
         if order is None or order.link is not link:
             log.info("%s answers to transfer %d, which is over", link.description.peer.worker_id, answer.number)
             return
-        del self._open[answer.number]
+        self._close(answer.number)
         self._pace.ended(order.bytes)
         if answer.end is ReadEnd.LANDED:
             order.flight.land(order.bytes)
@@ -106,7 +113,7 @@ class Orders:
         """Whatever has not landed yet shall not, and nobody waits for removed peers."""
         for number, order in list(self._open.items()):
             if order.flight.doomed:
-                del self._open[number]
+                self._close(number)
                 order.flight.fail(order.flight.doomed)
             else:
                 order.cancelled = True
@@ -127,6 +134,13 @@ class Orders:
         for order in self._open.values():
             order.flight.fail(why)
         self._open.clear()
+        self._asked.clear()
+
+    def _close(self, number: int) -> None:
+        peer = self._open.pop(number).flight.write.peer
+        del self._asked[peer][number]
+        if not self._asked[peer]:
+            del self._asked[peer]
 
     def _say_again(self, number: int, order: _Order) -> None:
         order.say_at = self._next_say(order.flight)
@@ -141,7 +155,8 @@ class Orders:
         return min(again, flight.deadline) if now < flight.deadline else again
 
     def _note(self, number: int, order: _Order) -> ReadNote:
-        write, oldest = order.flight.write, next(iter(self._open))
+        write = order.flight.write
+        oldest = next(iter(self._asked[write.peer]))
         if order.cancelled:
             return ReadCancel(number, oldest, write.peer.incarnation)
         pages = tuple(write.local_pages), tuple(write.remote_pages)

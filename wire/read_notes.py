@@ -23,8 +23,8 @@ class ReadEnd(IntEnum):
 class ReadOrder:
     """Read my `source_pages` into your `target_pages`, one to one; then, if given, deliver `notice`.
 
-    `number` names the transfer among those of this sender's run. All below `oldest` are over. Meant for the run
-    `reader_incarnation` of the reader.
+    `number` names the transfer among those of this sender's run. All to this reader below `oldest` are over. Meant for
+    the run `reader_incarnation` of the reader.
     """
 
     number: int

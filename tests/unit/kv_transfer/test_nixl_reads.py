@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import DecodeError
 
-from kv_transfer import nixl_moves, nixl_orders
+from kv_transfer import nixl_fetches, nixl_moves, nixl_orders
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState, agent_name
@@ -260,6 +260,70 @@ def test_what_is_over_for_the_sender_is_forgotten_and_fenced(bench: Bench) -> No
     assert fetches.dropped == 1
     assert len(bench.receiver.agent.reads) == 2
     assert bench.receiver.says() == []
+
+
+def test_a_silent_receiver_keeps_nothing_open_at_another(bench: Bench) -> None:
+    silent = PeerRef("decode-1", 1)
+    bench.sender.links.add(PeerDescription(silent, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
+    unanswered: Future[WriteDone] = Future()
+    write = PageWrite(silent, [1], [2])
+    bench.sender.reads.post(Flight(write, bench.clock.now, bench.clock.now + DEADLINE_S, unanswered))
+    bench.sender.says()
+    bench.receiver.agent.at_once = True
+    for _ in range(30):
+        future = bench.post()
+        bench.receiver.hears(*bench.sender.says())
+        bench.sender.hears(*bench.receiver.says())
+        assert future.done()
+    assert len(bench.receiver.reads._fetches._ledgers[bench.receiver.link].transfers) == 1
+    assert not unanswered.done()
+    again = [note for note in bench.after(SAY_AGAIN_S) if isinstance(note, ReadOrder)]
+    assert [(note.number, note.oldest) for note in again] == [(1, 1)]
+
+
+def test_a_sender_has_room_for_so_many_transfers_and_takes_none_of_another_s(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nixl_fetches, "MOST_TRANSFERS", 3)
+    other = PeerRef("prefill-1", 1)
+    bench.receiver.links.add(PeerDescription(other, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
+    futures = [bench.post() for _ in range(5)]
+    first, *others = bench.sender.says()
+    bench.receiver.hears(*others)
+    assert len(bench.receiver.agent.reads) == 3, "of five, two find no room: one is lost, one comes too early"
+    order = ReadOrder(1, 1, DECODE.incarnation, (1,), (6,))
+    bench.receiver.reads.hear(agent_name(other), encode_read_note(order))
+    assert len(bench.receiver.agent.reads) == 4
+    bench.land()
+    bench.sender.hears(*bench.receiver.says())
+    assert [future.done() for future in futures] == [False, True, True, True, False]
+    bench.receiver.hears(first)
+    bench.land()
+    bench.sender.hears(*bench.receiver.says())
+    assert futures[0].done(), "the oldest finds room"
+    assert bench.receiver.reads._fetches.dropped == 1
+    bench.after(SAY_AGAIN_S)
+    bench.receiver.hears(*bench.sender.says())
+    bench.land()
+    bench.sender.hears(*bench.receiver.says())
+    assert futures[4].done()
+    assert epochs(bench.receiver) == [2, 3, 4, 1, 5]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_little_room_costs_time_and_nothing_else(bench: Bench, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(nixl_fetches, "MOST_TRANSFERS", 2)
+    storm = Storm(bench, seed)
+    for _ in range(30):
+        future = bench.post()
+        storm.futures[bench.posted] = future
+        storm.step(calm=False)
+        ledgers = bench.receiver.reads._fetches._ledgers.values()
+        assert all(len(ledger.transfers) <= 3 for ledger in ledgers)
+    for _ in range(200):
+        storm.step(calm=True)
+    assert all(future.done() for future in storm.futures.values())
+    assert bench.receiver.reads._fetches.dropped
 
 
 def test_a_read_that_moves_delivers_nothing_once_its_number_is_over(bench: Bench) -> None:
