@@ -1,6 +1,6 @@
 """Two prefill and two decode workers: whichever dies or stands still, every stream goes on with the same tokens.
 
-TANDEM_FAULT_RESTARTS=30 restarts each side thirty times instead of a few.
+TANDEM_FAULT_RESTARTS=30 restarts each side thirty times instead of a few, TANDEM_FAULT_SAVE=1 keeps the figures.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+import grpc
 import pytest
 
-from cluster.health import Health
-
 from .conftest import VOCAB
+from .growth import MIB, Growth
 from .moments import LOOK_S, AmidTransfer, busy, freeze_amid_transfer, kill, restarted, thawed
 from .streams import LONG_PROMPT_TOKENS, SHORT_PROMPT_TOKENS, Client, Question, Stream, undisturbed
 
@@ -28,11 +27,10 @@ STILL_S = 3.0
 RESTARTS = int(os.environ.get("TANDEM_FAULT_RESTARTS", "2"))
 """Of each side."""
 AT_ONCE = 4
-MIB = 1 << 20
+REFUSED_MAX = RESTARTS // 10
+"""Requests that hear in words that they cannot be served: the router tries no more than three times, and where prefill
+workers die faster than pages leave quarantine, no decode worker is ready for some seconds."""
 KV_CACHE_BYTES = 40 * MIB
-GROWTH_BYTES_MAX = KV_CACHE_BYTES + 16 * MIB
-GROWTH_FDS_MAX = 6
-"""What a process that lives on may grow by, however many others die: its pool may not have been touched whole."""
 CHUNK_TOKENS = 16
 IN_DECODE = 3
 """Tokens that tell of a request in decode: the prefill worker brings one."""
@@ -138,6 +136,7 @@ class Load:
         self._client, self._questions, self._expected = client, questions, expected
         self._stopping = False
         self.right = 0
+        self.refused: list[str] = []
         self._tasks = [asyncio.ensure_future(self._keep_asking(first)) for first in range(AT_ONCE)]
 
     async def _keep_asking(self, first: int) -> None:
@@ -146,9 +145,12 @@ class Load:
             which = turn % len(self._questions)
             stream = self._client.ask(self._questions[which])
             await stream.task
-            stream.check(self._expected[which])
-            self.right += 1
             turn += AT_ONCE + 1
+            if stream.code is grpc.StatusCode.UNAVAILABLE and stream.words:
+                self.refused.append(stream.words)
+            else:
+                stream.check(self._expected[which])
+                self.right += 1
 
     async def stop(self) -> None:
         """AssertionError of the first answer that was wrong or failed."""
@@ -156,35 +158,14 @@ class Load:
         await asyncio.gather(*self._tasks)
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """What a process holds."""
-
-    memory: int
-    fds: int
-
-    @classmethod
-    def of(cls, pid: int) -> Size:
-        process = psutil.Process(pid)
-        return cls(process.memory_full_info().uss, process.num_fds())
-
-
-def assert_flat(before: dict[str, Size], survivors: list[Health]) -> None:
-    for one in survivors:
-        now, then = Size.of(one.pid), before[one.name]
-        print(f"{one.name}: memory {then.memory >> 20} to {now.memory >> 20} MiB, fds {then.fds} to {now.fds}")
-        assert now.memory - then.memory < GROWTH_BYTES_MAX, one.name
-        assert now.fds - then.fds <= GROWTH_FDS_MAX, one.name
-
-
 @pytest.mark.timeout(300 + 60 * RESTARTS)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_restarts_under_load(role: str, cluster: Any, questions: list[Question], expected: list[list[int]]) -> None:
     """The router and the other side live through all of them, and grow by nothing."""
     survivors = [cluster.router(), *(one for one in cluster.workers() if not one.name.startswith(role))]
-    before = {one.name: Size.of(one.pid) for one in survivors}
+    growth = Growth(survivors, KV_CACHE_BYTES)
 
-    async def restart_all() -> int:
+    async def restart_all() -> Load:
         async with Client(cluster.grpc_address) as client:
             load = Load(client, questions, expected)
             for number in range(RESTARTS):
@@ -192,8 +173,9 @@ def test_restarts_under_load(role: str, cluster: Any, questions: list[Question],
                 victim = cluster.named(f"{role}-{number % 2}")
                 kill(victim)
                 await asyncio.to_thread(restarted, cluster, victim)
+                growth.look()
             await load.stop()
-            return load.right
+            return load
 
     def wait_for_work() -> None:
         give_up = time.monotonic() + 60
@@ -201,8 +183,11 @@ def test_restarts_under_load(role: str, cluster: Any, questions: list[Question],
             assert time.monotonic() < give_up, f"no {role} worker has work"
             time.sleep(LOOK_S)
 
-    answers = asyncio.run(restart_all())
-    assert answers >= AT_ONCE
+    load = asyncio.run(restart_all())
+    if "TANDEM_FAULT_SAVE" in os.environ:
+        growth.save(role, right=load.right, refused=load.refused)
+    assert load.right >= AT_ONCE
+    assert len(load.refused) <= REFUSED_MAX, load.refused
     cluster.assert_idle_and_sound()
     assert {one.pid for one in survivors} <= {one.pid for one in (cluster.router(), *cluster.workers())}
-    assert_flat(before, survivors)
+    growth.check()

@@ -1,0 +1,80 @@
+"""What processes that live on hold while others die and come back: memory and file descriptors, restart by restart."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+
+from benchmarks.results import run_facts, save_result
+from cluster.health import Health
+
+MIB = 1 << 20
+SETTLED_AFTER = 10
+"""Restarts until a process has touched all that it uses over and over: its page pool, allocators, caches."""
+SETTLED_GROWTH_BYTES_MAX = 4 * MIB
+"""From then on, however many follow: a restart that costs 0.2 MiB for good is found in 20. Seen: 1.2 MiB in 20."""
+GROWTH_BYTES_MAX = 8 * MIB
+"""Beside the pool, from the first on."""
+GROWTH_FDS_MAX = 3
+"""A restart that costs a file descriptor for good is found in four. Seen: 1, and 1 more for a moment."""
+_SMOOTHED = 3
+"""Sizes are taken under load: the smallest of so many counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What a process holds: bytes that are its own, open file descriptors."""
+
+    memory: int
+    fds: int
+
+    @classmethod
+    def of(cls, pid: int) -> Size:
+        process = psutil.Process(pid)
+        return cls(process.memory_full_info().uss, process.num_fds())
+
+
+class Growth:
+    """Sizes of `survivors`: now, and whenever `look` is called."""
+
+    def __init__(self, survivors: Sequence[Health], pool_bytes: int) -> None:
+        """`pool_bytes`: of a worker's KV pages, which it may not have touched yet."""
+        self.survivors = survivors
+        self._pool_bytes = pool_bytes
+        self._began = time.monotonic()
+        self._series: dict[str, list[Size]] = {one.name: [] for one in survivors}
+        self.look()
+
+    def look(self) -> None:
+        """One more restart is over."""
+        for one in self.survivors:
+            self._series[one.name].append(Size.of(one.pid))
+
+    def check(self) -> None:
+        """AssertionError names the process that grew."""
+        for name, sizes in self._series.items():
+            memory, fds = [size.memory for size in sizes], [size.fds for size in sizes]
+            assert grown(memory) < GROWTH_BYTES_MAX + self._pool_bytes, (name, memory)
+            assert grown(memory[SETTLED_AFTER:]) < SETTLED_GROWTH_BYTES_MAX, (name, memory)
+            assert grown(fds) <= GROWTH_FDS_MAX, (name, fds)
+
+    def save(self, role: str, **figures: object) -> None:
+        """Keep the run in benchmarks/results/."""
+        restarts = len(next(iter(self._series.values()))) - 1
+        command = f"TANDEM_FAULT_RESTARTS={restarts} TANDEM_FAULT_SAVE=1 python -m pytest tests/faults -k restarts"
+        series = {
+            name: {"memory_mib": [round(size.memory / MIB, 2) for size in sizes], "fds": [size.fds for size in sizes]}
+            for name, sizes in self._series.items()
+        }
+        run = {"model": "random weights, 8 layers, 8 KiB of KV a token", "dtype": "float32", "restarted": role}
+        run |= {"restarts": restarts, "took_s": round(time.monotonic() - self._began, 1), **figures, "series": series}
+        save_result(f"restarts-{role}", run_facts("cpu") | {"command": command} | run)
+
+
+def grown(series: Sequence[int]) -> int:
+    """From the beginning of a series to its end; 0 = it is too short to tell."""
+    smoothed = min(_SMOOTHED, len(series) // 2)
+    return min(series[-smoothed:]) - min(series[:smoothed]) if smoothed else 0
