@@ -26,7 +26,8 @@ from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.checksums import PageChecks
-from kv_transfer.lease import Fence, LeaseChange, LeaseTable, PageAction
+from kv_transfer.fence import Fence, Lives, nobody_knows
+from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from wire.ending import kv_tokens, pages_for
 from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
@@ -60,11 +61,12 @@ class DecodeAdmission:
         wake: Callable[[], None],
         listened_s: Callable[[], float],
         is_near: Callable[[PeerRef], bool],
+        lives: Lives = nobody_knows,
         checks: PageChecks | None = None,
     ) -> None:
         """`listened_s` is the transport's clock (`Receiver.listened_s`); `is_near`: whether a prefill worker is known
-        to be on this host. `expect` hears how many leases may see a notice, `emit` what a router must know, `wake` that
-        work is ready.
+        to be on this host; `lives`: whether its process does. `expect` hears how many leases may see a notice, `emit`
+        what a router must know, `wake` that work is ready.
 
         These three are called from any thread and return at once; `expect` under the lock, so that the last count it
         hears is the true one. `checks` compare bytes that arrived with those sent; None = here and there not at all.
@@ -81,6 +83,7 @@ class DecodeAdmission:
             config.write_window_s,
             lambda peer: config.quarantine_s if is_near(peer) else config.quarantine_far_s,
             listened_s,
+            lives,
         )
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
         self._lock = threading.Lock()
@@ -165,6 +168,10 @@ class DecodeAdmission:
             request.promised -= len(missing)
             self._leases.advertise(lease, prefill, missing)
             return tuple(missing)
+
+    def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
+        """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
+        return self._leases.prolong(leases, prefill)
 
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """`prefill` gave up and is quiet: the lease's pages are free. StaleEpoch when the lease is over."""

@@ -20,7 +20,7 @@ What happens when events cross; the first column came first:
     abort            notice            the notice is the proof of quiet: fenced, pages freed, request not admitted
     abort            release           pages freed
     abort            expiry            nothing: a quarantined lease has no deadline
-    abort            writer dies       pages freed a bounded time after the death is known, see below
+    abort            writer dies       pages freed once they are safe, see below
     notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
     notice           release           StaleEpoch: the pages belong to the request
     notice           expiry, death     nothing: the lease is over
@@ -36,28 +36,25 @@ What happens when events cross; the first column came first:
     writer dies      abort             StaleEpoch: already quarantined, the clock runs on
     writer dies      grant for it      Unavailable
     writer dies      it lives: allot   StaleEpoch, and without permission it begins no write
-    writer dies      it lives: write   lands in quarantine: pages are freed after the last permission and the grace
+    writer dies      it lives: write   lands in quarantine: pages are freed once they are safe
     writer dies      it is back        welcome to new leases; for those it had all stays as it is
     next attempt     anything of the   as after an abort: the caller revokes the earlier lease before it grants another
       granted        earlier attempt
 
-A death is a belief: a worker that is cut off looks like a dead one and may go on to write. So permission to write
-expires (`Fence.window_s`), and the writer begins nothing past it. What began in time, or was sent by one that is truly
-dead, has to land in the grace, which counts only time in which this worker's transport listened: bytes in its socket
-buffers land when it looks. Between processes of one host nothing else is on the way. Over a network this is a bound,
-not a proof: a switch or a retransmission may hold bytes longer than the grace for distant writers, which is longer for
-that reason; and so may a writer that is stopped between its look at the clock and its write.
+What a death is, and when its pages are safe: `fence.py`.
 
 The table moves no pages: each call returns what the caller has to do with them. Time comes from the injected clocks
 (seconds, monotonic); only durations cross the wire.
 """
 
-import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
+from kv_transfer.departed import Departed
+from kv_transfer.fence import Exposure, Fence
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
@@ -85,34 +82,16 @@ class LeaseChange:
     page_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Fence:
-    """When pages are safe from a writer that is believed dead."""
-
-    window_s: float
-    """For how long a permission lets it begin to write."""
-    grace_s: Callable[[PeerRef], float]
-    """How long what it has begun may take to land."""
-    listened_s: Callable[[], float]
-    """The clock of the grace: see `Receiver.listened_s`."""
-
-
 @dataclass(slots=True)
 class _Entry:
-    """A lease that has not ended; `page_ids` is None while it is a promise.
-
-    `permitted_at`: when its writer last got permission; `grace_s`: set once that is believed dead; `safe_at`, on the
-    clock of the grace: set when the permission has ended, too.
-    """
+    """A lease that has not ended; `page_ids` is None while it is a promise."""
 
     lease: Lease
     prefill: PeerRef
     expires_at: float
+    exposure: Exposure
     page_ids: tuple[int, ...] | None = None
     quarantined: bool = False
-    permitted_at: float = -math.inf
-    grace_s: float | None = None
-    safe_at: float | None = None
 
     def change(self, action: PageAction) -> LeaseChange:
         return LeaseChange(self.lease, self.prefill, action, self.page_ids or ())
@@ -131,18 +110,19 @@ class LeaseTable:
         self._clock = clock
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
-        self._gone: dict[str, int] = {}
+        self._gone = Departed()
         self._epoch = 0
         self._fenced = 0
 
     def grant(self, ref: RequestRef, prefill: PeerRef) -> Lease:
         """A promise to this attempt, to be written by `prefill` alone. Unavailable when that writer is known gone."""
         with self._lock:
-            if self._is_gone(prefill):
+            if prefill in self._gone:
                 raise Unavailable(f"prefill worker {prefill.worker_id} is gone; choose another")
             self._epoch += 1
             lease = Lease(ref.request_id, ref.attempt, self._epoch)
-            self._entries[self._epoch] = _Entry(lease, prefill, self._clock() + self.duration_s)
+            exposure = Exposure(self._fence, prefill)
+            self._entries[self._epoch] = _Entry(lease, prefill, self._clock() + self.duration_s, exposure)
             return lease
 
     def renew(self, leases: Iterable[Lease]) -> tuple[Lease, ...]:
@@ -164,8 +144,24 @@ class LeaseTable:
         """
         with self._lock:
             entry = self._live_entry(lease, prefill)
-            entry.permitted_at = self._clock()
+            entry.exposure.permit(self._clock())
             return entry.page_ids
+
+    def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
+        """Permit `prefill` to go on for `window_s` from now; return those that are over, revoked, promises or not its.
+
+        Not counted as fenced.
+        """
+        with self._lock:
+            now, over = self._clock(), []
+            for lease in leases:
+                entry = self._entries.get(lease.epoch)
+                known = entry if entry is not None and (entry.lease, entry.prefill) == (lease, prefill) else None
+                if known is None or known.quarantined or known.page_ids is None:
+                    over.append(lease)
+                else:
+                    known.exposure.permit(now)
+            return tuple(over)
 
     def advertise(self, lease: Lease, prefill: PeerRef, page_ids: Iterable[int]) -> None:
         """The writer learns these pages next and may write them. StaleEpoch: the pages stay the caller's, unpublished.
@@ -177,7 +173,7 @@ class LeaseTable:
             if entry.page_ids is not None:
                 raise ValueError(f"{lease} already advertises pages")
             entry.page_ids = tuple(page_ids)
-            entry.permitted_at = self._clock()
+            entry.exposure.permit(self._clock())
 
     def settle(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
         """The notice arrived: ADMIT; FREE when the lease was revoked meanwhile (counted as fenced).
@@ -220,33 +216,31 @@ class LeaseTable:
     def peer_gone(self, peer: PeerRef) -> tuple[LeaseChange, ...]:
         """The process of `peer`, and so of its earlier incarnations, is believed dead: revoke all it may write.
 
-        Its quarantines end (see `expire`) the grace after its last permission has ended.
+        Its quarantines end (see `expire`) once they are safe from it.
         """
         with self._lock:
-            self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, 0))
-            changes = []
-            for entry in [e for e in self._entries.values() if self._is_gone(e.prefill)]:
+            self._gone.add(peer)
+            changes, lives = [], cache(self._fence.lives)
+            for entry in [e for e in self._entries.values() if e.prefill in self._gone]:
                 if not entry.quarantined:
                     changes.append(self._revoke(entry))
-                if entry.grace_s is None:
-                    entry.grace_s = self._fence.grace_s(entry.prefill)
-                    self._is_safe(entry)
+                entry.exposure.believe_dead()
+                entry.exposure.is_safe(self._clock(), lives)
             return tuple(changes)
 
     def peer_back(self, peer: PeerRef) -> None:
         """This run was believed dead and serves: it may be granted leases again. Its quarantines end as they would."""
         with self._lock:
-            if self._gone.get(peer.worker_id) == peer.incarnation:
-                self._gone[peer.worker_id] = peer.incarnation - 1
+            self._gone.take_back(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
         """What is due now: leases without a heartbeat are revoked, quarantines of dead writers end. Call it often."""
         with self._lock:
-            now = self._clock()
+            now, lives = self._clock(), cache(self._fence.lives)
             changes = []
             for entry in list(self._entries.values()):
                 if entry.quarantined:
-                    if self._is_safe(entry):
+                    if entry.exposure.is_safe(now, lives):
                         changes.append(self._end(entry, PageAction.FREE))
                 elif now >= entry.expires_at:
                     changes.append(self._revoke(entry))
@@ -289,22 +283,11 @@ class LeaseTable:
         self._fenced += 1
         return StaleEpoch(f"{what} was refused: {why}; drop this attempt")
 
-    def _is_gone(self, peer: PeerRef) -> bool:
-        return peer.incarnation <= self._gone.get(peer.worker_id, -1)
-
     def _revoke(self, entry: _Entry) -> LeaseChange:
         if entry.page_ids is None:
             return self._end(entry, PageAction.NONE)
         entry.quarantined = True
         return entry.change(PageAction.QUARANTINE)
-
-    def _is_safe(self, entry: _Entry) -> bool:
-        """Whether nothing of a writer that is believed dead lands any more; starts the grace when it is due."""
-        if entry.grace_s is None or self._clock() < entry.permitted_at + self._fence.window_s:
-            return False
-        if entry.safe_at is None:
-            entry.safe_at = self._fence.listened_s() + entry.grace_s
-        return self._fence.listened_s() >= entry.safe_at
 
     def _end(self, entry: _Entry, action: PageAction) -> LeaseChange:
         del self._entries[entry.lease.epoch]

@@ -20,6 +20,7 @@ import numpy as np
 from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import UCX_LOG
+from kv_transfer.processes import this_process
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition
 from wire.messages import PeerDescription, PeerRef
@@ -105,6 +106,7 @@ class PoolAgent:
             layout.device_id,
             layout.memory,
             host_id(),
+            this_process(),
         )
 
     def connect(self, peer: PeerDescription) -> Connection:

@@ -18,6 +18,16 @@ class Allotment:
     write_for_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """What became of leases that were named: those that are over, and for how long from the request on may be written
+    under the others, in seconds.
+    """
+
+    over: frozenset[Lease]
+    write_for_s: float
+
+
 class DecodePeers(ABC):
     """Decode workers in other processes. Every call has a deadline and ends with a `TandemError` when it fails."""
 
@@ -33,6 +43,12 @@ class DecodePeers(ABC):
     async def allot(self, destination: Destination, pages: int) -> Allotment:
         """Where to write the last of the prompt's `pages`: those before them are there already. Asked again it gives
         the same pages for as long as the first time. StaleEpoch if the lease is over.
+        """
+
+    @abstractmethod
+    async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
+        """Ask for permission to go on writing under leases whose pages were allotted; an answer that takes longer than
+        `within_s` is none.
         """
 
     @abstractmethod

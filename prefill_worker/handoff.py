@@ -3,7 +3,7 @@
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
                 of the prompt's first pages the decode worker has and needs no more, and for how long the others may
-                be written: it is asked again before that time is over (`permission.py`)
+                be written (`permission.py`), which is renewed with those of other prompts (`renewals.py`)
 3. write        the other full pages of finished chunks, while the next chunk computes
 4. notice       with the last page, once all others have landed: token, draw, what was sent, and checksums of some
                 pages, which were begun as soon as those were final (`page_sums.py`). It goes with a page because NIXL
@@ -25,6 +25,7 @@ from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
 from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.permission import Permission
+from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
@@ -66,6 +67,7 @@ class Handoff:
         sender: Sender,
         backend: str,
         peers: DecodePeers,
+        renewals: Renewals,
         local: LocalDecode,
         emit: Callable[[RoutedEvent], None],
         deadline_s: float,
@@ -78,6 +80,7 @@ class Handoff:
         self._sender = sender
         self._backend = backend
         self._peers = peers
+        self._renewals = renewals
         self._local = local
         self._emit = emit
         self._deadline_s = deadline_s
@@ -169,7 +172,16 @@ class Handoff:
         if progress.released and not self._goes_on():
             return
         needed = self._request.pages_needed
-        permission = Permission(self._peers, destination, needed)
+        with Permission(self._peers, self._renewals, destination, needed) as permission:
+            await self._write(destination, permission, needed)
+        if self._delivered:
+            self._peers.delivered(destination)
+            finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
+            edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
+            self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
+
+    async def _write(self, destination: Destination, permission: Permission, needed: int) -> None:
+        """All pages, and the notice with the last; `_delivered` says whether there was a reason to."""
         remote = await permission.pages()
         if not 1 <= len(remote) <= needed:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
@@ -188,10 +200,6 @@ class Handoff:
         await self._post(destination, permission, last, needed, notice)
         await self._quiet()
         self._delivered = True
-        self._peers.delivered(destination)
-        finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
-        edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
-        self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
     async def _write_while_computing(self, destination: Destination, permission: Permission, sums: OutgoingSums) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""

@@ -9,6 +9,7 @@ from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
+from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
 from wire.messages import PeerRef, RoutedEvent
 
@@ -29,6 +30,10 @@ class Handovers:
     emit: Callable[[RoutedEvent], None]
     deadline_s: float
     _open: set[asyncio.Future[None]] = field(default_factory=set)
+    _renewals: Renewals = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._renewals = Renewals(self.peers)
 
     def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
         """Of a request that has just been queued."""
@@ -40,6 +45,7 @@ class Handovers:
             sender=self.transport,
             backend=self.transport.backend,
             peers=self.peers,
+            renewals=self._renewals,
             local=self.local,
             emit=self.emit,
             deadline_s=self.deadline_s,
@@ -55,3 +61,4 @@ class Handovers:
             _, left = await asyncio.wait(self._open, timeout=SETTLE_S)
             for handoff in left:
                 handoff.cancel()
+        await self._renewals.close()

@@ -9,13 +9,15 @@ from typing import TypeVar
 import grpc.aio
 
 from kv_transfer.base import PageWrite, Sender
+from kv_transfer.departed import Departed
 from kv_transfer.handshake import check_compatible
-from prefill_worker.destination import Allotment, DecodePeers
+from prefill_worker.destination import Allotment, DecodePeers, Renewal
 from wire import convert, rpc
 from wire.errors import StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
 from worker.deliveries import Deliveries
+from worker.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +47,10 @@ class Peers(DecodePeers):
         self._token = token
         self._timeout_s = rpc_timeout_s
         self._connections: dict[PeerRef, _Connection] = {}
-        self._gone: dict[str, int] = {}
+        self._gone = Departed()
         self._accepted: dict[str, PeerDescription] = {}
         self._owed: dict[PeerRef, list[Destination]] = {}
+        self._neighbours = Neighbours(mine.description.host)
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -87,6 +90,16 @@ class Peers(DecodePeers):
         reply = await _call(stub.AllotPages(request, timeout=self._timeout_s), destination.peer)
         return Allotment(tuple(reply.page_ids), reply.write_for_s)
 
+    async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
+        request = worker_pb2.RenewPermissionsRequest(
+            leases=[convert.lease_to_proto(lease) for lease in leases],
+            prefill_worker_id=self._me.worker_id,
+            prefill_incarnation=self._me.incarnation,
+        )
+        stub = self._connection(peer, address).stub
+        reply = await _call(stub.RenewPermissions(request, timeout=min(self._timeout_s, within_s)), peer)
+        return Renewal(frozenset(map(convert.lease_from_proto, reply.over)), reply.write_for_s)
+
     def delivered(self, destination: Destination) -> None:
         self._deliveries.add(destination)
 
@@ -96,14 +109,14 @@ class Peers(DecodePeers):
             prefill_worker_id=self._me.worker_id,
             prefill_incarnation=self._me.incarnation,
         )
-        if self._is_gone(destination.peer):
+        if destination.peer in self._gone:
             self._owe(destination.peer, [destination])
             return
         stub = self._connection(destination.peer, destination.address).stub
         await _call(stub.ReleaseLease(request, timeout=self._timeout_s), destination.peer)
 
     async def _name_deliveries(self, peer: PeerRef, address: str, leases: Sequence[Lease]) -> bool:
-        if self._is_gone(peer):
+        if peer in self._gone:
             self._owe(peer, [Destination(peer, address, lease) for lease in leases])
             return True
         request = worker_pb2.NameDeliveriesRequest(
@@ -121,17 +134,22 @@ class Peers(DecodePeers):
         a run that is known to be over.
         """
         peer = theirs.description.peer
-        if self._is_gone(peer):
+        if peer in self._gone:
             raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
         check_compatible(self._mine, theirs)
         self._sender.add_peer(theirs.description)
         self._accepted[peer.worker_id] = theirs.description
+        self._neighbours.meet(theirs.description)
         return self._mine.description
 
     def is_near(self, peer: PeerRef) -> bool:
         """Whether this run of a prefill worker said that it is on this host."""
         theirs = self._accepted.get(peer.worker_id)
         return theirs is not None and theirs.peer == peer and "" != theirs.host == self._mine.description.host
+
+    def lives(self, peer: PeerRef) -> bool | None:
+        """Whether the process of this run of a prefill worker lives; None = it cannot be seen from here."""
+        return self._neighbours.lives(peer)
 
     # ---- both ----
 
@@ -141,9 +159,9 @@ class Peers(DecodePeers):
 
         Somebody else may listen at their address by now.
         """
-        self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, 0))
+        self._gone.add(peer)
         for known, connection in list(self._connections.items()):
-            if self._is_gone(known):
+            if known in self._gone:
                 self._drop(known, connection)
         for owed in [owed for owed in self._owed if owed.worker_id == peer.worker_id and owed != peer]:
             del self._owed[owed]
@@ -151,10 +169,9 @@ class Peers(DecodePeers):
 
     def welcome(self, peer: PeerRef) -> None:
         """This run serves. If it was believed dead, all is as it was, and it hears which leases it has back."""
-        if self._gone.get(peer.worker_id) != peer.incarnation:
+        if not self._gone.take_back(peer):
             return
         log.info("%s, which was taken for dead, is back", peer.worker_id)
-        self._gone[peer.worker_id] = peer.incarnation - 1
         known = self._accepted.get(peer.worker_id)
         if known is not None and known.peer == peer:
             # It takes itself for introduced.
@@ -171,16 +188,13 @@ class Peers(DecodePeers):
 
     # ---- inside ----
 
-    def _is_gone(self, peer: PeerRef) -> bool:
-        return peer.incarnation <= self._gone.get(peer.worker_id, -1)
-
     def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
         """A worker that is dead needs no telling; should it live, it has to hear that nothing is in flight any more."""
-        if self._gone.get(peer.worker_id) == peer.incarnation:
+        if self._gone.is_last(peer):
             self._owed.setdefault(peer, []).extend(leases)
 
     def _connection(self, peer: PeerRef, address: str) -> _Connection:
-        if self._is_gone(peer):
+        if peer in self._gone:
             raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
         connection = self._connections.get(peer)
         if connection is None:
@@ -204,7 +218,7 @@ class Peers(DecodePeers):
                 f"{peer.worker_id} has restarted (incarnation {theirs.peer.incarnation}, not {peer.incarnation});"
                 " reserve anew"
             )
-        if self._is_gone(peer):
+        if peer in self._gone:
             raise Unavailable(f"worker {peer.worker_id} is gone; choose another")
         self._sender.add_peer(theirs)
         log.info("introduced to %s (incarnation %d)", peer.worker_id, peer.incarnation)

@@ -72,6 +72,15 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         page_ids = self._worker.admission.allot(convert.lease_from_proto(request.lease), request.pages, writer)
         return worker_pb2.AllotPagesResponse(page_ids=page_ids, write_for_s=self._worker.admission.write_window_s)
 
+    async def RenewPermissions(
+        self, request: worker_pb2.RenewPermissionsRequest, _context: _Context
+    ) -> worker_pb2.RenewPermissionsResponse:
+        writer, admission = PeerRef(request.prefill_worker_id, request.prefill_incarnation), self._worker.admission
+        over = admission.prolong([convert.lease_from_proto(lease) for lease in request.leases], writer)
+        return worker_pb2.RenewPermissionsResponse(
+            over=[convert.lease_to_proto(lease) for lease in over], write_for_s=admission.write_window_s
+        )
+
     async def ReleaseLease(
         self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
     ) -> worker_pb2.ReleaseLeaseResponse:

@@ -260,6 +260,7 @@ class Worker:
             wake=self._wake,
             listened_s=self._listened_s,
             is_near=self._is_near,
+            lives=self._lives,
             checks=self._checks,
         )
 
@@ -316,6 +317,9 @@ class Worker:
 
     def _is_near(self, peer: PeerRef) -> bool:
         return self.peers.is_near(peer)
+
+    def _lives(self, peer: PeerRef) -> bool | None:
+        return self.peers.lives(peer)
 
     def _wake(self) -> None:
         self._loop.wake()

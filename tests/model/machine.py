@@ -56,11 +56,15 @@ class ClusterMachine(RuleBasedStateMachine):
         self.echoes: list[LateNotice] = []
         self.since_fault = 0
 
-    @initialize(asynchronous=st.booleans(), both=st.booleans(), gap=st.sampled_from([2, 6, 12, 30]))
-    def begin(self, asynchronous: bool, both: bool, gap: int) -> None:
+    @initialize(
+        asynchronous=st.booleans(), both=st.booleans(), one_host=st.booleans(), gap=st.sampled_from([2, 6, 12, 30])
+    )
+    def begin(self, asynchronous: bool, both: bool, one_host: bool, gap: int) -> None:
         """`both`: one decode worker prefills as well. `gap` is how many moves lie between two deaths, at least."""
         self.gap = gap
-        self.world = World(ROLES | ({"decode-1": Role.BOTH} if both else {}), asynchronous=asynchronous)
+        self.world = World(
+            ROLES | ({"decode-1": Role.BOTH} if both else {}), asynchronous=asynchronous, one_host=one_host
+        )
         for _ in range(4):
             self.world.calm()
 

@@ -18,6 +18,7 @@ from decode_worker.half import DecodeHalf
 from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
 from engine.cache.prefix_cache import Prefix, PrefixCache
+from kv_transfer.fence import Exposure
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from prefill_worker.half import PrefillHalf
@@ -68,10 +69,10 @@ def an_aborted_request_is_admitted(patch: pytest.MonkeyPatch) -> None:
 def the_dead_are_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
     """Pages that a dead process wrote to are free when its permission has ended, without the grace."""
 
-    def is_safe(self: LeaseTable, entry: Any) -> bool:
-        return entry.grace_s is not None and self._clock() >= entry.permitted_at + self._fence.window_s
+    def is_safe(self: Exposure, now: float, _lives: object) -> bool:
+        return self._grace_s is not None and now >= self._permitted_at + self._fence.window_s
 
-    patch.setattr(LeaseTable, "_is_safe", is_safe)
+    patch.setattr(Exposure, "is_safe", is_safe)
 
 
 def writes_to_removed_peers_are_over_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kv_transfer.fence import Exposure, nobody_knows
 from kv_transfer.lease import LeaseTable
 from prefill_worker.permission import Permission
 from tests.model.mutants import Mutant
@@ -64,6 +65,37 @@ def cut_off_for_long(world: World) -> None:
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 
+def cut_off_but_heard(world: World) -> None:
+    """D takes P for dead; nobody else does, and P's renewals arrive."""
+    decode, prefill = begun(world)
+    while world.fabric.flights:
+        world.land(world.fabric.flights[0])
+    world.disown(decode, prefill, back_after_s=20.0)
+    for _ in range(30):
+        world.loop.advance((WINDOW_S + 1.3 * QUARANTINE_S) / 20)
+        for message in world.network.waiting():
+            if "RenewPermissions" in message.key:
+                world.network.deliver(message)
+    world.workers[prefill].turn()
+    while world.fabric.flights:
+        world.land(world.fabric.flights[0])
+    world.check()
+    world.end()
+
+
+def stopped_amid_its_write(world: World) -> None:
+    """P stands still, for longer than permission and grace, while D takes it for dead. Then it goes on."""
+    world.one_host = True
+    decode, prefill = begun(world)
+    world.disown(decode, prefill, back_after_s=10.0)
+    world.loop.advance(WINDOW_S + 1.3 * QUARANTINE_S)
+    assert world.fabric.flights
+    while world.fabric.flights:
+        world.land(world.fabric.flights[0])
+    world.check()
+    world.end()
+
+
 def disowned_by_its_writer(world: World) -> None:
     """P takes D for dead and gives up; D, which lives, waits for P's word."""
     decode, prefill = begun(world)
@@ -91,6 +123,17 @@ def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Permission, "begin_by", begin_by)
 
 
+def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
+    """A decode worker that gave up a lease lets its writer go on."""
+    patch.setattr(LeaseTable, "prolong", lambda *_: ())
+
+
+def nobody_looks_whether_a_writer_lives(patch: pytest.MonkeyPatch) -> None:
+    """Its silence, and time, are all that counts."""
+    is_safe = Exposure.is_safe
+    patch.setattr(Exposure, "is_safe", lambda self, now, _: is_safe(self, now, nobody_knows))
+
+
 def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
     """A decode worker that was taken for dead never hears that its leases are given back."""
     patch.setattr(Peers, "_owe", lambda *_: None)
@@ -99,6 +142,8 @@ def nobody_owes_the_dead(patch: pytest.MonkeyPatch) -> None:
 STORIES: dict[Story, tuple[Mutant, str]] = {
     cut_off_while_it_may_write: (a_permission_is_no_bound, "lands in a page"),
     cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
+    cut_off_but_heard: (renewals_are_never_refused, "lands in a page"),
+    stopped_amid_its_write: (nobody_looks_whether_a_writer_lives, "lands in a page"),
     disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
 }
 """Each with a fence that it needs, and what the model must say without it."""

@@ -19,6 +19,7 @@ import pytest
 
 import kv_transfer.checksums
 import prefill_worker.permission
+import prefill_worker.renewals
 import router.dispatch
 import router.lease_keeper
 import router.stream
@@ -26,6 +27,7 @@ import router.worker_link
 import router.worker_pool
 import wire.rpc
 import worker.loop
+import worker.neighbours
 import worker.worker
 from kv_transfer.in_memory import Flight
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
@@ -76,7 +78,9 @@ class WatchedFabric(FabricByHand):
 class World:
     """Holds every process. `close` it, in every case."""
 
-    def __init__(self, roles: dict[str, Role], *, asynchronous: bool) -> None:
+    def __init__(self, roles: dict[str, Role], *, asynchronous: bool, one_host: bool = False) -> None:
+        """`one_host`: workers see of each other whether their processes live."""
+        self.one_host = one_host
         self.loop = VirtualLoop()
         self.failures: list[str] = []
         self.network = Network(self.loop, self.failures.append)
@@ -105,7 +109,7 @@ class World:
         clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
         for module in (router.dispatch, router.lease_keeper, router.stream, router.worker_link, worker.worker):
             self._patches.setattr(module, "time", clock)
-        for timed in (worker.loop, prefill_worker.permission):
+        for timed in (worker.loop, prefill_worker.permission, prefill_worker.renewals):
             self._patches.setattr(timed, "time", clock)
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
@@ -118,6 +122,7 @@ class World:
         )
         for module in (router.worker_link, router.worker_pool, wire.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
+        self._patches.setattr(worker.neighbours.Neighbours, "lives", lambda _, peer: self._lives(peer))
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:
@@ -155,7 +160,10 @@ class World:
         self._start(worker_id, incarnation, reuse=reuse)
 
     def disown(self, believer: str, victim: str, back_after_s: float) -> None:
-        """A worker is told that another, which lives, is dead; and after a while that it serves."""
+        """A worker is told that another, which lives, is dead; and after a while that it serves.
+
+        Where it can see that it lives, what this one has begun may take for ever, as if it stood still.
+        """
         self.seen["taken for dead"] += 1
         one, other = self.workers[believer], self.workers[victim]
         pair = (other.me, one.me)
@@ -188,7 +196,12 @@ class World:
 
     def _bound(self, one: OnTheWay) -> None:
         """What a process has begun that its peer takes for dead comes to rest in time, that of the grace."""
-        self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.fail(one))
+        if not self.one_host:
+            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.fail(one))
+
+    def _lives(self, peer: PeerRef) -> bool | None:
+        found = self.workers.get(peer.worker_id)
+        return (found is not None and found.me == peer) if self.one_host else None
 
     def dead(self) -> list[str]:
         return [worker_id for worker_id in self.roles if worker_id not in self.workers]

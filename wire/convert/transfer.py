@@ -16,6 +16,7 @@ def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
         device_id=value.device_id,
         memory=value.memory,
         host=value.host,
+        process=value.process,
     )
 
 
@@ -29,6 +30,7 @@ def description_from_proto(message: worker_pb2.PeerDescription) -> PeerDescripti
         device_id=message.device_id,
         memory=message.memory,
         host=message.host,
+        process=message.process,
     )
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.lease import Fence, LeaseTable, PageAction
+from kv_transfer.fence import Fence
+from kv_transfer.lease import LeaseTable, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
@@ -27,7 +28,8 @@ class Desk:
     def __init__(self) -> None:
         self.clock, self.listened = Clock(), Clock()
         self.listened.now = 7.0
-        fence = Fence(WINDOW, lambda peer: GRACE, self.listened)
+        self.seen: dict[PeerRef, bool] = {}
+        fence = Fence(WINDOW, lambda peer: GRACE, self.listened, self.seen.get)
         self.table: LeaseTable = LeaseTable(self.clock, DURATION, fence)
         self.lease = self.table.grant(RequestRef("r", 1), WRITER)
 
@@ -188,6 +190,86 @@ def test_a_grace_counts_only_time_in_which_the_transport_listened(desk: Desk) ->
     assert desk.table.expire() == ()
     desk.listened.now += GRACE
     assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
+def test_nothing_is_safe_from_a_writer_that_is_seen_to_live_however_long_it_stands_still(desk: Desk) -> None:
+    desk.advertise()
+    desk.seen[WRITER] = True
+    desk.table.peer_gone(WRITER)
+    desk.pass_by(100 * (WINDOW + GRACE))
+    assert desk.table.expire() == ()
+    desk.seen[WRITER] = False
+    desk.table.expire()
+    desk.pass_by(GRACE - 0.1)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.2)
+    (change,) = desk.table.expire()
+    assert (change.action, change.page_ids) == (PageAction.FREE, (5, 7))
+
+
+def test_a_writer_that_is_seen_to_be_dead_has_no_permission_to_wait_for(desk: Desk) -> None:
+    desk.advertise()
+    desk.seen[WRITER] = False
+    desk.table.peer_gone(WRITER)
+    desk.pass_by(GRACE - 0.1)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.2)
+    (change,) = desk.table.expire()
+    assert change.action is PageAction.FREE
+
+
+def test_each_writer_is_looked_at_once_a_round() -> None:
+    looks: list[PeerRef] = []
+
+    def look(peer: PeerRef) -> bool:
+        looks.append(peer)
+        return True
+
+    table = LeaseTable(lambda: 0.0, DURATION, Fence(WINDOW, lambda peer: GRACE, lambda: 0.0, look))
+    for number in range(5):
+        table.advertise(table.grant(RequestRef(f"r{number}", 1), WRITER), WRITER, [number])
+    table.peer_gone(WRITER)
+    table.expire()
+    assert looks == [WRITER, WRITER]
+
+
+def test_a_renewal_prolongs_what_is_being_written_and_names_the_rest(desk: Desk) -> None:
+    other = PeerRef("prefill-1", 1)
+    promise = desk.table.grant(RequestRef("promise", 1), WRITER)
+    revoked = desk.table.grant(RequestRef("revoked", 1), WRITER)
+    desk.table.advertise(revoked, WRITER, [1])
+    desk.table.revoke(revoked)
+    foreign = desk.table.grant(RequestRef("foreign", 1), other)
+    desk.table.advertise(foreign, other, [2])
+    unknown = replace(desk.advertise(), attempt=2)
+    named = (desk.lease, promise, revoked, foreign, unknown)
+    assert desk.table.prolong(named, WRITER) == (promise, revoked, foreign, unknown)
+    assert desk.table.fenced == 0
+
+
+def test_a_renewal_keeps_pages_from_being_safe_for_a_window_more(desk: Desk) -> None:
+    desk.advertise()
+    desk.pass_by(WINDOW - 0.1)
+    assert desk.table.prolong([desk.lease], WRITER) == ()
+    desk.table.peer_gone(WRITER)
+    assert desk.table.prolong([desk.lease], WRITER) == (desk.lease,)
+    desk.pass_by(WINDOW - 0.1)
+    desk.table.expire()
+    desk.pass_by(GRACE)
+    assert desk.table.expire() == ()
+    desk.pass_by(GRACE + 0.2)
+    (change,) = desk.table.expire()
+    assert change.action is PageAction.FREE
+
+
+def test_a_renewal_is_no_heartbeat(desk: Desk) -> None:
+    """That its request is wanted is its router's to say."""
+    desk.advertise()
+    desk.pass_by(DURATION - 0.1)
+    desk.table.prolong([desk.lease], WRITER)
+    desk.pass_by(0.2)
+    (change,) = desk.table.expire()
+    assert change.action is PageAction.QUARANTINE
 
 
 def test_a_writer_that_was_taken_for_dead_is_welcome_again_but_to_none_of_its_old_leases(desk: Desk) -> None:

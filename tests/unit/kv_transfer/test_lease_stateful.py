@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kv_transfer.lease import Fence, LeaseChange, LeaseTable, PageAction
+from kv_transfer.fence import Fence
+from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
@@ -97,6 +98,21 @@ class Leases(RuleBasedStateMachine):
             seen.permitted_at = self.now
         except StaleEpoch:
             assert seen.quarantined or seen.endings
+
+    @rule(numbers=st.lists(PICK, max_size=4), worker=WRITERS)
+    def renew(self, numbers: list[int], worker: str) -> None:
+        """One message, of which some leases may be over, revoked or another's."""
+        writer = PeerRef(worker, self.incarnation[worker])
+        named = [lease for number in numbers if (lease := self.pick(number)) is not None]
+        if writer in self.died:
+            return
+        over = self.table.prolong(named, writer)
+        for lease in named:
+            seen = self.seen[lease]
+            goes_on = seen.writer == writer and bool(seen.pages) and not seen.quarantined and not seen.endings
+            assert goes_on is (lease not in over)
+            if goes_on:
+                seen.permitted_at = self.now
 
     @rule(number=PICK)
     def notify(self, number: int) -> None:

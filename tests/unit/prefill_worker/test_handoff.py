@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import pytest
 
 from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
-from prefill_worker import handoff, permission
-from prefill_worker.destination import Allotment, DecodePeers
+from prefill_worker import handoff, permission, renewals
+from prefill_worker.destination import Allotment, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
 from prefill_worker.progress import Progress
+from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
@@ -43,7 +45,8 @@ class Scene(Sender, DecodePeers):
         self.futures: list[Future[WriteDone]] = []
         self.events: list[RoutedEvent] = []
         self.refuse: Exception | None = None
-        self.refuse_allot: Exception | None = None
+        self.refuse_renewal: Exception | None = None
+        self.over: frozenset[Lease] = frozenset()
         self.write_for_s = 100.0
         self.refuse_release: list[Exception] = []
         self.allotted = [20, 21, 22]
@@ -58,6 +61,7 @@ class Scene(Sender, DecodePeers):
             sender=self,
             backend="fake",
             peers=self,
+            renewals=Renewals(self),
             local=None,  # type: ignore[arg-type]
             emit=self.events.append,
             deadline_s=1.0,
@@ -80,9 +84,14 @@ class Scene(Sender, DecodePeers):
 
     async def allot(self, destination: Destination, pages: int) -> Allotment:
         self.diary.append(f"allot {pages}")
-        if self.refuse_allot is not None:
-            raise self.refuse_allot
         return Allotment(self.allotted, self.write_for_s)
+
+    async def renew(self, peer: PeerRef, address: str, leases: Sequence[Lease], within_s: float) -> Renewal:
+        assert (peer, address, leases) == (THERE, "nowhere", [LEASE])
+        self.diary.append("renew")
+        if self.refuse_renewal is not None:
+            raise self.refuse_renewal
+        return Renewal(self.over, self.write_for_s)
 
     def delivered(self, destination: Destination) -> None:
         self.diary.append("delivered")
@@ -345,55 +354,67 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
     assert scene.diary == ["withdraw", "forget", "release"]
 
 
-async def test_permission_is_asked_for_again_before_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(permission, "time", SimpleNamespace(monotonic=lambda: now))
-    scene = Scene()
+class Hands:
+    """The monotonic clock of permissions; sleeping takes no time but moves it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        patch.setattr(permission, "time", clock)
+        patch.setattr(renewals, "time", clock)
+
+
+async def test_a_permission_that_ended_meanwhile_is_asked_for_before_the_next_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hands, scene = Hands(monkeypatch), Scene()
     await scene.compute(PAGE_TOKENS)
     assert scene.writes[0].begin_by == 1100.0
-    now = 1049.0
+    hands.now = 1099.0
     await scene.compute(2 * PAGE_TOKENS)
     assert scene.writes[1].begin_by == 1100.0
-    now = 1200.0
+    hands.now = 1200.0
     await scene.finish()
     await scene.settle(0)
     await scene.settle(1)
-    assert scene.diary[3:] == ["write [11]", "allot 3", "write [12] + notice"]
+    assert scene.diary[3:] == ["write [11]", "renew", "write [12] + notice"]
     assert scene.writes[2].begin_by == 1300.0
     await scene.settle(2)
     await scene.handoff.ended
 
 
-@pytest.mark.parametrize("refusal", [StaleEpoch("revoked"), Unavailable("away"), None])
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [(StaleEpoch("over"), "STALE_EPOCH"), (Unavailable("away"), "UNAVAILABLE"), (None, "TRANSFER_FAILED")],
+)
 async def test_without_permission_nothing_is_written(
-    monkeypatch: pytest.MonkeyPatch, refusal: TandemError | None
+    monkeypatch: pytest.MonkeyPatch, refusal: TandemError | None, code: str
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr(permission, "time", SimpleNamespace(monotonic=lambda: now))
-    scene = Scene()
+    hands, scene = Hands(monkeypatch), Scene()
     await scene.compute(PAGE_TOKENS)
-    now = 1051.0
-    scene.refuse_allot, scene.write_for_s = refusal, 0.0
+    hands.now = 1101.0
+    if isinstance(refusal, StaleEpoch):
+        scene.over = frozenset({LEASE})
+    else:
+        scene.refuse_renewal, scene.write_for_s = refusal, 0.0
     await scene.compute(2 * PAGE_TOKENS)
     scene.request.progress.release()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [10]", "allot 3", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "allot 3", "write [10]", "renew", "withdraw", "forget", "release"]
     (routed,) = scene.events
     assert routed.event.error is not None
-    assert routed.event.error.code == ("TRANSFER_FAILED" if refusal is None else refusal.code)
+    assert routed.event.error.code == code
 
 
-async def test_other_pages_than_before_are_refused() -> None:
+async def test_a_hand_over_that_is_over_renews_nothing() -> None:
     scene = Scene()
-    scene.write_for_s = 0.001
-    await scene.compute(1)
-    scene.allotted = [30, 31, 32]
-    await asyncio.sleep(0.002)
+    scene.write_for_s = 0.03
     await scene.compute(PAGE_TOKENS)
     scene.request.progress.release()
+    await scene.settle(0)
     await scene.handoff.ended
-    assert not scene.writes
-    (routed,) = scene.events
-    assert routed.event.error is not None
-    assert "other pages" in routed.event.error.message
+    renewed = scene.diary.count("renew")
+    await asyncio.sleep(0.06)
+    assert scene.diary.count("renew") == renewed
+    assert not scene.handoff._renewals._pairs

@@ -1,0 +1,30 @@
+"""The prefill workers whose processes this one can see: of those, and of no others, it knows whether they live."""
+
+from kv_transfer import processes
+from wire.messages import PeerDescription, PeerRef
+
+RUNS_KEPT = 16
+"""Of each worker: pages of earlier ones have long been free."""
+
+
+class Neighbours:
+    """By run, since an earlier one may live beside its successor."""
+
+    def __init__(self, host: str) -> None:
+        """`host`: this one's name; empty = unknown, and nobody is a neighbour."""
+        self._host = host
+        self._runs: dict[str, dict[int, str]] = {}
+
+    def meet(self, them: PeerDescription) -> None:
+        """They introduce themselves, so they live; if they are not seen to, nothing here tells of their death."""
+        if not self._host or them.host != self._host or not processes.lives(them.process):
+            return
+        runs = self._runs.setdefault(them.peer.worker_id, {})
+        runs[them.peer.incarnation] = them.process
+        if len(runs) > RUNS_KEPT:
+            del runs[min(runs)]
+
+    def lives(self, peer: PeerRef) -> bool | None:
+        """Whether the process of this run lives; None = unknown. From any thread."""
+        process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
+        return None if process is None else processes.lives(process)
