@@ -1,6 +1,7 @@
 """Every edge of a request's life on two workers, and no page lost on any of them."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from wire.errors import (
     StaleEpoch,
     Unavailable,
 )
-from wire.messages import Destination, FinishReason, PeerRef, PrefillTask, RequestRef, Role, SamplingParams
+from wire.messages import Destination, FinishReason, Lease, PeerRef, PrefillTask, RequestRef, Role, SamplingParams
 from wire.timeline import Edge
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
@@ -98,6 +99,28 @@ async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
         pair.fabric.let_go()
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(list(range(3, 33)), TEN)
+        await pair.empty()
+
+
+async def test_hand_overs_that_outlast_their_permissions_renew_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WorkerPair(write_window_s=0.3) as pair:
+        renewed: list[int] = []
+        admission = pair.decode.worker.admission
+        prolong = admission.prolong
+
+        def watch(leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
+            named = list(leases)
+            renewed.append(len(named))
+            return prolong(named, prefill)
+
+        monkeypatch.setattr(admission, "prolong", watch)
+        pair.fabric.hold()
+        heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(3)]
+        await until(lambda: len(renewed) > 6)
+        assert renewed[-3:] == [3, 3, 3]
+        pair.fabric.let_go()
+        await until(lambda: all(each.finish for each in heard))
+        assert [each.tokens for each in heard] == [answer_to([n + 3, *PROMPT], TEN) for n in range(3)]
         await pair.empty()
 
 

@@ -10,10 +10,11 @@ import pytest
 
 from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from kv_transfer.processes import this_process
 from tests.fake_engine import FakeEngine
 from tests.worker_pair import WorkerPair, until
 from wire import convert, rpc
-from wire.errors import StaleEpoch, Unavailable
+from wire.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Lease, PeerRef, Role
 from worker.peers import Peers
@@ -44,6 +45,11 @@ class Decode(worker_pb2_grpc.WorkerServicer):
         self.calls.append("allot")
         await self.go.wait()
         return worker_pb2.AllotPagesResponse(page_ids=[1, 2])
+
+    async def RenewPermissions(self, request: Any, _context: Any) -> worker_pb2.RenewPermissionsResponse:
+        self.calls.append(f"renew {len(request.leases)} of {request.prefill_worker_id}/{request.prefill_incarnation}")
+        await self.go.wait()
+        return worker_pb2.RenewPermissionsResponse(over=request.leases[:1], write_for_s=2.5)
 
     async def ReleaseLease(self, _request: Any, _context: Any) -> worker_pb2.ReleaseLeaseResponse:
         self.calls.append("release")
@@ -274,3 +280,25 @@ async def test_who_is_on_another_host_or_says_nothing_of_it_is_far(scene: Scene)
         other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
         scene.peers.accept(make_handshake(replace(other.describe(), host=host), (), layout))
         assert not scene.peers.is_near(other.me)
+
+
+async def test_permissions_of_many_leases_are_renewed_in_one_call(scene: Scene) -> None:
+    scene.decode.go.set()
+    leases = [LEASE, replace(LEASE, epoch=10)]
+    renewed = await scene.peers.renew(THERE, scene.there.address, leases, 5.0)
+    assert (renewed.over, renewed.write_for_s) == ({LEASE}, 2.5)
+    assert scene.decode.calls == ["renew 2 of prefill-0/1"]
+
+
+async def test_a_renewal_is_waited_for_no_longer_than_it_is_good_for(scene: Scene) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await scene.peers.renew(THERE, scene.there.address, [LEASE], 0.05)
+
+
+async def test_it_is_seen_whether_a_neighbour_lives(scene: Scene) -> None:
+    layout = scene.engine.layout
+    other = InMemoryTransport(scene.fabric, layout, PeerRef("prefill-9", 4), lambda _: None)
+    scene.peers.accept(make_handshake(other.describe(), (), layout))
+    assert scene.peers.lives(other.me) is None
+    scene.peers.accept(make_handshake(replace(other.describe(), process=this_process()), (), layout))
+    assert scene.peers.lives(other.me) is True

@@ -1,9 +1,16 @@
 """A worker that loses its pool to silent prefill workers says so, takes nothing new, and recovers."""
 
+import asyncio
 import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from kv_transfer import processes
 from tests.fake_engine import PAGE_TOKENS, answer_to
 from tests.worker_pair import WorkerPair, until
 from wire.errors import ResourceExhausted
@@ -63,6 +70,34 @@ async def test_the_death_of_the_silent_worker_ends_it_too() -> None:
         pair.decode.worker.peer_gone(pair.prefill.me)
         await until(lambda: pair.decode.engine.pool.counts().free == POOL)
         assert not pair.decode.worker.admission.not_ready
+
+
+@pytest.fixture
+def child() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that plays the prefill worker's."""
+    made = subprocess.Popen(["sleep", "600"])
+    yield made
+    made.kill()
+    made.wait()
+
+
+async def test_a_writer_that_stands_still_may_write_for_as_long_as_it_lives(child: "subprocess.Popen[bytes]") -> None:
+    window_s, grace_s = 0.2, 0.1
+    async with WorkerPair(
+        pages=POOL, prefill_pages=64, write_window_s=window_s, quarantine_s=grace_s, quarantine_far_s=grace_s
+    ) as pair:
+        pool = pair.decode.engine.pool
+        namespace, _, _ = processes.this_process().split()
+        name = f"{namespace} {child.pid} {processes._stat(child.pid)[processes._STARTED_AT]}"
+        them = replace(pair.prefill.worker.transport.describe(), process=name)
+        pair.decode.worker.peers._neighbours.meet(them)
+        os.kill(child.pid, signal.SIGSTOP)
+        await fill_quarantine(pair, 1)
+        pair.decode.worker.peer_gone(pair.prefill.me)
+        await asyncio.sleep(3 * (window_s + grace_s))
+        assert pool.counts().quarantined == 2
+        child.kill()
+        await until(lambda: pool.counts().free == POOL)
 
 
 async def test_some_quarantine_is_daily_life() -> None:
