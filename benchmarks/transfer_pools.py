@@ -25,7 +25,9 @@ IN_FLIGHT = 4
 """Writes on their way at a time where a steady stream is timed: a prefill worker has several requests to hand over."""
 _DEADLINE_S = 60.0
 _POOL_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
-_ROUNDS, _WARM = 24, 4
+_WARM = 4
+_ROUNDS, _ROUNDS_S = 24, 0.3
+"""Fewest writes that are timed, and for how long there are more: pages of microseconds need many."""
 _CEILING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 
 
@@ -83,9 +85,9 @@ class PoolSide:
         """Of writes of so many pages each, onto pages that lie in another order there, as in a pool long in use."""
         found = []
         for pages in sizes:
-            self._stream(peer, pages, _WARM, 1)
-            alone = self._stream(peer, pages, _ROUNDS, 1)
-            steady = self._stream(peer, pages, _ROUNDS, IN_FLIGHT)
+            self._stream(peer, pages, 1, writes=_WARM, seconds=0)
+            alone = self._stream(peer, pages, 1)
+            steady = self._stream(peer, pages, IN_FLIGHT)
             found.append(Bandwidth(pages, alone, steady))
         return found
 
@@ -97,19 +99,22 @@ class PoolSide:
         """Leave the wire."""
         self._transport.close()
 
-    def _stream(self, peer: PeerRef, pages: int, writes: int, in_flight: int) -> float:
-        """Bytes a second of `writes` writes, never more than `in_flight` at a time."""
+    def _stream(
+        self, peer: PeerRef, pages: int, in_flight: int, writes: int = _ROUNDS, seconds: float = _ROUNDS_S
+    ) -> float:
+        """Bytes a second of at least `writes` writes in at least `seconds`, never more than `in_flight` at a time."""
         chosen = random.Random(pages)
         waiting: list[Future[WriteDone]] = []
-        started = time.perf_counter()
-        for _ in range(writes):
+        done, started = 0, time.perf_counter()
+        while done < writes or time.perf_counter() - started < seconds:
             if len(waiting) == in_flight:
                 waiting.pop(0).result()
             local, remote = (chosen.sample(range(self._cache.pages), pages) for _ in range(2))
             waiting.append(self._transport.write(PageWrite(peer, local, remote), _DEADLINE_S))
+            done += 1
         for write in waiting:
             write.result()
-        return writes * pages * self._cache.page_bytes / (time.perf_counter() - started)
+        return done * pages * self._cache.page_bytes / (time.perf_counter() - started)
 
 
 async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str]:

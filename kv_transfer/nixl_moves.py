@@ -11,7 +11,7 @@ before that its handle, the peer's metadata and the endpoint may not be freed (U
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class Moves:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
         self._moves: list[_Move] = []
         self._pace = Pace()
+        self._turn = 0
         self.reached: list[PeerDescription] = []
         """Peers of connections whose first transfer has ended well, for whoever takes them off."""
 
@@ -90,11 +91,28 @@ class Moves:
 
     def poll(self) -> None:
         """Make progress and end what has come to rest."""
-        for move in list(self._moves):
+        for move in self._worth_a_look():
             if move.rests_at is None:
                 self._note(move, self._agent.state(move.handle))
             elif time.monotonic() >= move.rests_at:
                 self._end(move, whole=False)
+
+    def _worth_a_look(self) -> Iterator[_Move]:
+        """Of each link from the oldest on up to the first that goes on, and then one of all others, in turn: one look
+        moves them all on, and each costs as much as a page takes.
+        """
+        going: set[Link] = set()
+        others: list[_Move] = []
+        for move in list(self._moves):
+            if move.link in going:
+                others.append(move)
+                continue
+            yield move
+            if move.rests_at is None and move in self._moves:
+                going.add(move.link)
+        if others:
+            self._turn += 1
+            yield others[self._turn % len(others)]
 
     def abandon(self, link: Link) -> None:
         """Nobody wants to hear of those over `link`."""

@@ -25,6 +25,7 @@ from kv_transfer.nixl_peers import Links
 from kv_transfer.nixl_reads import Reads
 from kv_transfer.nixl_wire import UCX_LOG
 from kv_transfer.nixl_writes import Writes
+from kv_transfer.pace import wait_precisely
 from kv_transfer.wires import Wires, host_id
 from wire.errors import FailedPrecondition, TandemError, TransferFailed
 from wire.messages import PeerDescription, PeerRef, TransferNotice
@@ -129,6 +130,7 @@ class NixlTransport(Transport):
     # ---- the thread ----
 
     def _run(self, started: "Future[PeerDescription]") -> None:
+        wait_precisely()
         try:
             self._agent = PoolAgent(self._layout, self._me, self._direction)
             self._links = Links(self._agent)

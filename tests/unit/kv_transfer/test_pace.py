@@ -2,11 +2,14 @@
 late.
 """
 
+import ctypes
+import sys
+import threading
 import time
 
 import pytest
 
-from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S, Pace
+from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S, Pace, wait_precisely
 
 MIB = 1 << 20
 
@@ -42,11 +45,17 @@ def test_without_experience_it_begins_closely_and_waits_longer_and_longer(clock:
     assert len(waits) < 50
 
 
+def ended_after(pace: Pace, clock: Clock, seconds: float) -> None:
+    """The write at work ends after `seconds`, and just before it was looked at."""
+    clock.now += seconds
+    pace.wait_s(MIB)
+    pace.ended(MIB)
+
+
 def test_it_looks_closely_when_a_write_may_be_over(clock: Clock) -> None:
     pace = Pace()
     pace.began(0)
-    clock.now += 100e-6
-    pace.ended(MIB)
+    ended_after(pace, clock, 100e-6)
 
     pace.began(0)
     assert pace.wait_s(MIB) == pytest.approx(90e-6, rel=1e-3)
@@ -64,8 +73,7 @@ def test_it_looks_closely_when_a_write_may_be_over(clock: Clock) -> None:
 def test_a_write_is_found_within_a_close_look_of_its_end_and_with_few_looks(clock: Clock, seconds: float) -> None:
     pace = Pace()
     pace.began(0)
-    clock.now += seconds
-    pace.ended(MIB)
+    ended_after(pace, clock, seconds)
     for slower in (1.0, 1.1, 1.3):
         pace.began(0)
         waits = clock.looks(pace, slower * seconds)
@@ -77,8 +85,7 @@ def test_a_queue_is_expected_to_end_one_by_one(clock: Clock) -> None:
     pace = Pace()
     pace.began(0)
     pace.began(1)
-    clock.now += 200e-6
-    pace.ended(MIB)
+    ended_after(pace, clock, 200e-6)
     assert pace.wait_s(MIB) == pytest.approx(180e-6, rel=1e-3)
 
 
@@ -89,17 +96,48 @@ def test_a_late_look_does_not_make_the_next_ones_late(clock: Clock) -> None:
     clock.now += 20e-3
     pace.ended(MIB)
     taken = 0.0
-    for _ in range(60):
+    for _ in range(12):
         pace.began(0)
         taken = sum(clock.looks(pace, 40e-6))
     assert taken < 100e-6
+
+
+def test_waits_that_take_longer_than_asked_for_do_not_feed_on_themselves(clock: Clock) -> None:
+    """A timer that rings 70 µs late, and a wire of 40 µs a write."""
+    pace = Pace()
+    pace.began(0)
+    clock.now += 20e-3
+    pace.ended(MIB)
+    taken = 0.0
+    for _ in range(40):
+        pace.began(0)
+        began = clock.now
+        while clock.now - began < 40e-6:
+            clock.now += pace.wait_s(MIB) + 70e-6
+        pace.ended(MIB)
+        taken = clock.now - began
+    assert taken < 160e-6
 
 
 def test_the_expectation_follows_a_wire_that_becomes_slower(clock: Clock) -> None:
     pace = Pace()
     for seconds in [100e-6] + [400e-6] * 100:
         pace.began(0)
-        clock.now += seconds
-        pace.ended(MIB)
+        ended_after(pace, clock, seconds)
     pace.began(0)
     assert pace.wait_s(MIB) == pytest.approx(360e-6, rel=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timers have a slack on Linux")
+def test_a_thread_s_timers_ring_when_they_should() -> None:
+    get_slack = 30  # PR_GET_TIMERSLACK
+    found: list[int] = []
+
+    def run() -> None:
+        wait_precisely()
+        found.append(ctypes.CDLL(None).prctl(get_slack, 0, 0, 0, 0))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [1000]
