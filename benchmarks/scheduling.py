@@ -25,6 +25,7 @@ import torch
 
 import worker.worker
 from benchmarks.results import run_facts, save_result
+from costs.roofline import CPU, ModelSizes, Roofline
 from engine.batch import PendingStep, StepBatch, StepResult
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
@@ -62,6 +63,7 @@ class NoEngine:
     facts: ModelFacts = MODEL
     page_tokens: int = PAGE_TOKENS
     cost_guess = UNMEASURED
+    roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
     launches: list[tuple[int, int]] = field(default_factory=list)
     """Rows of each step, and the CPU time of the thread that launched it, in ns."""
     begun: list[int] = field(default_factory=list)

@@ -86,6 +86,12 @@ class ClusterConfig:
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
+    metrics_port: int = 0
+    """Port of the whole cluster's metrics, on the controller's address; 0 = any free one. The router's own are on its
+    HTTP port, the workers' on ports that the controller tells (`/sd`)."""
+    metrics_key: str = ""
+    """The key that opens all metrics; empty = none is asked for on loopback, unless API keys are: then, and elsewhere,
+    nobody but the cluster itself reads them."""
     slo_classes: tuple[SloClass, ...] = DEFAULT_CLASSES
     """What requests may name as their `slo_class`: targets, and what happens when they cannot be held."""
     default_slo_class: str = BEST_EFFORT.name
@@ -133,10 +139,12 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{number} is less than 1")
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
-        check_ports(self.grpc_port, self.http_port)
+        check_ports(self.grpc_port, self.http_port, self.metrics_port)
         self._check_ray_address()
         for key in self.api_keys:
             check_key("--api-key", key)
+        if self.metrics_key:
+            check_key("--metrics-key", self.metrics_key)
 
     def _check_names(self) -> None:
         if re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is None:
@@ -189,10 +197,12 @@ def check_kv_cache_gib(size: float) -> None:
         raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {least:.3f} and {most}")
 
 
-def check_ports(grpc_port: int, http_port: int) -> None:
-    """InvalidArgument for a number that is no port, or one port for both doors."""
-    for option, port in (("--grpc-port", grpc_port), ("--http-port", http_port)):
+def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0) -> None:
+    """InvalidArgument for a number that is no port, or one port for two doors."""
+    taken: dict[int, str] = {}
+    for option, port in (("--grpc-port", grpc_port), ("--http-port", http_port), ("--metrics-port", metrics_port)):
         if not 0 <= port <= PORT_MAX:
             raise InvalidArgument(option, f"{port} is not a port (0 to {PORT_MAX})")
-    if grpc_port == http_port != 0:
-        raise InvalidArgument("--http-port", f"{http_port} is --grpc-port too; each door needs a port of its own")
+        if port and port in taken:
+            raise InvalidArgument(option, f"{port} is {taken[port]} too; each door needs a port of its own")
+        taken[port] = option

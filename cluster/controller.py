@@ -12,13 +12,15 @@ from functools import partial
 from cluster.config import ClusterConfig
 from cluster.health import ClusterHealth
 from cluster.keeper import Keeper
+from cluster.metrics import ClusterMetrics
 from cluster.ray_process import node_address
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.router_actor import RouterProcess
 from cluster.service import ClusterServicer
 from cluster.worker_actors import WorkerActors
-from wire.address import address_of
+from wire.address import address_of, is_loopback
+from wire.credentials import reading_keys
 from wire.generated.tandem.v1 import cluster_pb2_grpc
 from wire.logs import begin_log
 from wire.messages import PeerRef
@@ -48,6 +50,8 @@ class Controller:
         self._router = RouterProcess(config.cluster, config.token)
         self._keepers: tuple[Keeper, ...] = ()
         self._runs: list[asyncio.Task[None]] = []
+        self._metrics: ClusterMetrics | None = None
+        self._metrics_address = ""
         self._stopped = asyncio.Event()
 
     async def pid(self) -> int:
@@ -61,9 +65,17 @@ class Controller:
         address = address_of(host, self._server.add_insecure_port(address_of(host, 0)))
         await self._server.start()
         self._router.controller_address = address
-        workers = WorkerActors(self._config.cluster, address, self._config.token)
+        self._metrics = metrics = self._make_metrics(host)
+        self._metrics_address = await metrics.open(host, self._config.cluster.metrics_port)
+        self._router.on_open = partial(metrics.opened, "router", "router")
+        workers = WorkerActors(
+            self._config.cluster,
+            address,
+            self._config.token,
+            lambda slot, where: metrics.opened(slot.worker_id, slot.role, where),
+        )
         self._keepers = (
-            Keeper("router", self._router.spawn, lambda _: None),
+            Keeper("router", self._router.spawn, lambda _: metrics.gone("router")),
             *(
                 Keeper(slot.worker_id, partial(workers.spawn, slot), partial(self._forget, slot.worker_id))
                 for slot in self._config.slots
@@ -75,11 +87,25 @@ class Controller:
     def _forget(self, worker_id: str, incarnation: int) -> None:
         """Routers hear of a death as soon as its keeper does."""
         self._registry.unregister(PeerRef(worker_id, incarnation))
+        if self._metrics is not None:
+            self._metrics.gone(worker_id)
+
+    def _make_metrics(self, host: str) -> ClusterMetrics:
+        cluster, token = self._config.cluster, self._config.token
+        roles = ("router", *(slot.role.value for slot in self._config.slots))
+        return ClusterMetrics(
+            cluster.model_name or cluster.model.name,
+            token,
+            reading_keys(cluster.metrics_key, cluster.api_keys, token, loopback=is_loopback(host)),
+            lambda: zip(roles, (keeper.health() for keeper in self._keepers), strict=False),
+            lambda: {each.peer.worker_id: each.role.value for each in self._registry.membership().workers},
+        )
 
     async def health(self) -> ClusterHealth:
         """How everything is doing now."""
         router, *workers = (keeper.health() for keeper in self._keepers)
-        return ClusterHealth(router, self._router.grpc_address, self._router.http_address, tuple(workers))
+        doors = self._router.grpc_address, self._router.http_address
+        return ClusterHealth(router, *doors, tuple(workers), self._metrics_address)
 
     async def run(self) -> None:
         """Pending as long as the controller lives and is wanted."""
@@ -93,4 +119,6 @@ class Controller:
                 await run
         await asyncio.gather(*self._runs)
         await self._server.stop(grace=0.5)
+        if self._metrics is not None:
+            await self._metrics.close()
         self._stopped.set()

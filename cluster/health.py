@@ -39,6 +39,8 @@ class ClusterHealth:
     grpc_address: str
     http_address: str
     workers: tuple[Health, ...]
+    metrics_address: str = ""
+    """Where the whole cluster's metrics are, host:port."""
 
     @property
     def all(self) -> tuple[Health, ...]:

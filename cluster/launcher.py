@@ -46,12 +46,13 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the cluster listens, each host:port. `token` opens the controller's and the workers' doors."""
+    """Where the cluster listens, each host:port. `token` opens all doors but the router's."""
 
     grpc: str
     http: str
     controller: str
     token: str
+    metrics: str
 
 
 class Cluster:
@@ -165,7 +166,8 @@ class Cluster:
         health = self._await_serving(life)
         if health is None:
             return
-        self._ready.set_result(Endpoints(health.grpc_address, health.http_address, address, self._token))
+        doors = health.grpc_address, health.http_address
+        self._ready.set_result(Endpoints(*doors, address, self._token, health.metrics_address))
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:

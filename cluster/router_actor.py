@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,8 @@ class RouterProcess:
         """Set before the first `spawn`."""
         self.grpc_address = ""
         self.http_address = ""
+        self.on_open: Callable[[str], None] = lambda _: None
+        """Hears the HTTP door's address each time it opened."""
 
     async def spawn(self, incarnation: int) -> Process:
         """A new router process; it keeps the doors of the one before."""
@@ -80,6 +83,7 @@ class RouterProcess:
 
     def _opened(self, doors: "RouterEndpoints") -> None:
         self.grpc_address, self.http_address = doors.grpc_address, doors.http_address
+        self.on_open(doors.http_address)
 
     def _config(self, incarnation: int) -> "RouterConfig":
         from router.config import RouterConfig
@@ -92,6 +96,7 @@ class RouterProcess:
             controller_address=self.controller_address,
             token=self._token,
             api_keys=self._cluster.api_keys,
+            metrics_key=self._cluster.metrics_key,
             mode=Mode(self._cluster.mode),
             slo_classes=self._cluster.slo_classes,
             default_slo_class=self._cluster.default_slo_class,

@@ -1,5 +1,7 @@
 """Workers' processes: Ray actors around `worker.actor.WorkerActor`, each in a placement group of its own."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
@@ -18,8 +20,16 @@ _CPU_GATHER_S = 0.01
 class WorkerActors:
     """Spawns workers. A slot's placement group is made once and holds its place between two incarnations."""
 
-    def __init__(self, config: ClusterConfig, controller_address: str, token: str) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        controller_address: str,
+        token: str,
+        on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
+    ) -> None:
+        """`on_metrics` hears where each one that has started serves its metrics."""
         self._cluster = config
+        self._on_metrics = on_metrics
         self._controller_address = controller_address
         self._token = token
         self._groups: dict[str, Any] = {}
@@ -37,7 +47,8 @@ class WorkerActors:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
         log = self._cluster.log_file(slot.worker_id)
-        return RayProcess(actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation, log))
+        actor = actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation, log)
+        return RayProcess(actor, on_start=partial(self._on_metrics, slot))
 
     def _group(self, slot: Slot) -> Any:
         from ray.util.placement_group import placement_group
@@ -72,6 +83,7 @@ class WorkerActors:
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self._controller_address,
             token=self._token,
+            metrics_key=cluster.metrics_key or (self._token if cluster.api_keys else ""),
             step_deadline_s=cluster.step_deadline_s,
             prefix_cache=cluster.prefix_cache,
             kv_checksum_rate=cluster.kv_checksum_rate,

@@ -1,7 +1,8 @@
-"""What steps should take by the device's ceilings and the model's size, before any was measured."""
+"""What a step must read and compute by its shape, and how long that takes at the device's ceilings."""
 
 from dataclasses import dataclass
 
+from costs.step_cost import StepWork
 from wire.cost_parameters import CostParameters
 
 _FLOP_A_WEIGHT = 2
@@ -38,6 +39,26 @@ class ModelSizes:
     """Bytes of keys and values of one token, all layers."""
     attention_flop_per_pair: int
     """Operations of one token attending to one other, all layers and heads."""
+
+    def step_bytes(self, work: StepWork) -> float:
+        """Bytes that a step of this work must read: all weights, and the KV that its decode rows attend to. Of prompts
+        what they attend to beside their own tokens is not known, and little.
+        """
+        return self.weight_bytes + self.kv_bytes_per_token * (work.decode_context_tokens + work.prefill_tokens)
+
+    def step_flops(self, work: StepWork) -> float:
+        """Operations that it must do."""
+        tokens = work.decode_rows + work.prefill_tokens
+        pairs = work.decode_context_tokens + work.prefill_pairs
+        return _FLOP_A_WEIGHT * self.weights * tokens + self.attention_flop_per_pair * pairs
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model on a device."""
+
+    sizes: ModelSizes
+    ceilings: Ceilings
 
 
 def guess(sizes: ModelSizes, device: Ceilings) -> CostParameters:

@@ -94,6 +94,8 @@ class DecodeAdmission:
         self.arrival = ArrivalCheck(me, model, checks)
         self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
         self._stale_attempts = 0
+        self.expired_leases = 0
+        """Leases that ended because nobody renewed them."""
 
     # ---- routers ----
 
@@ -223,6 +225,7 @@ class DecodeAdmission:
         with self._lock:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
+            self.expired_leases += sum(change.action is not PageAction.FREE for change in changes)
             self._follow_all(changes, reason)
             late = self._held.end_late_checks(self._clock())
         if changes or late:

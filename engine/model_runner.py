@@ -15,7 +15,7 @@ from engine.device import choose_kernels, device_name, parse_device, parse_dtype
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import naming_the_setting, ran_out_of_memory
-from engine.model_sizes import cost_guess
+from engine.model_sizes import cost_guess, roofline
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.llama import LlamaModel
 from engine.models.parameters import allocate_parameters, destinations
@@ -54,6 +54,7 @@ class ModelRunner:
         self.page_tokens = cache.page_tokens
         self.page_sums = page_checksums(cache.tensor)
         self.cost_guess = cost_guess(config, cache)
+        self.roofline = roofline(config, cache)
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
         self.stepper = stepper

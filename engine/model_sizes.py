@@ -1,6 +1,6 @@
 """How much a step of a model reads and computes, from its shape."""
 
-from costs.roofline import CPU, GPU, ModelSizes, guess
+from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
 from engine.cache.paged_cache import PagedCache
 from engine.models.config import ModelConfig
@@ -23,6 +23,12 @@ def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
     )
 
 
+def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
+    """The model on this kind of device."""
+    return Roofline(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
+
+
 def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
-    """What steps should take on this kind of device, before one was measured."""
-    return guess(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
+    """What steps should take there, before one was measured."""
+    limits = roofline(config, cache)
+    return guess(limits.sizes, limits.ceilings)

@@ -47,12 +47,11 @@ class RouterMetrics:
         self._cached_tokens = board.count(f.CACHED_PROMPT_TOKENS)
         self._generation_tokens = board.count(f.GENERATION_TOKENS)
         self._begin_at_zero()
-        board.read_all(f.GOODPUT, lambda: {(name,): rate for name, rate in self.goodput.per_second().items()})
+        board.read(lambda: {f.GOODPUT: {(name,): rate for name, rate in self.goodput.per_second().items()}})
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Whom to ask how many requests there are."""
-        self.board.read(f.REQUESTS_RUNNING, running)
-        self.board.read(f.REQUESTS_WAITING, waiting)
+        self.board.read(lambda: {f.REQUESTS_RUNNING: running(), f.REQUESTS_WAITING: waiting()})
 
     # At the door
 

@@ -16,6 +16,8 @@ Labels = tuple[str, ...]
 """Values of a family's labels, in their order."""
 Reading = Mapping[Labels, float]
 """A number for each set of labels."""
+Facts = Mapping[Family, float | Reading]
+"""Families as they are now; a bare number is of one without labels of its own."""
 
 
 class Count:
@@ -69,7 +71,7 @@ class Board:
         self.labels = labels
         self._counts: dict[Family, dict[Labels, Count]] = {}
         self._spreads: dict[Family, dict[Labels, Spread]] = {}
-        self._sources: dict[Family, Callable[[], Reading]] = {}
+        self._sources: list[Callable[[], Facts]] = []
 
     def count(self, family: Family, *values: str) -> Count:
         """The cell of a counter with these label values; the same one each time. It is exported from now on."""
@@ -81,23 +83,19 @@ class Board:
         _check(family, Kind.HISTOGRAM, values)
         return self._spreads.setdefault(family, {}).setdefault(values, Spread(family.buckets))
 
-    def read(self, family: Family, source: Callable[[], float]) -> None:
-        """A counter or gauge without labels of its own that somebody else keeps: asked at each scrape."""
-        _check(family, family.kind, ())
-        self._sources[family] = lambda: {(): source()}
-
-    def read_all(self, family: Family, source: Callable[[], Reading]) -> None:
-        """The same with labels."""
-        self._sources[family] = source
+    def read(self, source: Callable[[], Facts]) -> None:
+        """Counters and gauges that somebody else keeps: asked for at each scrape."""
+        self._sources.append(source)
 
     def snapshots(self) -> Iterable[Snapshot]:
         """Every family, as it is now."""
-        for family, cells in self._counts.items():
-            yield Snapshot(family, {labels: cell.value for labels, cell in cells.items()}, {})
-        for family, source in self._sources.items():
-            yield Snapshot(family, source(), {})
-        for family, spreads in self._spreads.items():
-            yield Snapshot(family, {}, spreads)
+        for family, cells in tuple(self._counts.items()):
+            yield Snapshot(family, {labels: cell.value for labels, cell in tuple(cells.items())}, {})
+        for source in self._sources:
+            for family, found in source().items():
+                yield Snapshot(family, found if isinstance(found, Mapping) else {(): found}, {})
+        for family, spreads in tuple(self._spreads.items()):
+            yield Snapshot(family, {}, dict(spreads))
 
 
 def _check(family: Family, kind: Kind, values: Labels) -> None:

@@ -74,9 +74,7 @@ async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) 
     bearer = f"Authorization: Bearer {key}\r\n" if key else ""
     try:
         async with asyncio.timeout(timeout_s):
-            head, body = await _get(
-                address, f"GET {path} HTTP/1.0\r\nHost: {address}\r\nAccept: {TEXT}\r\n{bearer}\r\n"
-            )
+            head, body = await _get(address, f"GET {path} HTTP/1.0\r\nAccept: {TEXT}\r\n{bearer}\r\n")
     except (OSError, TimeoutError, ValueError) as error:
         raise Unavailable(f"no metrics from {address}{path}: {type(error).__name__} {error}") from None
     status = head.split(b" ", 2)[1:2]

@@ -67,8 +67,8 @@ def merge(texts: Iterable[str]) -> str:
 
 def _metric(snapshot: Snapshot, labels: dict[str, str]) -> Metric:
     family = snapshot.family
-    names = [*labels, *family.labels]
-    fixed = list(labels.values())
+    base = {name: value for name, value in labels.items() if name not in family.labels}
+    names, fixed = [*base, *family.labels], list(base.values())
     if family.kind is Kind.HISTOGRAM:
         histogram = HistogramMetricFamily(family.full_name, family.help, labels=names)
         for values, spread in snapshot.spreads.items():

@@ -104,6 +104,7 @@ STEP_SECONDS = histogram(
 STEP_DECODE_ROWS = histogram("engine_step_decode_requests", "Requests that decode in a step, of steps with any.", _ROWS)
 STEP_PREFILL_TOKENS = histogram("engine_step_prefill_tokens", "Prompt tokens of a step, of steps with any.", _TOKENS)
 STEP_TOKENS = counter("engine_step_tokens_total", "Tokens computed in steps, by half (prefill, decode).", "half")
+STEP_BUSY = counter("engine_busy_seconds_total", "Time that steps took; the rest of the engine's time is idle.")
 STEP_BYTES = counter("engine_memory_bytes_total", "Bytes of weights and KV that steps had to read, by their shape.")
 STEP_FLOPS = counter("engine_flops_total", "Floating-point operations that steps had to do, by their shape.")
 BANDWIDTH_UTILIZATION = gauge(

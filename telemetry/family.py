@@ -25,7 +25,8 @@ class Family:
     help: str
     """A sentence, for operators."""
     labels: tuple[str, ...] = ()
-    """Each with few values, all of them known before the first request: never an id, a key or a client's words."""
+    """Each with few values, all of them known before the first request: never an id, a key or a client's words. One
+    that the process has as well stands in its place."""
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram, growing, without infinity."""
 

@@ -37,6 +37,7 @@ class RunningCluster:
         self._cluster = Cluster.start(replace(config, log_folder=self._logs))
         self.grpc_address = self._cluster.endpoints.grpc
         self.http_address = self._cluster.endpoints.http
+        self.metrics_address = self._cluster.endpoints.metrics
 
     def stop(self) -> None:
         self._cluster.stop()

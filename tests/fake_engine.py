@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from costs.roofline import Ceilings, ModelSizes, Roofline
 from engine.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
@@ -41,6 +42,7 @@ class FakeEngine:
         self.layout = KVLayout(self.memory.ctypes.data, pages, 1, 1, PAGE_TOKENS, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, PAGE_TOKENS, 2))
         self.cost_guess = UNMEASURED
+        self.roofline = Roofline(ModelSizes(1000, 4000, 8, 4), Ceilings(1e9, 1e9, 1e-4))
         self.batches: list[StepBatch] = []
         self.waiting = threading.Event()
         """Set while a step is held."""

@@ -14,6 +14,10 @@ from wire.address import address_of
 from wire.errors import FailedPrecondition
 
 
+_KEEP_ALIVE_S = 75
+"""How long a connection without calls stays open."""
+
+
 class Listener:
     """A socket at host:port that nobody else has, 0 = any free port. FailedPrecondition names the `setting` of a port
     that is taken.
@@ -49,12 +53,17 @@ class HttpServer(uvicorn.Server):
     """Signals stay the process's own. `begin` it once, `end` it once."""
 
     def __init__(self, app: Any, listener: Listener) -> None:
-        """`app` speaks ASGI; the listener is this server's from now on."""
-        super().__init__(
-            uvicorn.Config(
-                app, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=75, log_config=None
-            )
+        """`app` speaks ASGI 3; the listener is this server's from now on."""
+        config = uvicorn.Config(
+            app,
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
         )
+        super().__init__(config)
         self._listener = listener
         self._listening = asyncio.Event()
 

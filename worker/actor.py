@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from wire.logs import begin_log
-from wire.messages import WorkerInfo
 from worker.config import WorkerConfig
 
 
@@ -30,9 +29,10 @@ class WorkerActor:
         """Of this process."""
         return os.getpid()
 
-    async def start(self) -> WorkerInfo:
-        """See `WorkerProcess.start`."""
-        return await asyncio.to_thread(self._process.start, self._note)
+    async def start(self) -> str:
+        """See `WorkerProcess.start`; host:port of its metrics."""
+        await asyncio.to_thread(self._process.start, self._note)
+        return self._process.metrics_address
 
     async def progress(self) -> tuple[str, float]:
         """The stage of the start in words, and the fraction of it that is done."""

@@ -30,6 +30,10 @@ class WorkerConfig:
     """Address the gRPC server listens on."""
     port: int = 0
     """Port of the gRPC server; 0 = any free one, published to the controller."""
+    metrics_port: int = 0
+    """Port of the metrics' HTTP server; 0 = any free one."""
+    metrics_key: str = ""
+    """The key that opens them; empty = the cluster's token does, and on loopback nobody is asked."""
     lease_s: float = 5.0
     """Life of a lease without a heartbeat from its router, in seconds."""
     quarantine_s: float = 5.0

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from costs.roofline import Roofline
 from costs.step_cost import CostParameters
 from engine.cache.page_pool import PagePool
 from kv_transfer.checksums import PageSums
@@ -28,6 +29,9 @@ class LoadedEngine(Runner, Protocol):
 
     @property
     def cost_guess(self) -> CostParameters: ...
+
+    @property
+    def roofline(self) -> Roofline: ...
 
     def compatibility_facts(self) -> Facts: ...
 

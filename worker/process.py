@@ -18,13 +18,17 @@ from engine.cache.paged_cache import PagedCache
 from engine.model_runner import ModelRunner
 from kv_transfer.backends import open_transport
 from kv_transfer.layout import KVLayout
+from telemetry.door import METRICS_PATH, MetricsDoor, metrics_page
+from telemetry.exposition import Exposition
 from wire import rpc
-from wire.address import address_of
+from wire.address import address_of, is_loopback
+from wire.credentials import reading_keys
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
 from wire.messages import PeerRef, WorkerInfo
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
+from worker.metrics import worker_facts
 from worker.servicer import WorkerServicer
 from worker.worker import Worker, first_line
 
@@ -53,6 +57,9 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._server: grpc.aio.Server | None = None
         self._controller: ControllerLink | None = None
+        self._metrics: MetricsDoor | None = None
+        self.metrics_address = ""
+        """host:port of the metrics' HTTP server, once it serves."""
         self._stopping = threading.Lock()
 
     def start(self, progress: Progress | None = None) -> WorkerInfo:
@@ -110,6 +117,7 @@ class WorkerProcess:
         port = self._listen(self._server)
         await self._server.start()
         self._worker.start()
+        await self._open_metrics(self._worker)
         describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
@@ -123,6 +131,13 @@ class WorkerProcess:
             )
             await self._controller.register()
         return describe()
+
+    async def _open_metrics(self, worker: Worker) -> None:
+        config, board = self._config, worker.metrics.board
+        board.read(partial(worker_facts, worker))
+        keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
+        self._metrics = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, keys)
+        self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
 
     def _listen(self, server: grpc.aio.Server) -> int:
         address = address_of(self._config.host, self._config.port)
@@ -164,6 +179,8 @@ class WorkerProcess:
             await self._worker.close()
         if self._server is not None:
             await self._server.stop(None)
+        if self._metrics is not None:
+            await self._metrics.close()
         self._controller = self._worker = self._server = self._engine = None
         await self._events.shutdown_default_executor()
 

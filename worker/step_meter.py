@@ -32,10 +32,16 @@ class StepMeter:
     result, is the time tokens take to follow each other. After a gap it has begun with its own schedule.
     """
 
-    def __init__(self, guess: CostParameters, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`guess` is what predictions begin with; `clock` in seconds."""
+    def __init__(
+        self,
+        guess: CostParameters,
+        clock: Callable[[], float] = time.perf_counter,
+        tell: Callable[[StepWork, float], None] = lambda _work, _seconds: None,
+    ) -> None:
+        """`guess` is what predictions begin with; `clock` in seconds; `tell` hears of each step, with its seconds."""
         self._fit = StepFit(guess)
         self._clock = clock
+        self._tell = tell
         self._last_end = float("-inf")
 
     @property
@@ -54,5 +60,6 @@ class StepMeter:
     def end(self, work: StepWork, began: float) -> None:
         """The results of a step with this work are here."""
         now = self._clock()
-        self._fit.observe(work, now - max(began, self._last_end))
-        self._last_end = now
+        seconds, self._last_end = now - max(began, self._last_end), now
+        self._fit.observe(work, seconds)
+        self._tell(work, seconds)

@@ -43,6 +43,7 @@ from worker.config import WorkerConfig
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
+from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
 from worker.step_meter import StepMeter
@@ -70,6 +71,8 @@ class Worker:
         self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Set when a step failed: the process must end."""
         self._config = config
+        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: config.role.value, engine.roofline)
+        """What is counted here; export `worker_facts` beside it."""
         self._pool = engine.pool
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
@@ -94,11 +97,11 @@ class Worker:
             self.peers,
             self.admission,
             self._checks,
-            self._outbox.post,
+            self.metrics.hearing(self._outbox.post),
             config.transfer_deadline_s,
         )
         self._prefill = self._make_prefill(engine)
-        self._meter = StepMeter(engine.cost_guess)
+        self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
         self._loop = self._make_loop(engine)
         self._caretaker = Caretaker(
             config,
@@ -182,6 +185,11 @@ class Worker:
             decode_context_tokens=self._loop.decoding.decode_context_tokens,
             cost=self._meter.parameters,
         )
+
+    @property
+    def prefix_events(self) -> tuple[int, int]:
+        """Pages that ever became known to the prefix cache, and that were forgotten."""
+        return self._cache.events
 
     def open_requests(self) -> int:
         """Requests either half knows."""

@@ -172,6 +172,11 @@ class PrefixCache:
 
     # ---- facts ----
 
+    @property
+    def events(self) -> tuple[int, int]:
+        """Pages that ever became known, and that were forgotten."""
+        return self._log.stored_pages, self._log.removed_pages
+
     def __len__(self) -> int:
         """Pages that are known."""
         return len(self._nodes)

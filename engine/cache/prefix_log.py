@@ -13,13 +13,17 @@ class PrefixLog:
         """Of each digest that changed, its parent; None = it is forgotten."""
         self.sequence = 0
         """Of the last batch that was taken."""
+        self.stored_pages = self.removed_pages = 0
+        """How many ever were."""
 
     def stored(self, digest: bytes, parent: bytes) -> None:
         self._parents.pop(digest, None)  # to the end: behind its parent
         self._parents[digest] = parent
+        self.stored_pages += 1
 
     def removed(self, digest: bytes) -> None:
         self._parents[digest] = None
+        self.removed_pages += 1
 
     def take(self) -> PrefixChanges | None:
         """All since the last time, None if there is nothing."""

@@ -17,7 +17,7 @@ class NoCluster:
     """Starts at once, or fails as told, and ends when asked to wait."""
 
     failure: Unavailable | None = None
-    endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token")
+    endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token", "127.0.0.1:10")
     waited = stopped = False
 
     def __init__(self, config: ClusterConfig) -> None:

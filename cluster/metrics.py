@@ -1,0 +1,106 @@
+"""The whole cluster's metrics at one address, and who is there to be scraped, for Prometheus' HTTP service discovery.
+
+Each process counts for itself and is asked whenever somebody asks here: nothing is kept, and nothing added up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from cluster.health import Health, Phase
+from telemetry import families as f
+from telemetry.board import Board, Facts
+from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
+from telemetry.exposition import TEXT, Exposition, merge
+from wire.errors import Unavailable
+
+_ME = "controller"
+_JSON = "application/json"
+_TARGET_S = 2.0
+"""How long one process may take to answer; the others' metrics wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A process that can be scraped, at host:port."""
+
+    role: str
+    address: str
+
+
+class ClusterMetrics:
+    """The controller's metrics door. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        token: str,
+        keys: frozenset[str],
+        health: Callable[[], Iterable[tuple[str, Health]]],
+        roles: Callable[[], Mapping[str, str]],
+    ) -> None:
+        """`token` opens the processes' doors, `keys` this one. `health` tells of each kept process, with the role that
+        it was started for; `roles` those that workers have now.
+        """
+        self._token = token
+        self._health = health
+        self._roles = roles
+        self._targets: dict[str, Target] = {}
+        self._answered: dict[str, bool] = {}
+        self._board = Board(lambda: {"model": model, "role": _ME, "worker": _ME})
+        self._board.read(self._facts)
+        self._own = metrics_page(Exposition(self._board))
+        self._door = MetricsDoor({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
+
+    async def open(self, host: str, port: int) -> str:
+        """Listen; host:port. FailedPrecondition if the port is taken."""
+        return await self._door.open(host, port)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._door.close()
+
+    def opened(self, name: str, role: str, address: str) -> None:
+        """A process serves metrics there."""
+        self._targets[name] = Target(role, address)
+
+    def gone(self, name: str) -> None:
+        """It ended."""
+        self._targets.pop(name, None)
+        self._answered.pop(name, None)
+
+    async def _metrics(self, _accept: str) -> tuple[bytes, str]:
+        texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
+        own, _ = await self._own(TEXT)
+        return merge([own.decode(), *texts]).encode(), TEXT
+
+    async def _ask(self, name: str, target: Target) -> str:
+        try:
+            text = await fetch(target.address, METRICS_PATH, self._token, _TARGET_S)
+        except Unavailable:
+            text = ""
+        if name in self._targets:
+            self._answered[name] = bool(text)
+        return text
+
+    async def _discovery(self, _accept: str) -> tuple[bytes, str]:
+        """As `http_sd_configs` wants it. The labels are for relabeling alone: each process names itself in its own."""
+        found = [
+            {"targets": [target.address], "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": target.role}}
+            for name, target in self._targets.items()
+        ]
+        return json.dumps(found).encode(), _JSON
+
+    def _facts(self) -> Facts:
+        roles = self._roles()
+        kept = {(roles.get(each.name, role), each.name): each for role, each in self._health()}
+        return {
+            f.PROCESS_UP: {labels: float(each.phase is Phase.SERVING) for labels, each in kept.items()},
+            f.PROCESS_RESTARTS: {labels: float(each.restarts) for labels, each in kept.items()},
+            f.TARGET_UP: {
+                labels: float(self._answered[each.name]) for labels, each in kept.items() if each.name in self._answered
+            },
+        }

@@ -1,0 +1,175 @@
+"""Every process of a real cluster is scraped after some requests: all names are there, and the figures are true."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from telemetry.door import fetch
+from telemetry.families import FAMILIES
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+
+PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
+ANSWER_TOKENS = (1, 5, 12)
+SERIES_MAX = 60
+"""Most label sets of one family on one process."""
+
+
+@dataclass
+class Scraped:
+    """Samples by name, each a (labels, value)."""
+
+    samples: dict[str, list[tuple[dict[str, str], float]]]
+
+    @classmethod
+    def of(cls, text: str) -> Scraped:
+        samples = defaultdict(list)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                samples[sample.name].append((sample.labels, sample.value))
+        return cls(samples)
+
+    def total(self, name: str, **labels: str) -> float:
+        found = [value for have, value in self.samples[f"tandem_{name}"] if labels.items() <= have.items()]
+        assert found, f"no {name} {labels}"
+        return sum(found)
+
+
+def scrape(cluster: Any) -> Scraped:
+    """The whole cluster."""
+    return Scraped.of(asyncio.run(fetch(cluster.metrics_address, "/metrics")))
+
+
+def ask(cluster: Any, tokens: int, **fields: Any) -> None:
+    options = inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, **fields)
+    request = inference_pb2.GenerateRequest(text=PROMPT, options=options)
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        assert list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
+
+
+@dataclass
+class Traffic:
+    before: Scraped
+    after: Scraped
+    cluster: Any
+
+    def grown(self, name: str, **labels: str) -> float:
+        return self.after.total(name, **labels) - self.before.total(name, **labels)
+
+
+@pytest.fixture(scope="module")
+def traffic(running_cluster: Callable[..., Any]) -> Traffic:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    ask(cluster, 2)
+    before = scrape(cluster)
+    for tokens in ANSWER_TOKENS:
+        ask(cluster, tokens, slo_class="best_effort")
+    with pytest.raises(grpc.RpcError):
+        ask(cluster, 4, slo_class="no such class")
+    with pytest.raises(grpc.RpcError):
+        ask(cluster, 10**6)
+    return Traffic(before, scrape(cluster), cluster)
+
+
+def test_every_family_is_there(traffic: Traffic) -> None:
+    names = {name.removesuffix("_count") for name in traffic.after.samples}
+    missing = {family.full_name for family in FAMILIES} - names
+    assert not missing
+
+
+def test_the_figures_are_true(traffic: Traffic) -> None:
+    requests, tokens = len(ANSWER_TOKENS), sum(ANSWER_TOKENS)
+    assert traffic.grown("time_to_first_token_seconds_count") == requests
+    assert traffic.grown("e2e_request_latency_seconds_count") == requests
+    assert traffic.grown("request_success_total", finished_reason="length") == requests
+    assert traffic.grown("generation_tokens_total") == tokens
+    assert traffic.grown("inter_token_latency_seconds_count") == tokens - requests
+    assert traffic.grown("slo_requests_total", slo_class="best_effort", outcome="met") == requests
+    assert traffic.grown("slo_requests_total") == requests
+    assert traffic.grown("admission_rejections_total", reason="invalid") == 2
+    assert traffic.grown("admission_rejections_total") == 2
+    assert traffic.grown("engine_step_tokens_total", half="decode") == tokens - requests
+    assert traffic.grown("request_queue_time_seconds_count") == requests
+    handed_over = sum(tokens > 1 for tokens in ANSWER_TOKENS)
+    assert traffic.grown("kv_transfer_seconds_count", role="prefill") == handed_over
+    assert traffic.grown("kv_transfer_bytes_total", role="prefill") > 0
+    assert traffic.grown("request_transfer_time_seconds_count") == handed_over
+    assert traffic.grown("kv_transfer_failures_total") == 0
+    assert traffic.grown("prefix_cache_hits_tokens_total", role="prefill") > 0
+    assert traffic.grown("placements_total") == requests
+    assert traffic.after.total("goodput_requests_per_second", slo_class="best_effort") > 0
+
+
+def test_gauges_make_sense(traffic: Traffic) -> None:
+    after = traffic.after
+    for role in ("prefill", "decode"):
+        pages = after.total("kv_pages", role=role) - after.total("kv_pages", role=role, state="promised")
+        sizes = {member.worker_id: member.pages_total for member in traffic.cluster.members()}
+        assert pages == sizes[f"{role}-0"]
+        assert 0 < after.total("model_bandwidth_utilization_ratio", role=role) < 10
+        assert 0 < after.total("model_flops_utilization_ratio", role=role) < 10
+        assert after.total("worker_ready", role=role) == 1
+        assert after.total("process_up", role=role) == 1
+    assert after.total("metrics_target_up") == 3
+    assert after.total("process_restarts_total") == 0
+    assert after.total("num_requests_running", role="router") == after.total("num_requests_waiting", role="router") == 0
+    assert after.total("kv_pages", state="quarantined") == 0
+    transports = {labels["transport"] for labels, _ in after.samples["tandem_kv_transport_info"]}
+    assert all(transport.startswith("UCX write") for transport in transports)
+
+
+def test_cardinality_is_bounded(traffic: Traffic) -> None:
+    """By processes, enums and settings; nothing that clients send makes a series, nor do their words appear."""
+    for name, samples in traffic.after.samples.items():
+        each = defaultdict(set)
+        for labels, _ in samples:
+            each[labels.get("worker")].add(tuple(value for key, value in labels.items() if key != "le"))
+            assert set(labels) <= {"model", "role", "worker", "le", *_own_labels(name)}, name
+        assert max(map(len, each.values())) <= SERIES_MAX, name
+    assert len(traffic.before.samples) == len(traffic.after.samples)
+    before, after = (sum(map(len, each.samples.values())) for each in (traffic.before, traffic.after))
+    assert after == before
+
+
+def _own_labels(name: str) -> tuple[str, ...]:
+    return next((family.labels for family in FAMILIES if name.startswith(family.full_name)), ())
+
+
+def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
+    groups = json.loads(asyncio.run(fetch(traffic.cluster.metrics_address, "/sd")))
+    assert {group["labels"]["__meta_tandem_worker"] for group in groups} == {"router", "prefill-0", "decode-0"}
+    merged = traffic.after.samples
+    for group in groups:
+        (target,) = group["targets"]
+        for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+            text = get(target, accept)
+            own = Scraped.of(text.removesuffix("# EOF\n"))
+            assert own.samples.keys() <= merged.keys() | {"tandem_metrics_target_up"}
+            assert {labels["worker"] for each in own.samples.values() for labels, _ in each} == {
+                group["labels"]["__meta_tandem_worker"]
+            }
+    assert traffic.cluster.http_address in {target for group in groups for target in group["targets"]}
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        get(traffic.cluster.metrics_address, "text/plain", "/nothing")
+
+
+def get(address: str, accept: str, path: str = "/metrics") -> str:
+    request = urllib.request.Request(f"http://{address}{path}", headers={"accept": accept})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+        return str(reply.read().decode())
+
+
+def test_no_prompt_in_any_log(traffic: Traffic) -> None:
+    for name in ("router", "controller", "prefill-0", "decode-0"):
+        assert "lighthouse" not in traffic.cluster.log(name)
+    assert "serves" in traffic.cluster.log("router")

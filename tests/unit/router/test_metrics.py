@@ -1,0 +1,286 @@
+"""What a router counts: verdicts and goodput under a clock made by hand, and figures through a whole router."""
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import grpc.aio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from router.config import RouterConfig
+from router.foresight import PlacementRecord
+from router.goodput import Goodput
+from router.metrics import RouterMetrics
+from router.placement import Forecast
+from router.refusal import Refusal, Refused
+from router.request import Admitted, RoutedRequest
+from router.slo import BEST_EFFORT, SloClass
+from router.verdict import MET, Outcome, Phase, PhaseTimes, TokenPace, Verdict, failed, judge
+from telemetry import families as f
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.test_generate import Client, ask
+from wire.errors import InvalidArgument, TransferFailed, Unavailable
+from wire.messages import FinishReason, SamplingParams
+from wire.timeline import Edge, EdgeStamp, Timeline
+
+TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)
+SECOND = 10**9
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def pace_of(*gaps: float, target_s: float = 0.025) -> TokenPace:
+    pace, now = TokenPace(target_s), 5.0
+    pace.leave(1, now)
+    for gap in gaps:
+        now += gap
+        pace.leave(1, now)
+    return pace
+
+
+def timeline_of(**seconds: float) -> Timeline:
+    edges = tuple(EdgeStamp(Edge[name], int(at * SECOND)) for name, at in seconds.items())
+    return Timeline(edges, None, "prefill-0", "decode-0")
+
+
+WHOLE = {
+    "RECEIVED": 0.0, "PLACED": 0.1, "PREFILL_QUEUED": 0.2, "PREFILL_STARTED": 0.5, "TRANSFER_STARTED": 0.6,
+    "PREFILL_FINISHED": 0.7, "FIRST_TOKEN": 0.8, "TRANSFER_FINISHED": 0.9, "DECODE_ADMITTED": 0.95, "FINISHED": 2.8,
+}  # fmt: skip
+
+
+def test_phases_of_a_request() -> None:
+    times = PhaseTimes.of(timeline_of(**WHOLE))
+    found = (times.queue_s, times.prefill_s, times.transfer_s, times.decode_s)
+    assert found == pytest.approx((0.1 + 0.3, 0.2, 0.3, 2.0))
+    assert PhaseTimes.of(timeline_of(RECEIVED=0.0)) == PhaseTimes(None, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "ttft_s", "times", "verdict"),
+    [
+        ((0.02,) * 10, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
+        ((), 0.9, PhaseTimes(0.5, 0.4, None, None), MET),
+        ((), None, PhaseTimes(None, None, None, None), MET),
+        ((0.02,), 1.1, PhaseTimes(0.7, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_TTFT, Phase.QUEUE)),
+        ((0.02,), 1.1, PhaseTimes(0.3, 0.8, 0.1, 1.0), Verdict(Outcome.MISSED_TTFT, Phase.PREFILL)),
+        # One gap in ten may be too long, no matter which.
+        ((0.02,) * 9 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
+        ((0.05,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), MET),
+        ((0.02,) * 8 + (0.05,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        ((0.02,) * 8 + (0.05,) * 2, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        # Without the hand-over behind the first token it would have been met.
+        ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
+        ((0.05,) + (0.02,) * 8, 0.9, PhaseTimes(0.5, 0.4, None, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        # The worst gap counts alone.
+        ((0.02,) * 9 + (0.3,), 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.DECODE)),
+        ((0.3,) + (0.02,) * 9, 0.9, PhaseTimes(0.5, 0.4, 0.1, 1.0), Verdict(Outcome.MISSED_ITL, Phase.TRANSFER)),
+    ],
+)
+def test_verdicts(gaps: tuple[float, ...], ttft_s: float | None, times: PhaseTimes, verdict: Verdict) -> None:
+    assert judge(TIGHT, pace_of(*gaps), ttft_s, times) == verdict
+    assert judge(BEST_EFFORT, pace_of(*gaps, target_s=math.inf), ttft_s, times) == MET
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 10, 11, 57])
+def test_the_percentile_is_the_load_generators(count: int) -> None:
+    """Nearest rank, as `benchmarks.load` judges what its clients saw."""
+    from benchmarks.load.spread import percentile
+
+    for over in range(count + 1):
+        gaps = (0.02,) * (count - over) + (0.05,) * over
+        met = percentile(gaps, TIGHT.itl_percent) <= TIGHT.itl_s
+        assert (judge(TIGHT, pace_of(*gaps), 0.1, PhaseTimes(0, 0, 0, 0)) == MET) == met
+
+
+def test_tokens_that_leave_together() -> None:
+    pace = TokenPace()
+    assert pace.leave(3, 1.0) is None
+    assert pace.leave(2, 1.5) == 0.5
+    assert (pace.tokens, pace.gaps, pace.mean_gap_s, pace.first_over) == (5, 4, 0.125, False)
+
+
+@pytest.mark.parametrize(
+    ("last", "phase"),
+    [("RECEIVED", "queue"), ("PLACED", "prefill"), ("PREFILL_FINISHED", "transfer"), ("DECODE_ADMITTED", "decode")],
+)
+def test_the_phase_in_which_a_request_failed(last: str, phase: str) -> None:
+    names = list(WHOLE)
+    seen = {name: WHOLE[name] for name in names[: names.index(last) + 1]}
+    assert failed(timeline_of(**seen)) == Verdict(Outcome.FAILED, Phase(phase))
+
+
+def test_goodput_slides() -> None:
+    clock = Clock()
+    goodput = Goodput(["a", "b"], 60.0, clock)
+    assert goodput.per_second() == {"a": 0.0, "b": 0.0}
+    for _ in range(30):
+        goodput.met("a")
+        clock.now += 1.0
+    assert goodput.per_second() == {"a": 1.0, "b": 0.0}
+    clock.now += 30.0
+    assert goodput.per_second()["a"] == pytest.approx(0.5, abs=0.02)
+    clock.now += 31.0
+    goodput.met("b")
+    assert goodput.per_second() == {"a": 0.0, "b": pytest.approx(1 / 60)}
+    assert sum(len(bins) for bins in goodput._bins.values()) <= 61
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(model: Any, clock: Clock) -> RouterMetrics:
+    config = RouterConfig("router-1", model, "fake", "", slo_classes=(TIGHT, BEST_EFFORT))
+    return RouterMetrics(config, clock)
+
+
+def request_of(slo: SloClass, prompt: int = 7, **edges: float) -> RoutedRequest:
+    admitted = Admitted("r", (1,) * prompt, SamplingParams(8), (), 0, (), slo=slo)
+    request = RoutedRequest("r~1", admitted, admitted.ticket("r~1", 1, 0.0), cast(Any, None), cast(Any, None), 0.0)
+    request.pace.target_s = slo.gap_target(0.01)
+    request.edges = list(timeline_of(**edges).edges)
+    return request
+
+
+def outcomes(metrics: RouterMetrics) -> dict[tuple[str, ...], float]:
+    """Those that are not zero."""
+    found = metrics.board._counts
+    cells = {**found[f.SLO_REQUESTS], **found[f.SLO_MISSED]}
+    return {labels: cell.value for labels, cell in cells.items() if cell.value}
+
+
+def test_a_request_from_its_first_token_to_its_end(metrics: RouterMetrics, clock: Clock) -> None:
+    request = request_of(TIGHT, **{name: at for name, at in WHOLE.items() if name != "FINISHED"})
+    for tokens, gap in ((1, 0.0), (4, 0.02), (0, 0.0), (1, 0.01)):
+        clock.now += gap
+        metrics.tokens_leave(request, tokens)
+    request.edges.append(EdgeStamp(Edge.FINISHED, int(2.8 * SECOND)))
+    request.cached_tokens = 16
+    metrics.finished(request, FinishReason.STOP)
+    metrics.finished(request, FinishReason.STOP)
+    metrics.left(request)
+    board = metrics.board
+    assert (board.spread(f.TIME_TO_FIRST_TOKEN).count, board.spread(f.TIME_TO_FIRST_TOKEN).total) == (1, 0.8)
+    gaps = board.spread(f.INTER_TOKEN_LATENCY)
+    assert (gaps.count, gaps.counts[0]) == (5, 3)
+    assert gaps.total == pytest.approx(0.03)
+    assert board.spread(f.TIME_PER_OUTPUT_TOKEN).total == pytest.approx(0.006)
+    assert board.spread(f.E2E_REQUEST_LATENCY).total == pytest.approx(2.8)
+    assert board.spread(f.DECODE_TIME).count == 1
+    assert board.count(f.GENERATION_TOKENS).value == 6
+    assert (board.count(f.PROMPT_TOKENS).value, board.count(f.CACHED_PROMPT_TOKENS).value) == (7, 7)
+    assert board.count(f.REQUEST_SUCCESS, "stop").value == 1
+    assert outcomes(metrics) == {("tight", "met"): 1}
+
+
+def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
+    early, late, broken = (request_of(TIGHT, RECEIVED=0.0, PLACED=0.1) for _ in range(3))
+    early.edges = [EdgeStamp.now(Edge.RECEIVED)]
+    metrics.left(early)  # before anything was missed
+    assert outcomes(metrics) == {}
+    metrics.finished(late, FinishReason.ABORT)  # half a century too late
+    assert outcomes(metrics) == {("tight", "missed_ttft"): 1, ("tight", "queue"): 1}
+    metrics.failed(broken, TransferFailed("gone"))
+    assert outcomes(metrics)[("tight", "failed")] == outcomes(metrics)[("tight", "prefill")] == 1
+    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    assert metrics.board.count(f.REQUEST_SUCCESS, "abort").value == 2
+    assert metrics.goodput.per_second()["tight"] == 0
+
+
+def test_refusals(metrics: RouterMetrics) -> None:
+    for error, reason, outcome in (
+        (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", "shed"),
+        (Refused(Refusal.SLO, "late"), "slo", "shed"),
+        (Unavailable("nobody"), "no_worker", "failed"),
+        (InvalidArgument("prompt", "is wrong"), "invalid", None),
+    ):
+        before = outcomes(metrics)
+        metrics.refused("tight", error)
+        metrics.refused("of the client's making", error)
+        assert metrics.board.count(f.ADMISSION_REJECTIONS, reason).value == 2
+        grown = {key for key, value in outcomes(metrics).items() if value > before.get(key, 0)}
+        assert grown == (set() if outcome is None else {("tight", outcome), ("tight", "queue")})
+
+
+def test_predictions_and_regret(metrics: RouterMetrics) -> None:
+    forecast = Forecast(0.2, 0.2, 0.01, 0, 10, 0, 0.3, 0.35, measured=True)
+    record = PlacementRecord("r", "p", "d", "tight", forecast, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
+    metrics.placed(record)
+    metrics.placed(replace(record, itl_s=None, ttft_s=0.2))
+    board = metrics.board
+    assert board.count(f.PLACEMENTS).value == 2
+    assert board.count(f.REGRET).value == pytest.approx(0.15)
+    assert board.count(f.PREDICTED, "ttft").value == pytest.approx(0.4)
+    assert board.count(f.ACTUAL, "ttft").value == pytest.approx(0.6)
+    assert board.count(f.ACTUAL, "itl").value == pytest.approx(0.02)
+    assert board.spread(f.PREDICTION_ERROR, "itl").total == pytest.approx(0.5)
+
+
+async def scrape(cluster: Cluster, key: str = "", path: str = "/metrics") -> httpx.Response:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.get(f"http://{cluster.endpoints.http_address}{path}", headers=headers)
+
+
+def value_of(text: str, name: str, **labels: str) -> float:
+    samples = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
+
+
+async def test_a_whole_router(cluster: Cluster) -> None:
+    """Two good answers, one that outlived its worker's failed transfer, one that the client aborts, one refused."""
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        client = Client(channel)
+        await client.run(ask(max_tokens=5))
+        cluster.prefill.switches.fail_transfers = 1
+        await client.run(ask(max_tokens=3))
+        cluster.prefill.switches.silent_prefill = True
+        call = client.stub.Generate(ask(max_tokens=3))
+        await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
+        call.cancel()
+        await until(lambda: cluster.router._dispatcher.running == 0, "it ended")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await client.run(ask(max_tokens=0))
+    text = (await scrape(cluster)).text
+    assert value_of(text, "tandem_time_to_first_token_seconds_count") == 2
+    assert value_of(text, "tandem_request_success_total", finished_reason="length") == 2
+    assert value_of(text, "tandem_request_success_total", finished_reason="abort") == 1
+    assert value_of(text, "tandem_request_retries_total") == 1
+    assert value_of(text, "tandem_generation_tokens_total") == 8
+    assert value_of(text, "tandem_inter_token_latency_seconds_count") == 6
+    assert value_of(text, "tandem_admission_rejections_total", reason="invalid") == 1
+    assert value_of(text, "tandem_slo_requests_total") == 2
+    assert value_of(text, "tandem_slo_requests_total", slo_class="best_effort", outcome="met") == 2
+    assert value_of(text, "tandem_goodput_requests_per_second", slo_class="best_effort") > 0
+    labels = {"model": "fake", "role": "router", "worker": "router"}
+    assert value_of(text, "tandem_num_requests_running", **labels) == 0
+    cluster.prefill.switches.silent_prefill = False
+
+
+class TestKeys:
+    """Metrics are the operator's: a tenant's key does not open them."""
+
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("tenant",), "metrics_key": "operator"}
+
+    async def test_who_reads(self, cluster: Cluster) -> None:
+        for key, status in (("", 401), ("tenant", 401), ("operator", 200), ("secret", 200)):
+            assert (await scrape(cluster, key)).status_code == status
+        assert "metrics key" in (await scrape(cluster, "tenant")).text
+        assert (await scrape(cluster, "operator", "/v1/models")).status_code == 401
+        assert (await scrape(cluster, "tenant", "/v1/models")).status_code == 200

@@ -1,0 +1,75 @@
+"""The HTTP door for scrapers: who may come in, and what Tandem's own scraper makes of what it hears."""
+
+import socket
+
+import pytest
+
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
+from telemetry.exposition import Exposition
+from wire.credentials import reading_keys, shows_key
+from wire.errors import FailedPrecondition, Unavailable
+
+
+def pages() -> dict[str, object]:
+    board = Board(lambda: {"worker": "w"})
+    board.count(f.PREEMPTIONS).add(3)
+    return {METRICS_PATH: metrics_page(Exposition(board))}
+
+
+async def test_who_shows_the_key_reads() -> None:
+    door = MetricsDoor(pages(), frozenset({"right", "token"}))
+    address = await door.open("127.0.0.1")
+    try:
+        for key in ("right", "token"):
+            assert 'tandem_num_preemptions_total{worker="w"} 3.0' in await fetch(address, METRICS_PATH, key)
+        for key in ("", "wrong"):
+            with pytest.raises(Unavailable, match="401 send 'Authorization: Bearer <metrics key>'"):
+                await fetch(address, METRICS_PATH, key)
+        with pytest.raises(Unavailable, match="404 GET one of /metrics"):
+            await fetch(address, "/else", "right")
+        with pytest.raises(FailedPrecondition, match="metrics_port"):
+            await MetricsDoor(pages(), frozenset()).open("127.0.0.1", int(address.rpartition(":")[2]))
+    finally:
+        await door.close()
+    await door.close()
+    with pytest.raises(Unavailable, match="no metrics from"):
+        await fetch(address, METRICS_PATH, "right")
+
+
+async def test_nobody_is_asked_without_keys() -> None:
+    door = MetricsDoor(pages(), frozenset())
+    address = await door.open("::1")
+    try:
+        assert await fetch(address, METRICS_PATH)
+    finally:
+        await door.close()
+
+
+async def test_a_silent_process_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = "{}:{}".format(*silent.getsockname())
+        with pytest.raises(Unavailable, match="TimeoutError"):
+            await fetch(address, METRICS_PATH, timeout_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("metrics_key", "api_keys", "token", "loopback", "opens"),
+    [
+        ("", (), "token", True, None),
+        ("", (), "token", False, {"token"}),
+        ("", ("tenant",), "token", True, {"token"}),
+        ("key", (), "token", True, {"key", "token"}),
+        ("key", ("tenant",), "", False, {"key"}),
+        ("", ("tenant",), "", True, set()),
+    ],
+)
+def test_who_may_read(
+    metrics_key: str, api_keys: tuple[str, ...], token: str, loopback: bool, opens: set[str] | None
+) -> None:
+    """An API key never opens metrics; None = nobody is asked."""
+    keys = reading_keys(metrics_key, api_keys, token, loopback=loopback)
+    assert (not keys) == (opens is None)
+    for key in ("key", "token", "tenant", ""):
+        assert shows_key(f"Bearer {key}", keys) == (key in (opens or ()))
