@@ -251,6 +251,11 @@ class DecodeAdmission:
     # ---- facts ----
 
     @property
+    def cancelled(self) -> int:
+        """Requests that were cancelled while they ran or were checked, so far: with each, it is to be looked for."""
+        return self._held.cancelled
+
+    @property
     def open_requests(self) -> int:
         """Requests that are not over."""
         return len(self._held)

@@ -27,6 +27,8 @@ class Holdings:
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
         self._ready: deque[DecodeRequest] = deque()
         self._arrived: OrderedDict[int, None] = OrderedDict()
+        self.cancelled = 0
+        """Requests that were cancelled while their pages were in use."""
 
     def __len__(self) -> int:
         """Requests that are not over."""
@@ -97,6 +99,7 @@ class Holdings:
         else:
             # Its pages may be read now: the batch drops it at the step's end, the check when it has its result.
             request.cancelled = True
+            self.cancelled += 1
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:

@@ -1,13 +1,19 @@
 """One request in the decode half."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from engine.batch import History
 from engine.cache.prefix_cache import Prefix
 from wire.ending import Ending
 from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
+
+if TYPE_CHECKING:
+    from decode_worker.running_batch import RunningBatch
 
 
 class Stage(Enum):
@@ -62,10 +68,10 @@ class DecodeRequest:
     """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
-    in_flight: int = 0
-    """Launched steps with a row of it whose tokens are not here yet."""
-    row: int = 0
-    """Its row in the newest of them."""
+    batch: RunningBatch | None = None
+    """That it runs in."""
+    place: int = 0
+    """Its index in the columns of the batch."""
     prompt_tokens: int = field(init=False)
     """Of the client's own prompt."""
     ending: Ending = field(init=False)
@@ -83,6 +89,11 @@ class DecodeRequest:
         """
         reservation = self.reservation
         return [*reservation.prompt_token_ids[position:], *self.token_ids[reservation.answered : -1]]
+
+    @property
+    def in_flight(self) -> int:
+        """Launched steps with a row of it whose tokens are not here yet."""
+        return 0 if self.batch is None else self.batch.in_flight(self)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -130,7 +130,7 @@ class ModelRunner:
             logits = self.stepper.logits(batch)
             if logits is None:
                 return torch.empty(0, self.model_config.vocab_size)
-            return logits[: sum(row.draw is not None for row in batch.rows)]
+            return logits[: len(batch.draws)]
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """What two workers must share, as (name, value), before KV may move between them."""

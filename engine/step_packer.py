@@ -1,7 +1,9 @@
 """From rows to tensors: one host buffer a step, which goes to the device in one piece."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from wire.errors import Internal
 
 Words = npt.NDArray[np.int64]
 Narrow = npt.NDArray[np.int32]
+
+_Array = TypeVar("_Array", Words, Narrow)
 
 _NOWHERE = -1
 
@@ -107,18 +111,18 @@ class _Sections:
 
     @classmethod
     def of(cls, words: Words, sizes: StepSizes) -> "_Sections":
-        wide = sum(sizes.wide_room)
-        narrow = words[wide:].view(np.int32)
-        token_ids, slots, drawn = (
-            part[:length]
-            for part, length in zip(np.split(words[:wide], np.cumsum(sizes.wide_room[:-1])), sizes.wide, strict=True)
+        wide_room = sizes.wide_room
+        narrow = words[sum(wide_room) :].view(np.int32)
+        token_ids, slots, drawn = _slices(words, wide_room, sizes.wide)
+        positions, sources, row_starts, contexts, table = _slices(narrow, sizes.narrow_room, sizes.narrow)
+        return cls(
+            token_ids, slots, drawn, positions, sources, row_starts, contexts, table.reshape(sizes.rows, sizes.width)
         )
-        positions, sources, row_starts, contexts, table = (
-            part[:length]
-            for part, length in zip(np.split(narrow, np.cumsum(sizes.narrow_room[:-1])), sizes.narrow, strict=True)
-        )
-        shaped = table.reshape(sizes.rows, sizes.width)
-        return cls(token_ids, slots, drawn, positions, sources, row_starts, contexts, shaped)
+
+
+def _slices(words: _Array, rooms: list[int], lengths: list[int]) -> list[_Array]:
+    ends = itertools.accumulate(rooms)
+    return [words[end - room : end - room + length] for end, room, length in zip(ends, rooms, lengths, strict=True)]
 
 
 class StepPacker:
@@ -165,8 +169,8 @@ class StepPacker:
         # The last place is for rows without a source, which is -1.
         into.sources[:count] = np.array([*drawn_before, FROM_HOST])[rows.sources] if drawn_before else rows.sources
         into.row_starts[:count] = into.drawn[:count] = each
-        page, offset = np.divmod(rows.starts, page_tokens)
-        into.slots[:count] = into.table[each, page] * np.int64(page_tokens) + offset
+        pages = rows.starts // page_tokens
+        into.slots[:count] = (into.table[each, pages] - pages) * page_tokens + rows.starts
 
     def _fill_nothing(self, into: _Sections, first: int) -> None:
         """Rows from the `first` on are padding."""
@@ -224,10 +228,10 @@ class StepPacker:
         return longest
 
     def _check_ids(self, sections: _Sections) -> None:
-        ids, table = sections.token_ids, sections.table
-        if ids.min() < 0 or ids.max() >= self.limits.vocab_size:
+        # Without their signs, what is negative is too large.
+        if sections.token_ids.view(np.uint64).max() >= self.limits.vocab_size:
             raise Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
-        if table.min() < 0 or table.max() >= self.limits.pages:
+        if sections.table.view(np.uint32).max() >= self.limits.pages:
             raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
 
 

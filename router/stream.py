@@ -52,7 +52,7 @@ class EventStream:
         """One worker's step. Events of requests and attempts that are over are dropped."""
         now = time.monotonic()
         urgent: list[TextJob] = []
-        for event in step.events:
+        for event in step.each():
             request = live.get(event.ref.request_id)
             if request is None or event.ref.attempt != request.attempt or request.prefill is None:
                 continue

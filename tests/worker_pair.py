@@ -160,7 +160,7 @@ class WorkerPair:
     async def _read(self, stream: RouterStream) -> None:
         async for step in stream.messages():
             self.steps.append(step)
-            for event in step.events:
+            for event in step.each():
                 heard = self.heard.get(event.ref.request_id)
                 if heard is None:
                     self.late.append(event)

@@ -4,9 +4,10 @@ The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand t
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from itertools import chain
 
 import numpy as np
 
@@ -249,6 +250,24 @@ class RequestEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTokens:
+    """One more token for each of many requests of a router, of which there is nothing else to tell: columns of equal
+    length, so that a step's usual news is one message, however many requests it is of.
+    """
+
+    router_id: str
+    refs: Sequence[RequestRef]
+    indices: Sequence[int]
+    """Each token's number in its answer, from 0."""
+    token_ids: Sequence[int]
+
+    def events(self) -> Iterator[RequestEvent]:
+        """The same, request by request."""
+        for ref, index, token_id in zip(self.refs, self.indices, self.token_ids, strict=True):
+            yield RequestEvent(ref, index, (token_id,))
+
+
+@dataclass(frozen=True, slots=True)
 class RoutedEvent:
     """An event on its way out of a worker, and the router it is for."""
 
@@ -275,12 +294,17 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class StepEvents:
-    """One step's events for one router."""
+    """What one step, or several, brought for one router: `events`, and behind them `tokens`."""
 
     step: int
     events: tuple[RequestEvent, ...]
     load: WorkerLoad
     prefixes: tuple[PrefixChanges, ...] = ()
+    tokens: tuple[StepTokens, ...] = ()
+
+    def each(self) -> Iterator[RequestEvent]:
+        """Everything, request by request."""
+        return chain(self.events, *(some.events() for some in self.tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
-from wire.messages import RoutedEvent
+from wire.messages import RoutedEvent, StepTokens
 from worker.batch_growth import BatchGrowth
 from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
@@ -63,7 +63,7 @@ class StepLoop:
         meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
-        publish: Callable[[int, Sequence[RoutedEvent]], None],
+        publish: Callable[[int, Sequence[RoutedEvent], Sequence[StepTokens]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         """`deadline_s` is how long a step may take, from its schedule to its result, before it counts as stuck.
@@ -167,7 +167,7 @@ class StepLoop:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        return _Step(self._runner.launch(StepBatch(planned.rows)), planned.work, began)
+        return _Step(self._runner.launch(planned.batch), planned.work, began)
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
@@ -176,6 +176,6 @@ class StepLoop:
             if self._given_up:
                 return
             self.steps += 1
-            events = self._scheduler.apply(step.work, result)
-            self._publish(self.steps, events)
+            news = self._scheduler.apply(step.work, result)
+            self._publish(self.steps, news.events, news.tokens)
             self._prefill.announce()

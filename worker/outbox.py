@@ -14,13 +14,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from wire.messages import RequestEvent, RoutedEvent, StepEvents, WorkerLoad
+from wire.messages import RequestEvent, RoutedEvent, StepEvents, StepTokens, WorkerLoad
 from wire.prefixes import PrefixChanges
 
 PREFIX_BATCHES_MAX = 64
 """Batches of one stream that wait to be sent; with more, the oldest is lost."""
 
-Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...]], StepEvents]
+Snapshot = Callable[[tuple[RequestEvent, ...], tuple[PrefixChanges, ...], tuple[StepTokens, ...]], StepEvents]
 
 
 class RouterStream:
@@ -30,12 +30,21 @@ class RouterStream:
         """`prefixes`: whether it is told what changes in the prefix cache."""
         self.router_id = router_id
         self.pending: list[RequestEvent] = []
+        self.tokens: list[StepTokens] = []
+        """Behind `pending`."""
         self.prefixes = prefixes
         self.changes: deque[PrefixChanges] = deque(maxlen=PREFIX_BATCHES_MAX)
         self.attached = False
         self.closed = False
         self._snapshot = snapshot
         self._changed = asyncio.Event()
+
+    def add(self, event: RequestEvent) -> None:
+        """To be sent behind everything that waits."""
+        for some in self.tokens:
+            self.pending.extend(some.events())
+        self.tokens.clear()
+        self.pending.append(event)
 
     def wake(self) -> None:
         """There is something to send."""
@@ -49,13 +58,14 @@ class RouterStream:
     async def messages(self) -> AsyncIterator[StepEvents]:
         """One message at once, then one for each step, or for several when the reader is slower."""
         self._changed.set()
-        while not self.closed or self.pending:
+        while not self.closed or self.pending or self.tokens:
             await self._changed.wait()
             self._changed.clear()
             pending, self.pending = self.pending, []
+            tokens, self.tokens = self.tokens, []
             changes = tuple(self.changes)
             self.changes.clear()
-            yield self._snapshot(tuple(pending), changes)
+            yield self._snapshot(tuple(pending), changes, tuple(tokens))
 
 
 class Outbox:
@@ -81,15 +91,15 @@ class Outbox:
         self._step = 0
         self._closed = False
 
-    def publish(self, step: int, events: Sequence[RoutedEvent]) -> None:
+    def publish(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[StepTokens] = ()) -> None:
         """Engine thread: what a step did. Never waits."""
-        self._events.call_soon_threadsafe(self._take_step, step, events)
+        self._events.call_soon_threadsafe(self._take_step, step, events, tokens)
 
     def post(self, routed: RoutedEvent) -> None:
         """Something happened between steps."""
         stream = self._streams.get(routed.router_id)
         if stream is not None:
-            stream.pending.append(routed.event)
+            stream.add(routed.event)
             stream.wake()
 
     def expect(self, router_id: str) -> None:
@@ -107,6 +117,7 @@ class Outbox:
             stream.pending.extend(self._on_gone(router_id))
         elif known is not None:
             stream.pending, known.pending = known.pending, []
+            stream.tokens, known.tokens = known.tokens, []
         if known is not None:
             known.close()
         stream.attached = True
@@ -131,17 +142,26 @@ class Outbox:
         if not stream.attached:
             self.detach(stream)
 
-    def _take_step(self, step: int, events: Sequence[RoutedEvent]) -> None:
+    def _take_step(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[StepTokens]) -> None:
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)
             if stream is not None:
-                stream.pending.append(routed.event)
+                stream.add(routed.event)
+        for some in tokens:
+            stream = self._streams.get(some.router_id)
+            if stream is not None:
+                stream.tokens.append(some)
         changes = self._changes()
         for stream in self._streams.values():
             if changes is not None and stream.prefixes:
                 stream.changes.append(changes)
             stream.wake()
 
-    def _snapshot(self, events: tuple[RequestEvent, ...], changes: tuple[PrefixChanges, ...]) -> StepEvents:
-        return StepEvents(self._step, events, self._load(), changes)
+    def _snapshot(
+        self,
+        events: tuple[RequestEvent, ...],
+        changes: tuple[PrefixChanges, ...],
+        tokens: tuple[StepTokens, ...],
+    ) -> StepEvents:
+        return StepEvents(self._step, events, self._load(), changes, tokens)

@@ -4,14 +4,13 @@ Whoever owns an engine, real or simulated, asks for a plan, runs it and gives ba
 perhaps several plans ahead.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costs.step_cost import NOTHING, StepWork
 from decode_worker.half import DecodeHalf
-from engine.batch import StepResult, StepRow
+from decode_worker.news import StepNews
+from engine.batch import StepBatch, StepResult
 from prefill_worker.half import PrefillHalf
-from wire.messages import RoutedEvent
 from worker.batch_growth import BatchGrowth
 from worker.step_meter import decode_work, with_prompts
 from worker.step_policy import StepPolicy
@@ -21,7 +20,7 @@ from worker.step_policy import StepPolicy
 class StepPlan:
     """A step's rows, at least one; the first `work.decode_rows` are the decode half's."""
 
-    rows: Sequence[StepRow]
+    batch: StepBatch
     work: StepWork
 
 
@@ -55,14 +54,12 @@ class StepScheduler:
         prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None
-        return StepPlan([*decode_rows, *prefill_rows], with_prompts(self.decoding, prefill_rows))
+        return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
 
-    def apply(self, work: StepWork, result: StepResult) -> list[RoutedEvent]:
+    def apply(self, work: StepWork, result: StepResult) -> StepNews:
         """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.announce` is the
         caller's, once that is on its way.
         """
         decoded, prefilled = result.split(work.decode_rows)
-        return [
-            *self._decode.apply(decoded.token_ids, decoded.logprobs),
-            *self._prefill.apply(prefilled.token_ids, prefilled.logprobs),
-        ]
+        news = self._decode.apply(decoded.token_ids, decoded.logprobs)
+        return StepNews([*news.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], news.tokens)

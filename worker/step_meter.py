@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 
 from costs.step_cost import CostParameters, StepCost, StepWork, chunk_pairs
 from costs.step_fit import StepFit
-from engine.batch import StepRow
+from engine.batch import StepRow, TokenRows
 
 
-def decode_work(rows: Sequence[StepRow]) -> StepWork:
+def decode_work(rows: TokenRows) -> StepWork:
     """Of rows of one token each."""
-    return StepWork(decode_rows=len(rows), decode_context_tokens=sum(row.start for row in rows) + len(rows))
+    return StepWork(decode_rows=len(rows), decode_context_tokens=rows.context_tokens)
 
 
 def with_prompts(work: StepWork, rows: Sequence[StepRow]) -> StepWork:

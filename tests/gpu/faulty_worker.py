@@ -68,7 +68,7 @@ async def ask(worker: Any) -> RequestEvent:
     stream = worker.attach("r")
     worker.prefill(PrefillTask("r", RequestRef("q", 1), (3, 4, 5), SamplingParams(max_tokens=1), None))
     async for step in stream.messages():
-        for event in step.events:
+        for event in step.each():
             if event.finish_reason is not None:
                 return event
     raise AssertionError("the stream ended without an answer")

@@ -219,7 +219,7 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
 def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
     return worker_pb2.StepEvents(
         step=value.step,
-        events=[event_to_proto(e) for e in value.events],
+        events=[event_to_proto(e) for e in value.each()],
         load=load_to_proto(value.load),
         prefixes=[prefix_changes_to_proto(each) for each in value.prefixes],
     )

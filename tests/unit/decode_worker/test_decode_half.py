@@ -119,7 +119,7 @@ def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -
     assert [stamp.edge for stamp in events[0].edges] == [Edge.DECODE_ADMITTED, Edge.DECODE_STARTED]
     assert all(not event.edges for event in events[1:])
     assert [event.finish_reason for event in events] == [None] * 8 + [FinishReason.LENGTH]
-    assert house.half.schedule(16) == []
+    assert not house.half.schedule(16)
     house.assert_empty()
 
 
@@ -161,7 +161,7 @@ def test_a_running_request_is_dropped_at_the_boundary() -> None:
     house.abort("a")
     assert house.pool.counts().owned > 0
     house.half.apply([50])
-    assert house.half.schedule(16) == []
+    assert not house.half.schedule(16)
     house.assert_empty()
 
 
@@ -194,7 +194,7 @@ def test_a_late_notice_frees_the_quarantine() -> None:
     house.abort("a")
     assert house.pool.counts().quarantined == 2
     house.deliver(lease)
-    assert house.half.schedule(16) == []
+    assert not house.half.schedule(16)
     assert house.admission.fenced == 1
     house.assert_empty()
 
@@ -254,7 +254,7 @@ def test_a_check_without_a_result_ends_the_request_at_once_and_frees_its_pages_l
     assert house.admission.open_requests == 0
     assert house.pool.counts().owned == 2
     checks.results[0](result)
-    assert house.half.schedule(16) == []
+    assert not house.half.schedule(16)
     assert errors_of(house) == ["TRANSFER_FAILED"]
     house.assert_empty()
 
@@ -287,7 +287,7 @@ def test_a_stranger_cannot_deliver() -> None:
     lease = house.reserve("a")
     house.allot(lease)
     house.deliver(lease, prefill=PeerRef("prefill-0", 2))
-    assert house.half.schedule(16) == []
+    assert not house.half.schedule(16)
     assert house.admission.fenced == 1
 
 

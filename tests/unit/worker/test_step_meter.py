@@ -3,7 +3,8 @@
 import pytest
 
 from costs.step_cost import StepWork
-from engine.batch import StepRow
+from engine.batch import StepRow, TokenRows
+from tests.factories import draw
 from wire.cost_parameters import UNMEASURED
 from worker.step_meter import StepMeter, decode_work, with_prompts
 
@@ -54,7 +55,7 @@ def test_an_idle_time_is_no_step() -> None:
 
 
 def test_what_is_in_a_step() -> None:
-    decoding = decode_work([StepRow((5,), 10, (), None), StepRow((5,), 0, (), None)])
+    decoding = decode_work(TokenRows.of([StepRow((5,), 10, (), draw()), StepRow((5,), 0, (), draw())]))
     assert decoding == StepWork(decode_rows=2, decode_context_tokens=12)
     assert with_prompts(decoding, []) is decoding
     chunks = [StepRow((5, 6), 0, (), None), StepRow((5,), 7, (), None)]

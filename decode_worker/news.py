@@ -1,0 +1,31 @@
+"""What a step brought, for the routers."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import overload
+
+from wire.messages import RoutedEvent, StepTokens
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepNews(Sequence[RoutedEvent]):
+    """Of a request at most once. As a sequence: all of it as events, made anew each time."""
+
+    events: Sequence[RoutedEvent] = ()
+    tokens: Sequence[StepTokens] = ()
+    """Of requests of which there is nothing else to tell."""
+
+    def __len__(self) -> int:
+        return sum(len(each.refs) for each in self.tokens) + len(self.events)
+
+    def __iter__(self) -> Iterator[RoutedEvent]:
+        plain = (RoutedEvent(each.router_id, event) for each in self.tokens for event in each.events())
+        return chain(self.events, plain)
+
+    @overload
+    def __getitem__(self, at: int) -> RoutedEvent: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[RoutedEvent]: ...
+    def __getitem__(self, at: int | slice) -> RoutedEvent | Sequence[RoutedEvent]:
+        return list(self)[at]
