@@ -14,9 +14,9 @@ import torch
 from benchmarks.ceilings import median_seconds
 from benchmarks.device_spans import Span, last_steps, record_spans
 from engine.batch import Draw, PendingStep, StepBatch, StepRow
-from engine.cuda_graphs import DecodeGraph
 from engine.cuda_stepper import CudaStepper
 from engine.model_runner import ModelRunner
+from engine.step_graph import StepGraph
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
@@ -68,7 +68,7 @@ class GpuEngine:
         spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
         return last_steps(spans, steps, every)
 
-    def graph(self, batch: int, context: int) -> DecodeGraph:
+    def graph(self, batch: int, context: int) -> StepGraph:
         """The CUDA graph of such a step, as it was left by one."""
         pages = self._pages(batch, context + 1)
         step = StepBatch([StepRow([1000 + row], context, pages[row], _GREEDY) for row in range(batch)])

@@ -1,7 +1,6 @@
 """CUDA graphs of the decode step: one for each size of batch, replayed without the host touching a kernel."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,6 +10,7 @@ from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.sampler_cuda import PARAMS, DeviceSampler
+from engine.step_graph import Pool, StepGraph, capture_step
 from engine.step_packer import StepPacker, StepSizes, view_step
 from engine.weights.checkpoint import Progress
 
@@ -19,27 +19,6 @@ _BEYOND = 64
 """Step between sizes after the last of them."""
 SHORT_CONTEXT = 8192
 """Tokens up to which no row of a step is long."""
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeGraph:
-    """A decode step of up to `sizes.rows` rows and `context` tokens. Its tensors are where the next replay reads and
-    writes; `logits` lie where every graph has its own, see `DecodeGraphs`.
-    """
-
-    sizes: StepSizes
-    context: int
-    words: Tensor
-    graph: torch.cuda.CUDAGraph
-    logits: Tensor
-
-    def replay(self, words: Tensor) -> Tensor:
-        """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.rows, vocab], good until
-        the next replay of any graph; greedy tokens are where the graphs were told to leave them.
-        """
-        self.words.copy_(words, non_blocking=True)
-        self.graph.replay()
-        return self.logits
 
 
 class DecodeGraphs:
@@ -51,14 +30,16 @@ class DecodeGraphs:
     short ones, which costs short ones dearly.
     """
 
-    def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor) -> None:
-        """`drawn` [rows] int64: where each step leaves its greedy tokens, and the step after finds them."""
+    def __init__(self, packer: StepPacker, forward: Forward, sampler: DeviceSampler, drawn: Tensor, pool: Pool) -> None:
+        """`drawn` [rows] int64: where each step leaves its greedy tokens, and the step after finds them; `pool`: of
+        memory that all graphs share.
+        """
         self._packer = packer
         self._forward = forward
         self._sampler = sampler
         self._drawn = drawn
-        self._graphs: list[DecodeGraph] = []
-        self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[StepGraph] = []
+        self._pool = pool
 
     def trials(self, sizes: Sequence[int]) -> dict[str, Callable[[], Tensor]]:
         """Runs of the steps of these numbers of rows, for `run_side_by_side`."""
@@ -82,7 +63,7 @@ class DecodeGraphs:
                 progress("capturing CUDA graphs", (done + 1) / len(wanted))
         self._graphs.reverse()
 
-    def fitting(self, batch: StepBatch) -> DecodeGraph | None:
+    def fitting(self, batch: StepBatch) -> StepGraph | None:
         """The smallest graph that computes `batch`, or None: more rows than any, or rows that do not just decode."""
         if batch.chunks:
             return None
@@ -108,35 +89,9 @@ class DecodeGraphs:
 
         return words, compute, sizes
 
-    def _capture(self, rows: int, context: int) -> DecodeGraph:
+    def _capture(self, rows: int, context: int) -> StepGraph:
         words, compute, sizes = self._step(rows, context)
-        compute()  # compiles kernels, which a capture cannot
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = compute()
-        # The tensor itself would keep its memory from the graphs captured after this one.
-        return DecodeGraph(sizes, context, words, graph, borrow(logits))
-
-
-class _Borrowed:
-    """Memory of a tensor without the tensor, as `torch.as_tensor` takes it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (tensor.data_ptr(), False),
-            "shape": (tensor.numel() * tensor.element_size(),),
-            "typestr": "|u1",
-            "version": 2,
-        }
-
-
-def borrow(tensor: Tensor) -> Tensor:
-    """A tensor over the memory of a contiguous one on a GPU that does not keep it: whoever uses it knows that the
-    memory stays mapped and when its numbers are good.
-    """
-    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
-    return memory.view(tensor.dtype).view(tensor.shape)
+        return capture_step(compute, words, sizes, context, self._pool)
 
 
 def graph_contexts(max_context: int) -> list[int]:

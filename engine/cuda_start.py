@@ -1,6 +1,7 @@
 """From loaded weights to an engine that is ready on a GPU: measure, size the cache, capture the graphs."""
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,7 @@ from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from engine.models.llama import LlamaModel
 from engine.penalty_counts import PenaltyCounts
+from engine.prompt_graphs import PromptGraphs, prompt_graph_sizes
 from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
 from engine.token_draws import TokenDraws
@@ -29,6 +31,19 @@ _MARGIN_BYTES = GIB // 4
 _COMPILED_PROMPT = 2048
 """Tokens that take the kernels of long prompts."""
 _ANY = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Rows of the decode steps and tokens of the steps of prompts that get graphs."""
+
+    rows: list[int]
+    tokens: list[int]
+
+    @property
+    def largest(self) -> "_Sizes":
+        """In whose memory the others have room."""
+        return _Sizes(self.rows[-1:], self.tokens[-1:])
 
 
 def start_on_gpu(
@@ -54,7 +69,7 @@ def start_on_gpu(
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
-        stepper = _make_stepper(config, model, cache, graph_sizes(config.max_batch_requests), progress)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -75,7 +90,7 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
     row_tokens = min(config.max_step_tokens, model.config.max_context)
 
     def run() -> CudaStepper:
-        stepper = _make_stepper(config, model, probe, [config.max_batch_requests], None)
+        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
         with torch.inference_mode():
             stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
         return stepper
@@ -85,7 +100,7 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
 
 def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
     """Most kernels of all steps, while there is memory to run many at a time."""
-    stepper = _make_stepper(config, model, probe, [], None)
+    stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
     trials: dict[str, Trial] = {}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
@@ -102,8 +117,15 @@ def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRo
     return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
 
 
+def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
+    if not config.cuda_graphs:
+        return _Sizes([], [])
+    tokens = prompt_graph_sizes(model.config, config.max_step_tokens) if model.prompts_capturable else []
+    return _Sizes(graph_sizes(config.max_batch_requests), tokens)
+
+
 def _make_stepper(
-    config: EngineConfig, model: LlamaModel, cache: PagedCache, sizes: list[int], progress: Progress | None
+    config: EngineConfig, model: LlamaModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
 ) -> CudaStepper:
     device = cache.tensor.device
     packer = StepPacker(step_limits(model.config, cache))
@@ -112,8 +134,11 @@ def _make_stepper(
     drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
     sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
-        graphs = DecodeGraphs(packer, forward, sampler, drawn)
-        graphs.capture(sizes if config.cuda_graphs else [], progress)
+        pool = torch.cuda.graph_pool_handle()
+        prompts = PromptGraphs(packer, forward, drawn, pool)
+        prompts.capture(sizes.tokens, progress)
+        graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
+        graphs.capture(sizes.rows, progress)
         counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
         draws = TokenDraws(sampler, counts, drawn, pdl=overlaps_launches())
-    return CudaStepper(packer, forward, draws, drawn, graphs)
+    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)

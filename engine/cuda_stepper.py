@@ -10,6 +10,7 @@ from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cuda_graphs import DecodeGraphs
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
+from engine.prompt_graphs import PromptGraphs
 from engine.step_packer import StepPacker, StepSizes, unpack
 from engine.token_draws import DrawMemory, TokenDraws
 
@@ -36,7 +37,14 @@ class CudaStepper:
     asynchronous = True
 
     def __init__(
-        self, packer: StepPacker, forward: Forward, draws: TokenDraws, drawn: Tensor, graphs: DecodeGraphs
+        self,
+        packer: StepPacker,
+        forward: Forward,
+        draws: TokenDraws,
+        drawn: Tensor,
+        *,
+        graphs: DecodeGraphs,
+        prompts: PromptGraphs,
     ) -> None:
         """`drawn` [rows] int64 is where `draws` leaves every step's tokens and the next one finds them."""
         self._packer = packer
@@ -44,6 +52,7 @@ class CudaStepper:
         self.draws = draws
         self._drawn = drawn
         self.graphs = graphs
+        self.prompts = prompts
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
         """Of the newest step; empty if every row has the draw of its own number."""
@@ -88,11 +97,13 @@ class CudaStepper:
 
     def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
-        graph = self.graphs.fitting(batch)
+        decode = self.graphs.fitting(batch)
+        graph = decode or self.prompts.fitting(batch, sizes)
         if graph is not None:
             words = memory.reserve(graph.sizes.words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row)
-            return graph.replay(words), True
+            logits = graph.replay(words)
+            return logits if sizes.drawn else None, decode is not None
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
         step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)

@@ -11,16 +11,19 @@ _ATTENTION_FLOP = 4
 
 def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
     """Matrices alone: norms, biases and the embedding of a few tokens are next to nothing."""
-    hidden = config.hidden_size
-    attention = config.qkv_size + config.heads * config.head_dim
-    layer = hidden * (attention + 3 * config.intermediate_size)
-    weights = config.layers * layer + config.vocab_size * hidden
+    weights = config.layers * layer_weights(config) + config.vocab_size * config.hidden_size
     return ModelSizes(
         weights=weights,
         weight_bytes=weights * cache.item_bytes,
         kv_bytes_per_token=cache.page_bytes // cache.page_tokens,
         attention_flop_per_pair=_ATTENTION_FLOP * config.layers * config.heads * config.head_dim,
     )
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers in the matrices of one layer."""
+    attention = config.qkv_size + config.heads * config.head_dim
+    return config.hidden_size * (attention + 3 * config.intermediate_size)
 
 
 def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:

@@ -146,16 +146,14 @@ class StepPacker:
         return StepSizes(tokens, len(batch), self.limits.pages_of(longest), drawn)
 
     def pack(self, batch: StepBatch, sizes: StepSizes, words: Words, drawn_before: Sequence[int] = ()) -> None:
-        """Fill `words` [sizes.words]. Steps of `tokens` alone may have more rows in `sizes` than in `batch`: the rest
-        read and write nothing. `drawn_before`: for each row of the step before, which of its draws is this row's; empty
+        """Fill `words` [sizes.words]. `sizes` may have more rows and tokens than `batch`: the rest read and write
+        nothing. `drawn_before`: for each row of the step before, which of its draws is this row's; empty
         if each row's is its own.
         """
         sections = _Sections.of(words, sizes)
         self._fill_tokens(sections, batch.tokens, drawn_before)
-        if batch.chunks:
-            self._fill_chunks(sections, batch, drawn_before)
-        else:
-            self._fill_nothing(sections, len(batch.tokens))
+        tokens, drawn = self._fill_chunks(sections, batch, drawn_before)
+        self._fill_nothing(sections, len(batch), tokens, drawn)
         self._check_ids(sections)
 
     def _fill_tokens(self, into: _Sections, rows: TokenRows, drawn_before: Sequence[int]) -> None:
@@ -172,16 +170,19 @@ class StepPacker:
         pages = rows.starts // page_tokens
         into.slots[:count] = (into.table[each, pages] - pages) * page_tokens + rows.starts
 
-    def _fill_nothing(self, into: _Sections, first: int) -> None:
-        """Rows from the `first` on are padding."""
-        into.table[first:] = 0
-        into.token_ids[first:] = into.positions[first:] = into.contexts[first:] = into.drawn[first:] = 0
-        into.sources[first:] = FROM_HOST
-        into.slots[first:] = _NOWHERE
-        into.row_starts[first:] = np.arange(first, len(into.row_starts))
+    def _fill_nothing(self, into: _Sections, rows: int, tokens: int, drawn: int) -> None:
+        """Behind so many rows, tokens and draws there is padding: rows of one token each where all are, else empty."""
+        into.table[rows:] = 0
+        into.contexts[rows:] = 0
+        into.token_ids[tokens:] = into.positions[tokens:] = 0
+        into.sources[tokens:] = FROM_HOST
+        into.slots[tokens:] = _NOWHERE
+        into.drawn[drawn:] = 0
+        one_each = len(into.token_ids) == len(into.contexts)
+        into.row_starts[rows:] = np.arange(rows, len(into.row_starts)) if one_each else tokens
 
-    def _fill_chunks(self, into: _Sections, batch: StepBatch, drawn_before: Sequence[int]) -> None:
-        """Behind the rows of one token, the others."""
+    def _fill_chunks(self, into: _Sections, batch: StepBatch, drawn_before: Sequence[int]) -> tuple[int, int]:
+        """Behind the rows of one token, the others → tokens and draws of all rows."""
         first, page_tokens = len(batch.tokens), self.limits.page_tokens
         start = first
         for index, row in enumerate(batch.chunks, first):
@@ -200,7 +201,8 @@ class StepPacker:
             start = end
         into.row_starts[len(batch)] = start
         drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
-        into.drawn[first:] = into.row_starts[1:][drawn] - 1
+        into.drawn[first : first + len(drawn)] = into.row_starts[1:][drawn] - 1
+        return start, first + len(drawn)
 
     def _check_tokens(self, rows: TokenRows) -> int:
         """The longest context."""

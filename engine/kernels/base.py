@@ -79,6 +79,11 @@ class Kernels(ABC):
         """Called once for each weight after loading; may repack it. The default keeps it."""
         return linear
 
+    @property
+    def prompts_capturable(self) -> bool:
+        """Whether a CUDA graph may hold a step of prompts: nothing it launches asks the device how long rows are."""
+        return False
+
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
         """Called before a step's first layer, for what all layers share. The default does nothing."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
 from engine.kernels.gated_product import GatedProduct, choose_gated_product
-from engine.kernels.prefill_attention import PrefillAttention, choose_prefill_attention
+from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, choose_prefill_attention
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
@@ -57,6 +57,10 @@ class CudaKernels(Kernels):
     @cached_property
     def _gated(self) -> GatedProduct:
         return self._gated_soon.result()
+
+    @property
+    def prompts_capturable(self) -> bool:
+        return isinstance(self._prefill, FlashPrefill)
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
         single = self._single_rows(layout)

@@ -39,6 +39,11 @@ class LlamaModel:
         self._rope = rope_table(config.rope, config.head_dim, max_context, parameters.embedding.device)
         self._layers = [_prepare_layer(config, parameters, kernels, layer) for layer in range(config.layers)]
 
+    @property
+    def prompts_capturable(self) -> bool:
+        """See `Kernels`."""
+        return self._kernels.prompts_capturable
+
     def forward(
         self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None, feed: Feed | None = None
     ) -> Tensor | None:

@@ -4,10 +4,10 @@ from itertools import pairwise
 from typing import Any, cast
 
 import pytest
-import torch
 
 from engine.batch import Draw, StepBatch, StepRow
-from engine.cuda_graphs import SHORT_CONTEXT, DecodeGraph, DecodeGraphs, graph_contexts, graph_sizes
+from engine.cuda_graphs import SHORT_CONTEXT, DecodeGraphs, graph_contexts, graph_sizes
+from engine.step_graph import StepGraph
 from engine.step_packer import StepSizes
 from wire.messages import SamplingParams
 
@@ -38,12 +38,11 @@ def test_long_contexts_have_graphs_of_their_own() -> None:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
     """Of 1, 4 and 8 rows, each for short and for long contexts, in the order in which `capture` leaves them."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
     nothing = cast(Any, None)
-    made = DecodeGraphs(nothing, nothing, nothing, nothing)
+    made = DecodeGraphs(nothing, nothing, nothing, nothing, (0, 0))
 
-    def captured(rows: int, context: int) -> DecodeGraph:
-        return DecodeGraph(StepSizes(tokens=rows, rows=rows, width=1, drawn=rows), context, nothing, nothing, nothing)
+    def captured(rows: int, context: int) -> StepGraph:
+        return StepGraph(StepSizes(tokens=rows, rows=rows, width=1, drawn=rows), context, nothing, nothing, nothing)
 
     monkeypatch.setattr(made, "_capture", captured)
     monkeypatch.setattr(made, "_packer", cast(Any, Packer))

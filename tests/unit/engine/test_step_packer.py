@@ -35,6 +35,24 @@ def test_padded_rows_read_and_write_nothing() -> None:
     assert step.drawn is None
 
 
+def test_prompts_in_a_larger_step_leave_empty_rows_behind_their_tokens() -> None:
+    packer = StepPacker(LIMITS)
+    batch = StepBatch([row([7, 8, 9], 5, [3, 8]), row([4, 5], 0, [1], draw=None)])
+    sizes = StepSizes(tokens=8, rows=4, width=16, drawn=4)
+    words = torch.full((sizes.words,), -77, dtype=torch.int64)
+    packer.pack(batch, sizes, words.numpy())
+    step = view_step(words, sizes, max_row_tokens=8, max_context=64, single_rows=0)
+    assert step.token_ids.tolist() == [7, 8, 9, 4, 5, 0, 0, 0]
+    assert step.layout.slots.tolist() == [33, 34, 35, 4, 5, -1, -1, -1]
+    assert step.layout.positions.tolist() == [5, 6, 7, 0, 1, 0, 0, 0]
+    assert step.layout.row_starts.tolist() == [0, 3, 5, 5, 5]
+    assert step.layout.context_lens.tolist() == [8, 2, 0, 0]
+    assert step.layout.page_table[:, :2].tolist() == [[3, 8], [1, 0], [0, 0], [0, 0]]
+    assert step.sources.tolist() == [-1] * 8
+    assert step.drawn is not None
+    assert step.drawn.tolist() == [2, 0, 0, 0]
+
+
 def test_sources_are_draws_of_the_step_before() -> None:
     packer = StepPacker(LIMITS)
     batch = StepBatch([row([0], 5, [3, 8], source=2), row([4, 5, 6], 0, [1]), row([0], 1, [2], source=0)])

@@ -1,0 +1,65 @@
+"""One step as a CUDA graph: captured once for a size, replayed over whatever was packed into its words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.step_packer import StepSizes
+
+Pool = Any
+"""What `torch.cuda.graph_pool_handle` returns: memory that graphs share."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step of up to `sizes` and `context` tokens a row. Its tensors are where the next replay reads and writes;
+    `logits` lie where every graph has its own, see `engine/cuda_graphs.py`.
+    """
+
+    sizes: StepSizes
+    context: int
+    words: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+    def replay(self, words: Tensor) -> Tensor:
+        """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab], good until
+        the next replay of any graph.
+        """
+        self.words.copy_(words, non_blocking=True)
+        self.graph.replay()
+        return self.logits
+
+
+def capture_step(compute: Callable[[], Tensor], words: Tensor, sizes: StepSizes, context: int, pool: Pool) -> StepGraph:
+    """The graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
+    compute()  # compiles kernels, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        logits = compute()
+    # The tensor itself would keep its memory from the graphs captured after this one.
+    return StepGraph(sizes, context, words, graph, borrow(logits))
+
+
+class _Borrowed:
+    """Memory of a tensor without the tensor, as `torch.as_tensor` takes it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A tensor over the memory of a contiguous one on a GPU that does not keep it: whoever uses it knows that the
+    memory stays mapped and when its numbers are good.
+    """
+    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)
