@@ -34,6 +34,11 @@ class Holdings:
         """Requests that are not over."""
         return len(self._by_key)
 
+    @property
+    def ready(self) -> int:
+        """Requests that wait for the running batch."""
+        return len(self._ready)
+
     def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
         """The latest attempt at a request, unless it is over."""
         return self._by_key.get((router_id, request_id))

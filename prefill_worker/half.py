@@ -14,21 +14,20 @@ guards both, and no call waits for more than it.
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any, Protocol
 
 from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
-from prefill_worker.handoff import Handoff
 from prefill_worker.line import PromptLine, Start, Waiting
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
-from prefill_worker.request import PrefillRequest
+from prefill_worker.request import Abortable, PrefillRequest
 from wire.ending import pages_for, reason_to_end
 from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
 from wire.messages import (
@@ -47,6 +46,12 @@ RETRY_AFTER_S = 0.2
 _Key = tuple[str, str]
 
 
+class EventThread(Protocol):
+    """Where news are heard: an event loop."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object: ...
+
+
 class PrefillHalf:
     """Owns the prompts it was given and, through their handoffs, the pages it took for them."""
 
@@ -58,9 +63,9 @@ class PrefillHalf:
         cache: PrefixCache,
         model: ModelFacts,
         local: LocalDecode,
-        hand_over: Callable[[PrefillRequest, PrefillHalf], Handoff],
+        hand_over: Callable[[PrefillRequest, PrefillHalf], Abortable],
         wake: Callable[[], None],
-        events: asyncio.AbstractEventLoop,
+        events: EventThread,
     ) -> None:
         """`hand_over` starts the coroutine that ends a request; `wake` tells the step loop that there may be work."""
         self._config = config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.batch import Draw, History, StepRow
 from engine.cache.prefix_cache import Prefix
@@ -11,8 +11,11 @@ from prefill_worker.progress import Progress
 from wire.messages import PrefillTask
 from wire.timeline import Edge, EdgeStamp
 
-if TYPE_CHECKING:
-    from prefill_worker.handoff import Handoff
+
+class Abortable(Protocol):
+    """What hands a prompt over, and can be told that nobody waits for it."""
+
+    def abort(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +43,7 @@ class PrefillRequest:
     """What of the prompt the prefix cache knows; `prefix.pages` are read by this request until it is forgotten."""
     arrival: int = 0
     """The line's count of prompts when it came."""
-    handoff: Handoff | None = None
+    handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     """Tokens of the prompt whose KV was in cached pages: never computed."""

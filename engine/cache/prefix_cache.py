@@ -17,7 +17,7 @@ A request has one `Prefix`:
 Nobody writes to a page once it is published: a prefix has no room left.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -27,6 +27,9 @@ from wire.errors import Internal, StaleEpoch, TandemError
 from wire.messages import RequestRef
 from wire.page_digests import page_digests, root_digest
 from wire.prefixes import PrefixChanges, PrefixList
+
+PageNaming = Callable[[Sequence[int], int, bytes], list[bytes]]
+"""As `wire.page_digests.page_digests`, which it is wherever there are tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,11 +59,14 @@ class PrefixCache:
     Safe from any thread, under the pool's lock; every call takes time in proportion to its pages.
     """
 
-    def __init__(self, pool: PagePool, page_tokens: int, *, enabled: bool = True) -> None:
-        """Not `enabled`, nothing is ever known, and all else works as ever."""
+    def __init__(
+        self, pool: PagePool, page_tokens: int, *, enabled: bool = True, names: PageNaming = page_digests
+    ) -> None:
+        """Not `enabled`, nothing is ever known, and all else works as ever. `names` gives those of full pages."""
         self.pool = pool
         self.page_tokens = page_tokens
         self._enabled = enabled
+        self._names = names
         self._nodes: dict[bytes, _Node] = {}
         self._digests: dict[int, bytes] = {}
         self._log = PrefixLog()
@@ -77,14 +83,14 @@ class PrefixCache:
         root = root_digest(salt)
         if not self._enabled:
             return Prefix(root)
-        digests = page_digests(token_ids, self.page_tokens, root)
+        digests = self._names(token_ids, self.page_tokens, root)
         return Prefix(root, digests, (len(token_ids) - 1) // self.page_tokens)
 
     def extend(self, prefix: Prefix, token_ids: Sequence[int]) -> None:
         """`token_ids` are those behind the pages that have a name: the full pages among them get one too."""
         if self._enabled:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
-            prefix.digests += page_digests(token_ids, self.page_tokens, parent)
+            prefix.digests += self._names(token_ids, self.page_tokens, parent)
 
     def promise(self, prefix: Prefix, pages: int, prompt_tokens: int) -> int:
         """Read what is known and have the rest of `pages` promised; returns how many are promised.
