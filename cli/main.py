@@ -5,7 +5,9 @@ import typer
 from cli.chat import chat
 from cli.doctor import doctor
 from cli.down import down
+from cli.drain import drain
 from cli.generate import generate
+from cli.mode import mode
 from cli.status import status
 from cli.up import up
 
@@ -17,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, doctor, down):
+for command in (up, generate, chat, status, mode, drain, doctor, down):
     app.command()(command)
 
 

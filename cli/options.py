@@ -1,8 +1,11 @@
 """Options that several commands share."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from cli.controller_client import ControllerClient
 
 Address = Annotated[
     str,
@@ -14,6 +17,32 @@ Temperature = Annotated[
     float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")]
+
+
+ControllerAddress = Annotated[
+    str,
+    typer.Option(
+        "--controller", envvar="TANDEM_CONTROLLER", help="The controller's host:port; default: the running cluster's."
+    ),
+]
+ClusterToken = Annotated[
+    str,
+    typer.Option("--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."),
+]
+Grace = Annotated[
+    float, typer.Option("--grace", help="Seconds to finish what runs; what is left then goes on at other workers.")
+]
+
+
+def controller(address: str, token: str) -> "ControllerClient":
+    """The controller asked for, else that of the newest running cluster. Unavailable if none runs."""
+    from cli.controller_client import ControllerClient
+    from cli.state import newest
+
+    if not address:
+        running = newest()
+        address, token = running.controller, token or running.token
+    return ControllerClient(address, token)
 
 
 def address_or_newest(address: str) -> str:

@@ -71,7 +71,7 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
 
 def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> None:
     ends = cluster.endpoints
-    announced = state.announce(ends.grpc, ends.http, config.model_name)
+    announced = state.announce(ends.grpc, ends.http, config.model_name, ends.controller, ends.token)
     try:
         if first is not None:
             _answer(console, config, ends, first)

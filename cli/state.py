@@ -21,6 +21,9 @@ class RunningCluster:
     grpc: str
     http: str
     model: str
+    controller: str = ""
+    token: str = ""
+    """Opens the controller's door."""
 
     @property
     def alive(self) -> bool:
@@ -41,10 +44,10 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "run"
 
 
-def announce(grpc: str, http: str, model: str) -> Path:
+def announce(grpc: str, http: str, model: str, controller: str = "", token: str = "") -> Path:
     """Write this process's file, readable by this user alone; the caller removes it."""
     pid = os.getpid()
-    state = RunningCluster(pid, psutil.Process(pid).create_time(), grpc, http, model)
+    state = RunningCluster(pid, psutil.Process(pid).create_time(), grpc, http, model, controller, token)
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder() / f"up-{pid}.json"
     partial = path.with_suffix(".partial")

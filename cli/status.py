@@ -40,7 +40,7 @@ def summary(address: str, view: "ServerView") -> str:
     """The router in one line."""
     return (
         f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
-        f"{view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
+        f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
     )
 
 
@@ -49,12 +49,13 @@ def worker_table(view: "ServerView") -> "Table":
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for column in ("worker", "role", "started", "state", "requests", "KV pages", "transport", "device"):
+    for column in ("worker", "role", "steps", "started", "state", "requests", "KV pages", "transport", "device"):
         table.add_column(column, no_wrap=column != "transport")
     for worker in sorted(view.info.workers, key=_role_and_id):
         table.add_row(
             worker.worker_id,
             worker.role,
+            worker.step_policy or "-",
             _time_of(worker.incarnation),
             _state(worker),
             str(worker.requests),
@@ -79,6 +80,10 @@ def remarks(view: "ServerView") -> list[str]:
 def _state(worker: "WorkerStatus") -> str:
     if not worker.connected:
         return "away"
+    if worker.draining:
+        return "draining"
+    if worker.closing:
+        return f"closing {worker.closing}"
     return "not ready" if worker.not_ready else "connected"
 
 

@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from cluster.config import ClusterConfig
+from cluster.duties import Duties
 from cluster.health import ClusterHealth
-from cluster.keeper import Keeper
+from cluster.keeper import Keeper, Process
 from cluster.metrics import ClusterMetrics
+from cluster.modes import Sharing
+from cluster.operator import Operator
 from cluster.ray_process import node_address
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.router_actor import RouterProcess
 from cluster.service import ClusterServicer
 from cluster.worker_actors import WorkerActors
+from cluster.worker_calls import WorkerCalls
 from wire.address import address_of, is_loopback
 from wire.credentials import reading_keys
 from wire.generated.tandem.v1 import cluster_pb2_grpc
@@ -49,6 +53,11 @@ class Controller:
         self._server = open_server(tokens=frozenset({config.token}))
         self._router = RouterProcess(config.cluster, config.token)
         self._keepers: tuple[Keeper, ...] = ()
+        self._worker_keepers: dict[str, Keeper] = {}
+        calls, roles = WorkerCalls(config.token), {slot.worker_id: slot.role for slot in config.slots}
+        self._duties = Duties(self._registry, Sharing.of(config.cluster), roles, calls.set_duty)
+        self._operator = Operator(self._registry, self._duties, self._worker_keepers, calls)
+        self._seeing_to_duties: asyncio.Task[None] | None = None
         self._runs: list[asyncio.Task[None]] = []
         self._metrics: ClusterMetrics | None = None
         self._metrics_address = ""
@@ -60,7 +69,7 @@ class Controller:
 
     async def start(self) -> str:
         """Open the controller's door, begin to start everything at once; the door's host:port."""
-        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._registry), self._server)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._registry, self._operator), self._server)
         host = node_address()
         address = address_of(host, self._server.add_insecure_port(address_of(host, 0)))
         await self._server.start()
@@ -77,12 +86,18 @@ class Controller:
         self._keepers = (
             Keeper("router", self._router.spawn, lambda _: metrics.gone("router")),
             *(
-                Keeper(slot.worker_id, partial(workers.spawn, slot), partial(self._forget, slot.worker_id))
+                Keeper(slot.worker_id, partial(self._spawn, workers, slot), partial(self._forget, slot.worker_id))
                 for slot in self._config.slots
             ),
         )
+        self._worker_keepers.update({keeper.name: keeper for keeper in self._keepers[1:]})
         self._runs = [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        self._seeing_to_duties = asyncio.create_task(self._duties.run())
         return address
+
+    async def _spawn(self, workers: WorkerActors, slot: Slot, incarnation: int) -> Process:
+        """With the duty that it is to have now, not with that of the cluster's start."""
+        return await workers.spawn(slot, self._duties.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:
         """Routers hear of a death as soon as its keeper does."""
@@ -113,6 +128,8 @@ class Controller:
 
     async def stop(self) -> None:
         """End the router, then the workers, then the door; returns when all are gone."""
+        if self._seeing_to_duties is not None:
+            self._seeing_to_duties.cancel()
         for keeper, run in zip(self._keepers, self._runs, strict=True):
             keeper.stop()
             if keeper.name == "router":

@@ -10,6 +10,8 @@ class Phase(StrEnum):
     STARTING = "starting"
     SERVING = "serving"
     WAITING = "waiting to restart"
+    DRAINING = "draining"
+    DRAINED = "drained"
     STOPPED = "stopped"
 
 

@@ -4,6 +4,8 @@
 2. spawned; its death is awaited from the first moment
 3. started: it serves
 4. dead: whoever listens hears of it at once, then a bounded wait, then 1.
+
+One that is retired ends by itself or is ended, and 1. comes when it is asked for.
 """
 
 import asyncio
@@ -62,6 +64,10 @@ class Keeper:
         self._on_death = on_death
         self._backoff = backoff or Backoff()
         self._stopping = asyncio.Event()
+        self._ending = asyncio.Event()
+        """Set when the process that runs has to end."""
+        self._wanted = asyncio.Event()
+        self._wanted.set()
         self._phase = Phase.STARTING
         self._incarnation = 0
         self._pid = 0
@@ -78,14 +84,41 @@ class Keeper:
     def stop(self) -> None:
         """Let the process end and start no other; `run` returns then."""
         self._stopping.set()
+        self._ending.set()
+        self._wanted.set()
+
+    @property
+    def phase(self) -> Phase:
+        """Where the process stands."""
+        return self._phase
+
+    def retire(self) -> None:
+        """The process is going to end by itself; start no other until `restart`."""
+        self._wanted.clear()
+        if self._phase is Phase.SERVING:
+            self._phase = Phase.DRAINING
+
+    def end_now(self) -> None:
+        """End a retired process that does not end by itself."""
+        self._ending.set()
+
+    def restart(self) -> None:
+        """A retired one is wanted again: at once if it has ended, else when it has."""
+        self._wanted.set()
 
     async def run(self, grace_s: float = 5.0) -> None:
         """Keep the process alive until `stop`; then it has `grace_s` seconds to end by itself."""
         while not self._stopping.is_set():
+            if not self._wanted.is_set():
+                self._phase = Phase.DRAINED
+                await self._wanted.wait()
+                continue
             born = time.monotonic()
             await self._live(grace_s)
             if self._stopping.is_set():
                 break
+            if not self._wanted.is_set():
+                continue
             self._restarts += 1
             wait_s = self._backoff.after_death(time.monotonic() - born)
             log.warning("%s is gone (%s), next try in %.1f s", self.name, self._error, wait_s)
@@ -97,6 +130,7 @@ class Keeper:
         """One incarnation from birth to death."""
         self._incarnation = max(time.time_ns(), self._incarnation + 1)
         self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
+        self._ending.clear()
         try:
             process = await self._spawn(self._incarnation)
         except Exception as error:
@@ -113,7 +147,7 @@ class Keeper:
         """Returns when the process is gone, did not start, or is no longer wanted."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        stopping = asyncio.ensure_future(self._ending.wait())
         try:
             await asyncio.wait({ended, started, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if started.done() and not started.exception():

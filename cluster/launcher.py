@@ -176,8 +176,11 @@ class Cluster:
         while not self._stopping.wait(WATCH_S):
             _raise_if_over(life)
             for one in self.health().all:
-                if one.phase is not before[one.name] and (
-                    one.phase is Phase.SERVING or before[one.name] is Phase.SERVING
+                asked_for = one.phase in {Phase.DRAINING, Phase.DRAINED}
+                if (
+                    one.phase is not before[one.name]
+                    and not asked_for
+                    and (one.phase is Phase.SERVING or before[one.name] is Phase.SERVING)
                 ):
                     self._progress(Progress(one.name, one.phase is Phase.SERVING, one.error))
                 before[one.name] = one.phase

@@ -24,6 +24,13 @@ class Registry:
         self._workers: dict[str, WorkerInfo] = {}
         self._gone: dict[str, int] = {}
         self._changed = asyncio.Event()
+        self._mode = ""
+
+    def set_mode(self, mode: str) -> None:
+        """Routers let prompts be computed this way from now on."""
+        if mode != self._mode:
+            self._mode = mode
+            self._publish()
 
     def register(self, info: WorkerInfo) -> None:
         """Add a worker or replace its earlier incarnation. StaleEpoch for an incarnation that is over."""
@@ -49,7 +56,7 @@ class Registry:
 
     def membership(self) -> Membership:
         """All serving workers, by id."""
-        return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)))
+        return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)), self._mode)
 
     async def watch(self) -> AsyncIterator[Membership]:
         """The membership now and after each change; a slow watcher skips what is already outdated."""
@@ -66,6 +73,8 @@ class Registry:
 
 def _tell(known: WorkerInfo | None, info: WorkerInfo) -> None:
     """What people should hear of a worker beside its coming and going."""
+    if known and known.open is not info.open:
+        log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
     if info.not_ready and not (known and known.not_ready):
         log.error("%s is not ready: %s", info.peer.worker_id, info.not_ready)
     elif known and known.not_ready and not info.not_ready:

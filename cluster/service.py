@@ -1,10 +1,13 @@
-"""The controller's gRPC door: workers register, routers and workers watch."""
+"""The controller's gRPC door: workers register, routers and workers watch, operators change what workers do."""
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
+from cluster.modes import ModeChange
+from cluster.operator import Operator
 from cluster.registry import Registry
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
@@ -14,10 +17,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
-    """`tandem.v1.Cluster` over a registry."""
+    """`tandem.v1.Cluster` over a registry and the operator's hand."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, operator: Operator) -> None:
         self._registry = registry
+        self._operator = operator
 
     async def Register(self, request: cluster_pb2.RegisterRequest, _context: _Context) -> cluster_pb2.RegisterResponse:
         self._registry.register(convert.worker_info_from_proto(request.worker))
@@ -34,3 +38,28 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> AsyncIterator[cluster_pb2.Membership]:
         async for membership in self._registry.watch():
             yield convert.membership_to_proto(membership)
+
+    async def SetMode(self, request: cluster_pb2.SetModeRequest, _context: _Context) -> cluster_pb2.SetModeResponse:
+        began = time.monotonic()
+        change = ModeChange(
+            request.mode,
+            request.prefill,
+            request.decode,
+            request.step_policy,
+            request.step_budget,
+            request.itl_target_s,
+            request.grace_s,
+        )
+        workers = await self._operator.set_mode(change)
+        return cluster_pb2.SetModeResponse(
+            workers=[convert.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
+        )
+
+    async def DrainWorker(
+        self, request: cluster_pb2.DrainWorkerRequest, _context: _Context
+    ) -> cluster_pb2.DrainWorkerResponse:
+        began = time.monotonic()
+        await self._operator.drain_worker(
+            request.worker_id, request.grace_s, restart=request.restart, force=request.force
+        )
+        return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)

@@ -8,6 +8,7 @@ from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import Slot, bundle
+from wire.messages import Duty
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig
@@ -34,8 +35,8 @@ class WorkerActors:
         self._token = token
         self._groups: dict[str, Any] = {}
 
-    async def spawn(self, slot: Slot, incarnation: int) -> Process:
-        """A new process for `slot`."""
+    async def spawn(self, slot: Slot, duty: Duty, incarnation: int) -> Process:
+        """A new process for `slot`, which does `duty` until it is told otherwise."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from worker.actor import WorkerActor
@@ -47,7 +48,7 @@ class WorkerActors:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
         log = self._cluster.log_file(slot.worker_id)
-        actor = actor_class(WorkerActor).options(**options).remote(self._config(slot), incarnation, log)
+        actor = actor_class(WorkerActor).options(**options).remote(self._config(slot, duty), incarnation, log)
         return RayProcess(actor, on_start=partial(self._on_metrics, slot))
 
     def _group(self, slot: Slot) -> Any:
@@ -57,10 +58,9 @@ class WorkerActors:
             self._groups[slot.worker_id] = placement_group([bundle(slot)], name=slot.worker_id)
         return self._groups[slot.worker_id]
 
-    def _config(self, slot: Slot) -> "WorkerConfig":
+    def _config(self, slot: Slot, duty: Duty) -> "WorkerConfig":
         from engine.config import EngineConfig
         from kv_transfer.base import Direction
-        from wire.policy_name import PolicyName
         from worker.config import WorkerConfig
 
         cluster = self._cluster
@@ -78,7 +78,7 @@ class WorkerActors:
         )
         return WorkerConfig(
             worker_id=slot.worker_id,
-            role=slot.role,
+            role=duty.role,
             engine=engine,
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self._controller_address,
@@ -88,8 +88,8 @@ class WorkerActors:
             prefix_cache=cluster.prefix_cache,
             kv_checksum_rate=cluster.kv_checksum_rate,
             kv_direction=Direction(cluster.kv_direction),
-            step_policy=PolicyName(cluster.step_policy),
-            step_budget=cluster.step_budget,
-            itl_target_s=cluster.itl_target_s,
+            step_policy=duty.step_policy,
+            step_budget=duty.step_budget,
+            itl_target_s=duty.itl_target_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

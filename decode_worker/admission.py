@@ -103,8 +103,8 @@ class DecodeAdmission:
         """Promise pages to a validated reservation. The same one twice gets the same lease.
 
         ResourceExhausted with a retry hint when there is no room now, InvalidArgument when there never will be,
-        StaleEpoch when this attempt is another reservation's or over, Unavailable while draining or when the prefill
-        worker is gone.
+        StaleEpoch when this attempt is another reservation's or over, RoleClosed while closed, Unavailable when the
+        prefill worker is gone.
         """
         tokens = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
         pages = pages_for(tokens, self._page_tokens)
@@ -142,10 +142,20 @@ class DecodeAdmission:
         with self._lock:
             return self._held.refs()
 
-    def drain(self) -> None:
-        """Promise nothing new from now on."""
+    def close(self, why: str) -> None:
+        """Promise nothing new until `open`; what is here goes on."""
         with self._lock:
-            self._room.drain()
+            self._room.close(why)
+
+    def open(self) -> None:
+        """Promise."""
+        with self._lock:
+            self._room.open()
+
+    def limit(self, max_pages: int | None) -> None:
+        """See `Room.limit`."""
+        with self._lock:
+            self._room.limit(max_pages)
 
     # ---- prefill workers ----
 
@@ -259,11 +269,6 @@ class DecodeAdmission:
     def open_requests(self) -> int:
         """Requests that are not over."""
         return len(self._held)
-
-    @property
-    def ready_requests(self) -> int:
-        """Requests that wait for the running batch to take them."""
-        return self._held.ready
 
     @property
     def write_window_s(self) -> float:

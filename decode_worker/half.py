@@ -74,6 +74,10 @@ class DecodeHalf:
         self._let_go()
         return StepNews(events, landed.usual(step))
 
+    def limit(self, max_batch_requests: int) -> None:
+        """Let so many requests run at most; those that run go on. From any thread."""
+        self._max_batch = max_batch_requests
+
     def running_requests(self) -> int:
         """Requests in the batch."""
         return len(self._batch)

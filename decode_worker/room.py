@@ -5,7 +5,7 @@ import logging
 from decode_worker.config import DecodeConfig
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
-from wire.errors import InvalidArgument, ResourceExhausted, Unavailable
+from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Room:
         self._limit = cache.pool.counts().total if config.max_pages is None else config.max_pages
         self.committed = 0
         """Pages of all requests that are not over, promised and held."""
-        self._draining = False
+        self._closed = ""
         self.not_ready = ""
         """Why nothing is promised for now, in words; empty = promises are made. `look` keeps it up to date."""
 
@@ -37,11 +37,11 @@ class Room:
         """Promise so many pages of the pool, less those of the prefix that are cached, which are read from now on.
 
         Returns how many are promised; all `pages` count against the limit, whoever else reads some. ResourceExhausted
-        with a retry hint when there are none now, InvalidArgument when there never will be, Unavailable while draining.
+        with a retry hint when there are none now, InvalidArgument when there never will be, RoleClosed while closed.
         """
         self.look()
-        if self._draining:
-            raise Unavailable(f"worker {self._worker_id} is draining; ask another one")
+        if self._closed:
+            raise RoleClosed(f"worker {self._worker_id} takes no answers, as it {self._closed}; ask another one")
         if pages > self._limit:
             raise InvalidArgument(
                 "max_tokens",
@@ -67,9 +67,17 @@ class Room:
         self._pool.unpromise(promised)
         self.committed -= pages
 
-    def drain(self) -> None:
-        """Promise nothing from now on."""
-        self._draining = True
+    def close(self, why: str) -> None:
+        """Promise nothing until `open`."""
+        self._closed = why
+
+    def open(self) -> None:
+        """Make promises."""
+        self._closed = ""
+
+    def limit(self, max_pages: int | None) -> None:
+        """Promise so many pages at most from now on, None = the whole pool; what is promised already stays so."""
+        self._limit = self._pool.counts().total if max_pages is None else max_pages
 
     def look(self) -> None:
         """See how much lies in quarantine; what changes is logged once.

@@ -29,7 +29,7 @@ from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import Abortable, PrefillRequest
 from wire.ending import pages_for, reason_to_end
-from wire.errors import InvalidArgument, ResourceExhausted, StaleEpoch, TandemError, Unavailable
+from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from wire.messages import (
     ModelFacts,
     PeerRef,
@@ -84,7 +84,7 @@ class PrefillHalf:
         self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
         """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
         self._news: list[Callable[[], None]] = []
-        self._draining = False
+        self._closed = ""
         self.fenced = 0
 
     # ---- event loop: requests come and go ----
@@ -92,7 +92,7 @@ class PrefillHalf:
     def submit(self, task: PrefillTask) -> None:
         """Take a validated task. The same attempt twice is one; an older one is StaleEpoch; a newer one replaces.
 
-        ResourceExhausted when too many are known, Unavailable while draining, InvalidArgument when the prompt can
+        ResourceExhausted when too many are known, RoleClosed while closed, InvalidArgument when the prompt can
         never fit the page pool.
         """
         request = self._make(task)
@@ -133,9 +133,13 @@ class PrefillHalf:
         with self._lock:
             return [(router_id, r.task.ref) for (router_id, _), r in self._requests.items()]
 
-    def drain(self) -> None:
-        """Take nothing new from now on."""
-        self._draining = True
+    def close(self, why: str) -> None:
+        """Take nothing new until `open`; what is here goes on."""
+        self._closed = why
+
+    def open(self) -> None:
+        """Take work."""
+        self._closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
         """Compute no more of this request; its progress says when the engine has let go of it."""
@@ -249,8 +253,8 @@ class PrefillHalf:
         if known is not None and known.task.ref.attempt > task.ref.attempt:
             self.fenced += 1
             raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
-        if self._draining:
-            raise Unavailable(f"worker {self._me.worker_id} is draining; ask another one")
+        if self._closed:
+            raise RoleClosed(f"worker {self._me.worker_id} takes no prompts, as it {self._closed}; ask another one")
         if len(self._requests) + len(self._leaving) >= self._config.max_requests:
             raise ResourceExhausted(
                 f"worker {self._me.worker_id} holds {self._config.max_requests} prompts; come back later",

@@ -82,6 +82,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.GetServerInfoResponse(
             version=_version(),
             started_unix_nanos=self._started_unix_nanos,
+            mode=self._dispatcher.pool.mode,
             workers=[
                 inference_pb2.WorkerStatus(
                     worker_id=link.info.peer.worker_id,

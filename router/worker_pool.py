@@ -52,7 +52,8 @@ class WorkerPool:
         """The live workers, for placement."""
         self._links: dict[PeerRef, WorkerLink] = {}
         self._model: ServedModel | None = None
-        self._mode = config.mode.value
+        self.mode = config.mode.value
+        """Where prompts may be computed, as the controller says; the value of a `Mode`."""
         self._channel = open_channel(config.controller_address, config.token)
         self._closing: set[asyncio.Task[None]] = set()
         self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
@@ -147,9 +148,9 @@ class WorkerPool:
                 self._links[peer] = self._open(info)
             else:
                 known.follow(info)
-        if membership.mode not in {"", self._mode}:
-            self._mode = membership.mode
-            self._observer.on_mode(self._mode)
+        if membership.mode not in {"", self.mode}:
+            self.mode = membership.mode
+            self._observer.on_mode(self.mode)
         self._learn_model(membership)
         self.sweep()
         self._observer.on_change()

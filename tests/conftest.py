@@ -16,6 +16,7 @@ import grpc
 import pytest
 import torch
 
+from cli.controller_client import ControllerClient
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
 from cluster.launcher import Cluster
@@ -45,6 +46,11 @@ class RunningCluster:
     def log(self, name: str) -> str:
         """What the process called `name` has logged so far."""
         return (self._logs / f"{name}.log").read_text()
+
+    @property
+    def controller(self) -> ControllerClient:
+        """Who changes modes and drains workers."""
+        return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
 
     def workers(self) -> tuple[Health, ...]:
         """Every worker as the controller sees it."""

@@ -4,20 +4,20 @@ from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
-from wire.messages import Role
-from wire.policy_name import CHUNKED_BUDGET, PolicyName
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What one worker loads, which halves of it take work, and whom it talks to."""
+    """What one worker loads, what it does at first, and whom it talks to."""
 
     worker_id: str
     """Its name in the cluster; outlives the process."""
     role: Role
-    """Which halves take work."""
+    """Which halves take work at first."""
     engine: EngineConfig
     """What the engine loads, and its sizes."""
     model_name: str = ""
@@ -85,15 +85,6 @@ class WorkerConfig:
         return default if self.step_deadline_s is None else self.step_deadline_s
 
     @property
-    def prompt_step_tokens(self) -> int:
-        """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
-        if self.step_policy is not PolicyName.CHUNKED:
-            return self.engine.max_step_tokens
-        return min(self.step_budget or CHUNKED_BUDGET, self.engine.max_step_tokens)
-
-    @property
-    def decode_batch(self) -> int:
-        """Most requests of one decode step: with both halves open, prompts keep at least half of a step's tokens."""
-        tokens = self.engine.max_step_tokens
-        room = max(1, tokens // 2) if self.role is Role.BOTH else tokens
-        return min(self.engine.max_batch_requests, room)
+    def duty(self) -> Duty:
+        """What it does at first; the controller may change it while it runs (`duty.py`)."""
+        return Duty(self.role, self.step_policy, self.step_budget, self.itl_target_s)

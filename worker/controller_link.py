@@ -7,6 +7,7 @@ known here or not: some of them may hold leases that were granted while the memb
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ import grpc.aio
 from wire import convert, rpc
 from wire.errors import StaleEpoch, TandemError
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.messages import Membership, PeerRef, WorkerInfo
+from wire.messages import Membership, PeerRef, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ REFRESH_S = 1.0
 class ControllerLink:
     """One worker's registration. Lives on the event loop.
 
-    `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, `on_peer_gone`
+    `describe` gives the worker's facts as they are now. `on_peer_joined` hears of workers that appear, and once more
+    when they open other halves; `on_peer_gone`
     of incarnations of other workers that are believed dead, and with each of all before it; `on_superseded` hears that
     the controller has given this one up.
     """
@@ -58,7 +60,9 @@ class ControllerLink:
         self._channel = rpc.open_channel(address, token)
         self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
         self._left = False
+        self._changed = asyncio.Event()
         self._known: dict[PeerRef, str] = {}
+        self._roles: dict[PeerRef, Role | None] = {}
         self._probes: dict[PeerRef, asyncio.Task[None]] = {}
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -66,6 +70,10 @@ class ControllerLink:
         """Announce this worker and begin to watch the others. Unavailable when the controller does not answer."""
         await self._announce()
         self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
+
+    def refresh(self) -> None:
+        """The worker's facts have changed: tell the controller now."""
+        self._changed.set()
 
     async def unregister(self) -> None:
         """Leave the membership; what runs here may end. A controller that is away has forgotten us already."""
@@ -110,7 +118,9 @@ class ControllerLink:
     async def _refresh_forever(self) -> None:
         """What a worker only learns while it serves, as the wire of its transfers, reaches everybody."""
         while True:
-            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), REFRESH_S)
+            self._changed.clear()
             try:
                 if self._describe() != self._announced:
                     await self._announce_again()
@@ -138,8 +148,11 @@ class ControllerLink:
         for info in joined:
             self._bury(PeerRef(info.peer.worker_id, info.peer.incarnation - 1))
         self._known.update(serving)
-        for info in joined:
-            self._on_peer_joined(info)
+        others = {info.peer: info for info in membership.workers if info.peer in serving}
+        before, self._roles = self._roles, {peer: info.open for peer, info in others.items()}
+        for info in others.values():
+            if info in joined or info.open is not before.get(info.peer):
+                self._on_peer_joined(info)
         for peer, address in self._known.items():
             if peer not in serving and peer not in self._probes:
                 self._probes[peer] = asyncio.ensure_future(self._probe(peer, address))

@@ -97,6 +97,10 @@ class StepLoop:
         """The decode rows of the newest step."""
         return self._scheduler.decoding
 
+    def steer(self, policy: StepPolicy, growth: BatchGrowth) -> None:
+        """Plan by these from the next step on. From any thread."""
+        self._scheduler.steer(policy, growth)
+
     def start(self) -> None:
         self._thread.start()
 

@@ -28,6 +28,7 @@ from wire.generated.tandem.v1 import worker_pb2_grpc
 from wire.messages import PeerRef, WorkerInfo
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
+from worker.duty import decode_batch, prompt_step_tokens
 from worker.metrics import worker_facts
 from worker.servicer import WorkerServicer
 from worker.worker import Worker, first_line
@@ -86,9 +87,9 @@ class WorkerProcess:
         self._ended.result()
 
     def drain(self, grace_s: float) -> int:
-        """Leave the cluster, take nothing new, let what runs finish; returns how many requests were left over.
+        """Take nothing new, let what runs finish, leave the cluster; returns how many requests others have to finish.
 
-        Then `wait` returns: a drained worker has left for good, and whoever keeps it stops it and starts another.
+        Then `wait` returns: a drained worker has left for good, and whoever keeps it stops it.
         """
         return self._call(self._drain(grace_s))
 
@@ -129,6 +130,7 @@ class WorkerProcess:
                 on_peer_gone=self._worker.peer_gone,
                 on_superseded=self._end,
             )
+            self._worker.duty.on_change = self._controller.refresh
             await self._controller.register()
         return describe()
 
@@ -149,25 +151,28 @@ class WorkerProcess:
             ) from error
 
     def _info(self, engine: ModelRunner, worker: Worker, address: str) -> WorkerInfo:
+        duty, sizes = worker.duty, self._config.engine
         return WorkerInfo(
             peer=self._me,
-            role=self._config.role,
+            role=duty.role,
             address=address,
             model=engine.facts,
             pages_total=engine.cache.pages,
             page_tokens=engine.page_tokens,
-            max_batch_requests=self._config.decode_batch,
-            max_step_tokens=self._config.prompt_step_tokens,
+            max_batch_requests=decode_batch(duty.role, sizes),
+            max_step_tokens=prompt_step_tokens(duty.duty, sizes),
             device=engine.device_name,
             transport=worker.transport.transport_name(),
             not_ready=worker.admission.not_ready,
             warnings=worker.transport.warnings(),
+            duty=duty.duty,
+            closing=duty.closing,
         )
 
     async def _drain(self, grace_s: float) -> int:
+        left = await self._worker.drain(grace_s) if self._worker is not None else 0
         if self._controller is not None:
             await self._controller.unregister()
-        left = await self._worker.drain(grace_s) if self._worker is not None else 0
         self._end(None)
         return left
 

@@ -46,6 +46,10 @@ class StepScheduler:
         self.decoding = NOTHING
         """The decode rows of the newest step."""
 
+    def steer(self, policy: StepPolicy, growth: BatchGrowth) -> None:
+        """Plan by these from the next plan on. From any thread."""
+        self._policy, self._growth = policy, growth
+
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none."""
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens))

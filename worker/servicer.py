@@ -49,6 +49,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
         return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
 
+    async def SetDuty(self, request: worker_pb2.SetDutyRequest, _context: _Context) -> worker_pb2.SetDutyResponse:
+        meant = PeerRef(request.worker_id, request.incarnation)
+        self._worker.assume(meant, convert.duty_from_proto(request.duty), request.grace_s)
+        return worker_pb2.SetDutyResponse()
+
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
         return convert.inspection_to_proto(self._worker.inspect())
 

@@ -2,7 +2,7 @@
 
 import math
 
-from wire.errors import FailedPrecondition, InvalidArgument
+from wire.errors import InvalidArgument
 from wire.messages import (
     CACHE_SALT_MAX,
     FREQUENCY_MAX,
@@ -12,26 +12,21 @@ from wire.messages import (
     ModelFacts,
     PrefillTask,
     Reservation,
-    Role,
     SamplingParams,
 )
 
 ID_LENGTH_MAX = 256
 
 
-def check_prefill(task: PrefillTask, model: ModelFacts, role: Role) -> None:
-    """InvalidArgument names the field and the limit; FailedPrecondition when the prefill half is closed."""
-    if not role.prefills:
-        raise FailedPrecondition("this worker's prefill half is closed; send prompts to a prefill worker")
+def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
+    """InvalidArgument names the field and the limit."""
     _check(task, model)
     if task.destination is None and task.sampling.max_tokens > task.answered + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
 
 
-def check_reservation(reservation: Reservation, model: ModelFacts, role: Role) -> None:
-    """InvalidArgument names the field and the limit; FailedPrecondition when the decode half is closed."""
-    if not role.decodes:
-        raise FailedPrecondition("this worker's decode half is closed; reserve at a decode worker")
+def check_reservation(reservation: Reservation, model: ModelFacts) -> None:
+    """InvalidArgument names the field and the limit."""
     _check(reservation, model)
 
 

@@ -5,7 +5,6 @@ the event loop that runs while it is made; the engine has its own thread, the tr
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -22,8 +21,9 @@ from kv_transfer.layout import KVLayout
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from wire.ending import failure_event, pages_for
-from wire.errors import Internal, Unavailable
+from wire.errors import Internal, StaleEpoch, Unavailable
 from wire.messages import (
+    Duty,
     GrantedLease,
     PeerRef,
     PrefillTask,
@@ -40,6 +40,7 @@ from wire.prefixes import PrefixList
 from worker.batch_growth import BatchGrowth
 from worker.caretaker import Caretaker
 from worker.config import WorkerConfig
+from worker.duty import Half, WorkerDuty, decode_batch, decode_pages
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
@@ -47,12 +48,13 @@ from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
 from worker.step_meter import StepMeter
-from worker.step_policy import make_policy
+from worker.step_policy import StepPolicy, make_policy
 from worker.validation import check_prefill, check_reservation
+from worker.warm_ups import WarmUps
 
 log = logging.getLogger(__name__)
 
-DRAIN_LOOK_S = 0.02
+DIES = "has lost its engine"
 
 
 class Worker:
@@ -71,12 +73,11 @@ class Worker:
         self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Set when a step failed: the process must end."""
         self._config = config
-        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: config.role.value, engine.roofline)
+        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: self.duty.role.value, engine.roofline)
         """What is counted here; export `worker_facts` beside it."""
         self._pool = engine.pool
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
-        self._warming: set[asyncio.Future[None]] = set()
         self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
         self.admission = self._make_admission(engine)
@@ -88,7 +89,7 @@ class Worker:
             admission=self.admission,
             model=engine.facts,
             page_tokens=engine.page_tokens,
-            max_batch_requests=config.decode_batch,
+            max_batch_requests=decode_batch(config.role, config.engine),
         )
         self._handovers = Handovers(
             me,
@@ -103,6 +104,12 @@ class Worker:
         self._prefill = self._make_prefill(engine)
         self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
         self._loop = self._make_loop(engine)
+        self._sizes = engine.pool.counts().total, pages_for(engine.facts.max_context, engine.page_tokens)
+        self.duty = WorkerDuty(
+            me, config.duty, self._halves(), resize=self._resize, steer=self._steer, emit=self._outbox.post
+        )
+        """What this worker does now."""
+        self._warm_ups = WarmUps(self.peers, lambda: self.duty.duty.role.prefills and not self.duty.draining)
         self._caretaker = Caretaker(
             config,
             loop=self._loop,
@@ -130,14 +137,14 @@ class Worker:
 
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take."""
-        check_reservation(reservation, self.facts, self._config.role)
+        check_reservation(reservation, self.facts)
         granted = self.admission.reserve(reservation)
         self._outbox.expect(reservation.router_id)
         return granted
 
     def prefill(self, task: PrefillTask) -> None:
         """See `PrefillHalf.submit`; InvalidArgument for what no worker would take."""
-        check_prefill(task, self.facts, self._config.role)
+        check_prefill(task, self.facts)
         self._prefill.submit(task)
         self._outbox.expect(task.router_id)
 
@@ -149,21 +156,29 @@ class Worker:
     # ---- other workers ----
 
     def peer_joined(self, info: WorkerInfo) -> None:
-        """Another worker serves, perhaps one that was believed dead. Who will hand prompts over to it gets ready for
-        that now, not with a user's prompt.
+        """Another worker serves, perhaps one that was believed dead, or has opened other halves. Who will hand prompts
+        over to it gets ready for that now, not with a user's prompt.
         """
         self.admission.peer_back(info.peer)
         self.peers.welcome(info.peer)
-        if self._config.role.prefills and info.role.decodes:
-            warming = asyncio.ensure_future(self.peers.warm_up(info.peer, info.address))
-            self._warming.add(warming)
-            warming.add_done_callback(self._warming.discard)
+        self._warm_ups.see(info)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """That run of another worker, and so its earlier ones, is believed dead."""
         log.info("%s is gone up to incarnation %d", peer.worker_id, peer.incarnation)
         self.admission.peer_gone(peer)
         self.peers.forget(peer)
+        self._warm_ups.forget(peer)
+
+    # ---- the controller ----
+
+    def assume(self, meant: PeerRef, duty: Duty, grace_s: float) -> None:
+        """See `WorkerDuty.assume`; StaleEpoch if another run of a worker is meant."""
+        if meant != self.me:
+            raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
+        self.duty.assume(duty, grace_s)
+        self._warm_ups.look()
+        self._wake()
 
     # ---- facts ----
 
@@ -222,19 +237,14 @@ class Worker:
     # ---- the end ----
 
     async def drain(self, grace_s: float) -> int:
-        """Take nothing new and wait for what runs; returns how many requests are left after `grace_s`."""
-        self._prefill.drain()
-        self.admission.drain()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle(), grace_s)
-        return self.open_requests()
+        """See `WorkerDuty.drain`."""
+        return await self.duty.drain(grace_s)
 
     async def close(self) -> None:
         """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
         self._caretaker.stop()
-        for warming in self._warming:
-            warming.cancel()
-        await asyncio.gather(*self._warming, return_exceptions=True)
+        self.duty.stop()
+        await self._warm_ups.close()
         for router_id in {router_id for router_id, _ in self._refs()}:
             self._router_gone(router_id)
         await asyncio.to_thread(self._loop.stop)
@@ -249,7 +259,9 @@ class Worker:
 
     def _make_admission(self, engine: LoadedEngine) -> DecodeAdmission:
         config = DecodeConfig(
-            max_pages=self._decode_pages(engine),
+            max_pages=decode_pages(
+                self._config.role, engine.pool.counts().total, pages_for(engine.facts.max_context, engine.page_tokens)
+            ),
             lease_s=self._config.lease_s,
             quarantine_s=self._config.quarantine_s,
             quarantine_far_s=self._config.quarantine_far_s,
@@ -272,25 +284,45 @@ class Worker:
             checks=self._checks,
         )
 
-    def _decode_pages(self, engine: LoadedEngine) -> int | None:
-        """With both halves open, promises leave room for prompts: else two such workers could wait for each other."""
-        if self._config.role is not Role.BOTH:
-            return None
-        total = engine.pool.counts().total
-        return total - min(total // 2, pages_for(engine.facts.max_context, engine.page_tokens))
+    def _halves(self) -> tuple[Half, Half]:
+        prefill, admission = self._prefill, self.admission
+        return (
+            Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
+            Half(
+                Role.DECODE,
+                admission.open,
+                admission.close,
+                admission.refs,
+                admission.abort,
+                lambda: admission.open_requests,
+            ),
+        )
+
+    def _resize(self, role: Role) -> None:
+        self._decode.limit(decode_batch(role, self._config.engine))
+        self.admission.limit(decode_pages(role, *self._sizes))
+
+    def _steer(self, duty: Duty) -> None:
+        self._loop.steer(self._policy(duty), BatchGrowth(self._meter.cost, duty.itl_target_s))
+
+    def _policy(self, duty: Duty) -> StepPolicy:
+        return make_policy(
+            duty.step_policy,
+            self._meter.cost,
+            budget=duty.step_budget,
+            itl_target_s=duty.itl_target_s,
+            max_step_tokens=self._config.engine.max_step_tokens,
+        )
 
     def _make_loop(self, engine: LoadedEngine) -> StepLoop:
-        config, cost = self._config, self._meter.cost
-        most, target = config.engine.max_step_tokens, config.itl_target_s
+        config = self._config
         return StepLoop(
             engine,
             decode=self._decode,
             prefill=self._prefill,
-            max_step_tokens=most,
-            policy=make_policy(
-                config.step_policy, cost, budget=config.step_budget, itl_target_s=target, max_step_tokens=most
-            ),
-            growth=BatchGrowth(cost, target),
+            max_step_tokens=config.engine.max_step_tokens,
+            policy=self._policy(config.duty),
+            growth=BatchGrowth(self._meter.cost, config.itl_target_s),
             meter=self._meter,
             deadline_s=config.step_deadline,
             gather_s=config.gather_s,
@@ -312,10 +344,6 @@ class Worker:
             wake=self._wake,
             events=self._events,
         )
-
-    async def _idle(self) -> None:
-        for _ in iter(self.open_requests, 0):
-            await asyncio.sleep(DRAIN_LOOK_S)
 
     def _expect(self, leases: int) -> None:
         self.transport.expect(leases)
@@ -354,8 +382,8 @@ class Worker:
         if self.died.done():
             return
         log.critical("a step failed; this worker ends", exc_info=error)
-        self._prefill.drain()
-        self.admission.drain()
+        self._prefill.close(DIES)
+        self.admission.close(DIES)
         reason = Internal(
             f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
         )

@@ -122,7 +122,7 @@ class WorkerProcess:
     def info(self) -> WorkerInfo:
         return WorkerInfo(
             self.me, self.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
-            self.config.decode_batch, STEP_TOKENS, "cpu", "in-memory",
+            BATCH, STEP_TOKENS, "cpu", "in-memory",
         )  # fmt: skip
 
     def check(self) -> None:

@@ -71,18 +71,18 @@ def test_status() -> None:
     started = int(datetime(2026, 3, 1, 12).timestamp() * 1e9) + 7
     worker = inference_pb2.WorkerStatus(
         worker_id="decode-0", role="decode", incarnation=started, connected=True, requests=2, pages_used=3,
-        pages_total=9, transport="UCX write (cma)", device="cpu",
+        pages_total=9, transport="UCX write (cma)", device="cpu", step_policy="chunked 512",
     )  # fmt: skip
     view = ServerView(
-        inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker]),
+        inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker], mode="adaptive"),
         inference_pb2.GetLoadsResponse(waiting=4, running=2),
         inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048),
     )
     shown = text(worker_table(view))
-    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX write (cma)", "cpu"):
+    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX write (cma)", "cpu", "chunked 512"):
         assert word in shown
     line = summary("127.0.0.1:5", view)
-    assert "2 running, 4 waiting" in line
+    assert "adaptive, 2 running, 4 waiting" in line
     assert "float32, context 2048" in line
 
 
@@ -107,6 +107,22 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
         ["not ready"],
         ["away"],
         ["connected"],
+    ]
+
+
+def test_who_leaves_or_changes_says_so() -> None:
+    workers = [
+        inference_pb2.WorkerStatus(worker_id="a", connected=True, draining=True, closing="both"),
+        inference_pb2.WorkerStatus(worker_id="b", connected=True, closing="decode"),
+        inference_pb2.WorkerStatus(worker_id="c", draining=True),
+    ]
+    info = inference_pb2.GetServerInfoResponse(workers=workers)
+    view = ServerView(info, inference_pb2.GetLoadsResponse(), inference_pb2.GetModelInfoResponse())
+    rows = text(worker_table(view)).splitlines()[1:]
+    assert [[state for state in ("draining", "closing decode", "away") if state in row] for row in rows] == [
+        ["draining"],
+        ["closing decode"],
+        ["away"],
     ]
 
 

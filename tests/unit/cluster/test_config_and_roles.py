@@ -6,11 +6,19 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
+from cluster.modes import Sharing
 from cluster.roles import Slot, bundle, offer, plan
 from cluster.worker_actors import WorkerActors
 from wire.errors import InvalidArgument
 from wire.messages import Role
 from wire.policy_name import PolicyName
+from worker.config import WorkerConfig
+
+
+def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
+    """What a worker of this slot is started with."""
+    actors = WorkerActors(config, "", "", lambda _slot, _address: None)
+    return actors._config(slot, Sharing.of(config).duty(slot.role))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,7 @@ def test_colocated_workers_play_both_roles_and_there_are_no_others(mode: str) ->
 
 def test_the_policy_of_steps_reaches_the_worker() -> None:
     config = ClusterConfig(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
-    worker = WorkerActors(config, "", "")._config(plan(config, gpus=0)[0])
+    worker = worker_config(config, plan(config, gpus=0)[0])
     assert (worker.step_policy, worker.step_budget, worker.itl_target_s) == (PolicyName.CHUNKED, 700, 0.025)
 
 
@@ -107,7 +115,7 @@ def test_sizes_follow_the_device() -> None:
 def test_settings_reach_the_engine() -> None:
     config = ClusterConfig(model=Path("m"), device="cuda", memory_fraction=0.5)
     (slot, *_) = plan(config, gpus=1)
-    engine = WorkerActors(config, "", "")._config(slot).engine
+    engine = worker_config(config, slot).engine
     assert (engine.memory_fraction, engine.kv_cache_bytes, engine.max_batch_requests) == (0.5, None, 256)
 
 

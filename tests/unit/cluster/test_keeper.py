@@ -144,3 +144,36 @@ def test_backoff_doubles_up_to_its_bound_and_forgets_after_a_long_life() -> None
     assert [backoff.after_death(1.0) for _ in range(6)] == [0.0, 0.5, 1.0, 2.0, 3.0, 3.0]
     assert backoff.after_death(31.0) == 0.0
     assert backoff.after_death(1.0) == 0.5
+
+
+async def test_a_retired_process_has_no_successor_until_it_is_asked_for() -> None:
+    stage = Stage()
+    first = await stage.until(1, Phase.STARTING)
+    first.may_start.set()
+    await stage.until(1, Phase.SERVING)
+    stage.keeper.retire()
+    assert stage.keeper.phase is Phase.DRAINING
+    first.death.set_result("the process stopped by itself")
+    await stage.until(1, Phase.DRAINED)
+    await asyncio.sleep(0.01)
+    assert len(stage.processes) == 1
+    assert stage.dead == stage.incarnations
+    stage.keeper.restart()
+    await stage.until(2, Phase.STARTING)
+    assert stage.keeper.health().restarts == 0
+    stage.keeper.stop()
+    await stage.run
+
+
+async def test_a_retired_process_that_does_not_end_is_ended_and_stays_away() -> None:
+    stage = Stage()
+    first = await stage.until(1, Phase.STARTING)
+    first.may_start.set()
+    await stage.until(1, Phase.SERVING)
+    stage.keeper.retire()
+    stage.keeper.end_now()
+    await stage.until(1, Phase.DRAINED)
+    assert first.ends == 1
+    stage.keeper.stop()
+    await stage.run
+    assert len(stage.processes) == 1

@@ -5,18 +5,34 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cluster.modes import ModeChange
+from cluster.operator import Operator
 from cluster.registry import Registry
 from cluster.service import ClusterServicer
+from wire.errors import InvalidArgument, NotFound
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import PeerRef
+from wire.messages import PeerRef, WorkerInfo
 from wire.rpc import open_channel, open_server
+
+
+class Asked(Operator):
+    """An operator that says what it heard as an error, for whoever asked."""
+
+    def __init__(self) -> None:
+        """It owns nothing."""
+
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        raise InvalidArgument("mode", repr(change))
+
+    async def drain_worker(self, worker_id: str, grace_s: float, *, restart: bool, force: bool) -> None:
+        raise NotFound(f"{worker_id} {grace_s} {restart} {force}")
 
 
 @pytest.fixture
 async def door() -> AsyncIterator[tuple[str, Registry]]:
     registry = Registry()
     server = open_server(tokens=frozenset({"secret"}))
-    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry), server)
+    cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked()), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     yield f"127.0.0.1:{port}", registry
@@ -63,3 +79,26 @@ async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
             await cluster_pb2_grpc.ClusterStub(channel).Register(registration("decode-0", 7))
     assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert registry.membership().workers == ()
+
+
+async def test_what_an_operator_asks_arrives_as_it_was_asked(door: tuple[str, Registry]) -> None:
+    address, _ = door
+    async with open_channel(address, "secret") as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        ask = cluster_pb2.SetModeRequest(
+            mode="disaggregated", prefill=1, decode=2, step_policy="chunked", step_budget=3, itl_target_s=4, grace_s=5
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.SetMode(ask)
+        assert repr(ModeChange("disaggregated", 1, 2, "chunked", 3, 4.0, 5.0)) in str(failure.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="w", grace_s=2, restart=True))
+        assert failure.value.details() == "w 2.0 True False"
+    async with open_channel(address, "wrong") as channel:
+        for call in (
+            cluster_pb2_grpc.ClusterStub(channel).SetMode(cluster_pb2.SetModeRequest()),
+            cluster_pb2_grpc.ClusterStub(channel).DrainWorker(cluster_pb2.DrainWorkerRequest()),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await call
+            assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED

@@ -9,9 +9,9 @@ import pytest
 from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
 from wire.errors import (
-    FailedPrecondition,
     InvalidArgument,
     ResourceExhausted,
+    RoleClosed,
     StaleEpoch,
     Unavailable,
 )
@@ -673,9 +673,9 @@ async def test_a_step_that_fails_ends_the_worker_loudly() -> None:
 
 async def test_a_closed_half_takes_nothing() -> None:
     async with WorkerPair() as pair:
-        with pytest.raises(FailedPrecondition):
+        with pytest.raises(RoleClosed):
             pair.prefill.worker.reserve(pair.reservation("q", PROMPT, TEN))
-        with pytest.raises(FailedPrecondition):
+        with pytest.raises(RoleClosed):
             pair.decode.worker.prefill(pair.task("q", PROMPT, SamplingParams(max_tokens=1), None))
 
 

@@ -12,6 +12,7 @@ from wire.messages import Role
 from wire.policy_name import PolicyName
 from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
+from worker.duty import prompt_step_tokens
 from worker.step_policy import (
     PATIENCE,
     PIECE,
@@ -151,4 +152,4 @@ def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
 ) -> None:
     engine = EngineConfig(Path("m"), max_step_tokens=STEP)
     config = WorkerConfig("w", Role.BOTH, engine, step_policy=policy, step_budget=budget)
-    assert config.prompt_step_tokens == tokens
+    assert prompt_step_tokens(config.duty, config.engine) == tokens

@@ -1,0 +1,75 @@
+"""The controller's client, as the commands and benchmarks that change a running cluster need it."""
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from wire import convert
+from wire.errors import TandemError, Unavailable
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.messages import WorkerInfo
+from wire.rpc import ERROR_CODE, error_of, open_channel
+
+GRACE_S = 30.0
+"""How long workers may finish what they have, if nothing else was asked for, in seconds."""
+_BESIDES_GRACE_S = 240.0
+"""What a change may take beside: opening, transfers that settle, a worker that is started again."""
+
+Result = TypeVar("Result")
+
+
+class ControllerClient:
+    """Calls to one controller. Every failure is a typed error that names it."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address
+        self._token = token
+
+    async def set_mode(
+        self,
+        mode: str,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        step_policy: str = "",
+        step_budget: int = 0,
+        itl_target_s: float = 0.0,
+        grace_s: float = GRACE_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """See `SetModeRequest`. The workers as they are then, and how long it took, in seconds."""
+        request = cluster_pb2.SetModeRequest(
+            mode=mode,
+            prefill=prefill,
+            decode=decode,
+            step_policy=step_policy,
+            step_budget=step_budget,
+            itl_target_s=itl_target_s,
+            grace_s=grace_s,
+        )
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.SetMode(request, timeout=grace_s + _BESIDES_GRACE_S))
+        return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def drain_worker(
+        self, worker_id: str, *, grace_s: float = GRACE_S, restart: bool = False, force: bool = False
+    ) -> float:
+        """See `DrainWorkerRequest`. How long it took, in seconds."""
+        request = cluster_pb2.DrainWorkerRequest(worker_id=worker_id, grace_s=grace_s, restart=restart, force=force)
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _BESIDES_GRACE_S))
+        return float(reply.seconds)
+
+    async def _typed(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
+        """The controller's own words where it had any, a plain sentence instead of the transport's."""
+        if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
+            return error_of(error, "the controller")
+        return Unavailable(f"cannot reach the controller at {self._address}; is `tandem up` running there?")

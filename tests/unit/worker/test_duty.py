@@ -1,0 +1,211 @@
+"""A worker changes its role and its steps while it runs: nobody's request is lost, and what comes late is told so."""
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from tests.fake_engine import FakeEngine, answer_to
+from tests.worker_pair import End, Heard, WorkerPair, until
+from wire.errors import InvalidArgument, RoleClosed, StaleEpoch, Unavailable
+from wire.messages import Duty, PeerRef, Role, SamplingParams
+from wire.policy_name import PolicyName
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17]
+TEN = SamplingParams(max_tokens=10)
+ONE = SamplingParams(max_tokens=1)
+LONG_S = 30.0
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+def become(end: End, role: Role, grace_s: float = LONG_S) -> None:
+    end.worker.assume(end.me, Duty(role), grace_s)
+
+
+def state(end: End) -> tuple[Role, Role | None]:
+    return end.worker.duty.role, end.worker.duty.closing
+
+
+async def waits_in_line(pair: WorkerPair) -> Heard:
+    """Behind one that is computed, at the prefill worker."""
+    pair.prefill.engine.hold()
+    pair.send("before", PROMPT[:3], ONE)
+    await until(pair.prefill.engine.waiting.is_set)
+    del pair.heard["before"]
+    return pair.send("q", PROMPT, TEN)
+
+
+async def is_computed(pair: WorkerPair) -> Heard:
+    pair.prefill.engine.hold()
+    heard = pair.send("q", PROMPT, TEN)
+    await until(pair.prefill.engine.waiting.is_set)
+    return heard
+
+
+async def is_on_its_way(pair: WorkerPair) -> Heard:
+    """Its first token is out, its pages are not written."""
+    pair.fabric.hold()
+    heard = pair.send("q", PROMPT, TEN)
+    await until(lambda: heard.tokens)
+    return heard
+
+
+async def decodes(pair: WorkerPair) -> Heard:
+    pair.decode.engine.hold(after=2)
+    heard = pair.send("q", PROMPT, TEN)
+    await until(lambda: len(heard.tokens) > 1)
+    await until(pair.decode.engine.waiting.is_set)
+    return heard
+
+
+QUEUES = [waits_in_line, is_computed, is_on_its_way, decodes]
+
+
+def let_go(pair: WorkerPair) -> None:
+    pair.fabric.let_go()
+    for end in pair.ends:
+        end.engine.let_go()
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_both_swap_roles_and_a_request_ends_where_it_began(queue: object) -> None:
+    async with WorkerPair() as pair:
+        heard = await queue(pair)  # type: ignore[operator]
+        told: list[tuple[Role, Role | None]] = []
+        pair.decode.worker.duty.on_change = lambda: told.append(state(pair.decode))
+        become(pair.prefill, Role.DECODE)
+        become(pair.decode, Role.PREFILL)
+        assert state(pair.decode) == (Role.BOTH, Role.DECODE)
+        with pytest.raises(RoleClosed, match="takes no answers, as it has another role now; ask another one"):
+            pair.reserve("late", PROMPT, TEN)
+        with pytest.raises(RoleClosed, match="takes no prompts"):
+            pair.prefill.worker.prefill(pair.task("late", PROMPT, ONE, None))
+        # The same call again is no new work.
+        pair.decode.worker.reserve(pair.reservation("q", PROMPT, TEN))
+        let_go(pair)
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, TEN)
+        await until(lambda: state(pair.prefill) == (Role.DECODE, None))
+        await until(lambda: state(pair.decode) == (Role.PREFILL, None))
+        assert told == [(Role.BOTH, Role.DECODE), (Role.PREFILL, None)]
+        await pair.empty()
+
+
+async def test_the_role_is_the_old_one_until_the_last_request_has_ended() -> None:
+    async with WorkerPair() as pair:
+        heard = await decodes(pair)
+        become(pair.decode, Role.PREFILL)
+        pair.decode.engine.hold(after=4)
+        await until(pair.decode.engine.waiting.is_set)
+        await asyncio.sleep(0.1)
+        assert not heard.finish
+        assert state(pair.decode) == (Role.BOTH, Role.DECODE)
+        let_go(pair)
+        await until(lambda: state(pair.decode) == (Role.PREFILL, None))
+        assert heard.tokens == answer_to(PROMPT, TEN)
+
+
+async def test_a_half_that_opens_is_ready_at_once() -> None:
+    async with WorkerPair() as pair:
+        waiting = await decodes(pair)
+        become(pair.decode, Role.PREFILL)
+        one = pair.heard["one"] = Heard()
+        pair.decode.worker.prefill(pair.task("one", PROMPT, ONE, None))
+        let_go(pair)
+        await until(lambda: one.finish and waiting.finish)
+        assert one.tokens == answer_to(PROMPT, ONE)
+        assert waiting.tokens == answer_to(PROMPT, TEN)
+        await pair.empty()
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
+    async with WorkerPair() as pair:
+        heard = await queue(pair)  # type: ignore[operator]
+        end = pair.decode if queue is decodes else pair.prefill
+        become(end, Role.PREFILL if queue is decodes else Role.DECODE, grace_s=0.01)
+        await until(lambda: heard.error == RoleClosed.code)
+        assert heard.tokens == answer_to(PROMPT, TEN)[: len(heard.tokens)]
+        pair.abort("q")  # as a router does before it sends the next attempt
+        let_go(pair)
+        await until(lambda: state(end)[1] is None)
+        await pair.empty()
+
+
+async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
+    async with WorkerPair() as pair:
+        heard = await decodes(pair)
+        become(pair.decode, Role.PREFILL)
+        become(pair.decode, Role.BOTH)
+        assert state(pair.decode) == (Role.BOTH, None)
+        more = pair.send("more", PROMPT[:4], TEN)
+        let_go(pair)
+        await until(lambda: heard.finish and more.finish)
+        assert more.tokens == answer_to(PROMPT[:4], TEN)
+        await pair.empty()
+        assert state(pair.decode) == (Role.BOTH, None)
+
+
+async def test_limits_follow_the_role() -> None:
+    async with WorkerPair(max_batch_requests=16) as pair:
+        decode = pair.decode.worker
+        assert (decode._decode._max_batch, decode.admission._room._limit) == (16, 64)
+        become(pair.decode, Role.BOTH)
+        assert (decode._decode._max_batch, decode.admission._room._limit) == (8, 32)
+        become(pair.decode, Role.DECODE)
+        await until(lambda: state(pair.decode) == (Role.DECODE, None))
+        assert (decode._decode._max_batch, decode.admission._room._limit) == (16, 64)
+
+
+async def test_steps_follow_the_policy() -> None:
+    async with WorkerPair(both=True, pages=200) as pair:
+        engine = pair.decode.engine
+        heard = await decodes(pair)
+        pair.decode.worker.assume(pair.decode.me, Duty(Role.BOTH, PolicyName.CHUNKED, step_budget=3), LONG_S)
+        late = pair.send("late", [7] * 12, TEN)
+        await until(lambda: pair.decode.worker.load().prefill_requests)
+        begun = len(engine.batches)
+        let_go(pair)
+        await until(lambda: heard.finish and late.finish)
+        assert (heard.tokens, late.tokens) == (answer_to(PROMPT, TEN), answer_to([7] * 12, TEN))
+        # One step may have been planned before.
+        assert max(sum(len(row.token_ids) for row in batch.rows) for batch in engine.batches[begun + 2 :]) == 3
+
+
+async def test_who_is_told_is_who_is_meant() -> None:
+    async with WorkerPair() as pair:
+        worker = pair.decode.worker
+        with pytest.raises(StaleEpoch):
+            worker.assume(PeerRef("decode-0", 2), Duty(Role.BOTH), LONG_S)
+        with pytest.raises(InvalidArgument):
+            Duty(Role.BOTH, step_budget=0)
+        assert state(pair.decode) == (Role.DECODE, None)
+        assert await worker.drain(1.0) == 0
+        with pytest.raises(Unavailable, match="drains"):
+            become(pair.decode, Role.BOTH)
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("grace_s", [0.01, LONG_S])
+async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s: float) -> None:
+    async with WorkerPair() as pair:
+        heard = await queue(pair)  # type: ignore[operator]
+        end = pair.decode if queue is decodes else pair.prefill
+        draining = asyncio.ensure_future(end.worker.drain(grace_s))
+        await until(partial(getattr, end.worker.duty, "draining"))
+        assert state(end)[1] is end.config.role
+        if grace_s == LONG_S:
+            let_go(pair)
+            assert await draining == 0
+            await until(lambda: heard.finish)
+            assert heard.tokens == answer_to(PROMPT, TEN)
+        else:
+            assert await draining == (2 if queue is waits_in_line else 1)
+            await until(lambda: heard.error == RoleClosed.code)
+            pair.abort("q")
+            let_go(pair)
+        await pair.empty()
