@@ -54,7 +54,7 @@ class RunningBatch:
 
     def __init__(self, places: int, page_tokens: int) -> None:
         """`places` is how many requests run at first; more make it larger."""
-        self._page_tokens = page_tokens
+        self.page_tokens = page_tokens
         self._requests: dict[int, DecodeRequest] = {}
         self._free: list[int] = []
         self._going = 0
@@ -136,7 +136,7 @@ class RunningBatch:
         self._table = _widened(self._table, len(pages), 0)
         self._table[place, held : len(pages)] = pages[held:]
         self._held[place] = len(pages)
-        self._room[place] = len(pages) * self._page_tokens
+        self._room[place] = len(pages) * self.page_tokens
 
     def stop(self, request: DecodeRequest) -> None:
         """No more rows for it; the tokens of launched steps are still its own."""
@@ -221,6 +221,31 @@ class RunningBatch:
             add(token)
         ends = (self._stops[places] == tokens[:, None]).any(axis=1) | (indices + 1 >= self._limit[places])
         return Landed(rows, indices, tokens, ends | self._untold[places])
+
+    def alike(self) -> int:
+        """How many more steps have a row of everybody and end nobody; 0 if there is more to tell of anybody than tokens.
+        Pages are another question.
+        """
+        due = self.due()
+        if not len(due) or len(due) < len(self._requests) or self._untold[due].any():
+            return 0
+        return int((self._end[due] - self._next[due]).min())
+
+    def paged(self) -> int:
+        """How many more steps need no more pages."""
+        due = self.due()
+        return int((self._room[due] - self._next[due]).min())
+
+    def skip(self, steps: int) -> None:
+        """As if so many steps, `alike` and `paged`, had been launched behind those in flight, and as many had landed with
+        tokens 0. For whoever has no device.
+        """
+        due = self.due()
+        self._next[due] += steps
+        self._here[due] += steps
+        self._newest[due] = 0
+        for request in self._requests.values():
+            request.token_ids += [0] * steps
 
     def told(self, request: DecodeRequest) -> None:
         """What there was to tell of it is told; log probabilities come with every token."""
