@@ -86,6 +86,17 @@ def up(
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
+    metrics_port: Annotated[
+        int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
+    ] = 0,
+    metrics_key: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_METRICS_KEY",
+            help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
+        ),
+    ] = "",
+    log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty",
     slo_class: Annotated[
         list[str] | None,
         typer.Option(
@@ -150,6 +161,9 @@ def up(
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
+        metrics_port=metrics_port,
+        metrics_key=metrics_key,
+        log_format=log_format,
         slo_classes=(*DEFAULT_CLASSES, *(parse_class(each) for each in slo_class or ())),
         default_slo_class=default_slo_class,
         api_keys=tuple(api_key or ()),

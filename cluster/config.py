@@ -9,6 +9,7 @@ from kv_transfer.base import Direction
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
+from wire.logs import LogFormat
 from wire.policy_name import PolicyName
 
 GIB = 1 << 30
@@ -101,6 +102,8 @@ class ClusterConfig:
     log_folder: Path | None = None
     """A folder for one log file of each process, made on each host that lacks it; None = Ray's own files, which go with
     its cluster."""
+    log_format: str = LogFormat.PRETTY
+    """`pretty`, for people, or `json`, an object a line."""
     step_deadline_s: float | None = None
     """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
     seconds; None = 60 on GPUs, 600 on CPUs."""
@@ -154,6 +157,7 @@ class ClusterConfig:
             ("--step-policy", self.step_policy, PolicyName),
             ("--kv-direction", self.kv_direction, Direction),
             ("--dtype", self.dtype, DTYPES),
+            ("--log-format", self.log_format, LogFormat),
         ):
             if name not in list(known):
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")

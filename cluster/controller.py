@@ -26,7 +26,7 @@ from cluster.worker_calls import WorkerCalls
 from wire.address import address_of, is_loopback
 from wire.credentials import reading_keys
 from wire.generated.tandem.v1 import cluster_pb2_grpc
-from wire.logs import begin_log
+from wire.logs import LogFormat, begin_log
 from wire.messages import PeerRef
 from wire.rpc import open_server
 
@@ -47,7 +47,7 @@ class Controller:
     """Starts, watches and restarts; `Cluster` makes a Ray actor of it. Owns the processes it keeps."""
 
     def __init__(self, config: ControllerConfig) -> None:
-        begin_log(config.cluster.log_file("controller"))
+        begin_log(config.cluster.log_file("controller"), LogFormat(config.cluster.log_format), "controller")
         self._config = config
         self._registry = Registry(first_revision=time.time_ns())
         self._server = open_server(tokens=frozenset({config.token}))

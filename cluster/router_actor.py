@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class, on_this_node
-from wire.logs import begin_log
+from wire.logs import LogFormat, begin_log
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
@@ -27,8 +27,14 @@ _CPU_CHUNKS_PER_S = 320.0
 class RouterActor:
     """Runs one router; `RayProcess` says which methods and why."""
 
-    def __init__(self, config: "RouterConfig", log: Path | None = None) -> None:
-        begin_log(log)
+    def __init__(
+        self,
+        config: "RouterConfig",
+        incarnation: int,
+        log: Path | None = None,
+        log_format: LogFormat = LogFormat.PRETTY,
+    ) -> None:
+        begin_log(log, log_format, config.name, incarnation)
         self._config = config
         self._stopped = asyncio.Event()
         self._server: RouterServer | None = None
@@ -78,7 +84,8 @@ class RouterProcess:
         """A new router process; it keeps the doors of the one before."""
         options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         log = self._cluster.log_file("router")
-        actor = actor_class(RouterActor).options(**options).remote(self._config(incarnation), log)
+        settings = self._config(incarnation), incarnation, log, LogFormat(self._cluster.log_format)
+        actor = actor_class(RouterActor).options(**options).remote(*settings)
         return RayProcess(actor, on_start=self._opened)
 
     def _opened(self, doors: "RouterEndpoints") -> None:

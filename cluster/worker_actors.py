@@ -8,6 +8,7 @@ from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import Slot, bundle
+from wire.logs import LogFormat
 from wire.messages import Duty
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class WorkerActors:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
         log = self._cluster.log_file(slot.worker_id)
-        actor = actor_class(WorkerActor).options(**options).remote(self._config(slot, duty), incarnation, log)
+        settings = self._config(slot, duty), incarnation, log, LogFormat(self._cluster.log_format)
+        actor = actor_class(WorkerActor).options(**options).remote(*settings)
         return RayProcess(actor, on_start=partial(self._on_metrics, slot))
 
     def _group(self, slot: Slot) -> Any:

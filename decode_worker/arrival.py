@@ -6,6 +6,7 @@ from collections.abc import Callable
 from decode_worker.request import DecodeRequest
 from kv_transfer.checksums import PageChecks
 from wire.ending import reason_to_end
+from wire.logs import about
 from wire.messages import ModelFacts, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ArrivalCheck:
             notice.prefill.worker_id,
             notice.prefill.incarnation,
             problem,
+            extra=about(request.reservation.ref.request_id),
         )
 
 

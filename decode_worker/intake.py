@@ -9,6 +9,7 @@ from decode_worker.arrival import ArrivalCheck
 from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
 from wire.errors import TransferFailed, Unavailable
+from wire.logs import about
 from wire.messages import TransferNotice
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ class Intake:
             try:
                 self._judge(request, notice, problem)
             except Exception:
-                log.exception("request %s could not be admitted", request.reservation.ref.request_id)
+                request_id = request.reservation.ref.request_id
+                log.exception("request %s could not be admitted", request_id, extra=about(request_id))
                 if request.stage is Stage.CHECKING:
                     self._judge(request, notice, "pages that could not be taken in")
         self._changed()

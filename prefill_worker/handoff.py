@@ -29,6 +29,7 @@ from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
+from wire.logs import about
 from wire.messages import (
     Destination,
     PageChecksum,
@@ -103,7 +104,8 @@ class Handoff:
         error = _failure_of(self._delivery)
         try:
             if error is not None and not self._aborted:
-                log.warning("request %s failed: %s", self._request.task.ref.request_id, error.message)
+                request_id = self._request.task.ref.request_id
+                log.warning("request %s failed: %s", request_id, error.message, extra=about(request_id))
                 self._emit_event(failure_event(self._request.task.ref, error))
         finally:
             await self._settle()
@@ -128,12 +130,14 @@ class Handoff:
                 await self._release(destination)
                 return
             except StaleEpoch as error:
-                log.info("lease of %s was over already: %s", request_id, error.message)
+                log.info("lease of %s was over already: %s", request_id, error.message, extra=about(request_id))
                 return
             except TandemError as error:
-                log.info("lease of %s is given back again in %.1f s: %s", request_id, wait_s, error.message)
+                again = "lease of %s is given back again in %.1f s: %s"
+                log.info(again, request_id, wait_s, error.message, extra=about(request_id))
             except Exception:
-                log.exception("lease of %s is given back again in %.1f s", request_id, wait_s)
+                again = "lease of %s is given back again in %.1f s"
+                log.exception(again, request_id, wait_s, extra=about(request_id))
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_RETRY_S)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
 from router.token_scores import TokenScore, spell
+from wire.logs import about
 from wire.messages import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -111,7 +112,8 @@ class TextThread:
             try:
                 job.request.text.run(job)
             except Exception:
-                log.exception("detokenization failed for request %s", job.request.wire_id)
+                wire_id = job.request.wire_id
+                log.exception("detokenization failed for request %s", wire_id, extra=about(wire_id))
                 job.failed = True
         self._loop.call_soon_threadsafe(self._deliver, jobs)
         return True

@@ -37,6 +37,7 @@ from wire.errors import (
     TransferFailed,
     Unavailable,
 )
+from wire.logs import about
 from wire.messages import FinishReason, Lease, StepEvents
 from wire.timeline import Edge, EdgeStamp
 
@@ -144,7 +145,8 @@ class Dispatcher:
         if request.ended:
             return
         if reason is FinishReason.ABORT:
-            log.info("request %s cancelled after %s", request.wire_id, request.edges[-1].edge.name)
+            after = request.edges[-1].edge.name
+            log.info("request %s cancelled after %s", request.wire_id, after, extra=about(request.wire_id))
         request.answer.finish(lambda: self._ending(request, reason, matched_stop))
         if request.generated and (record := request.placement_record()) is not None:
             self.foresight.record(record)
@@ -155,7 +157,7 @@ class Dispatcher:
         """The answer ends with `error`."""
         if request.ended:
             return
-        log.info("request %s failed: %s", request.wire_id, error.message)
+        log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
         request.answer.fail(error)
         self.metrics.failed(request, error)
         self._end(request)
@@ -169,7 +171,8 @@ class Dispatcher:
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
             return
-        log.info("request %s, attempt %d failed, again: %s", request.wire_id, request.attempt, error.message)
+        failed = "request %s, attempt %d failed, again: %s"
+        log.info(failed, request.wire_id, request.attempt, error.message, extra=about(request.wire_id))
         request.waiting_since = time.monotonic()
         self.metrics.retried()
         self.requeue(request)

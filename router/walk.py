@@ -18,6 +18,7 @@ from wire.errors import (
     TandemError,
     Unavailable,
 )
+from wire.logs import about
 from wire.messages import Destination, PrefillTask, RequestRef, Reservation
 from wire.timeline import Edge, EdgeStamp
 
@@ -90,7 +91,7 @@ class Walks:
         except TandemError as error:
             self._refused(request, ref, asked, error)
         except Exception as error:
-            log.exception("dispatching request %s failed", ref.request_id)
+            log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
             self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
         if not _current(request, ref) and not request.generated:
             for link in {prefill, decode or prefill}:

@@ -13,7 +13,6 @@ import uvicorn
 from wire.address import address_of
 from wire.errors import FailedPrecondition
 
-
 _KEEP_ALIVE_S = 75
 """How long a connection without calls stays open."""
 

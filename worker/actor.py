@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from wire.logs import begin_log
+from wire.logs import LogFormat, begin_log
 from worker.config import WorkerConfig
 
 
@@ -15,8 +15,14 @@ class WorkerActor:
     Its methods are coroutines, so `run` can stay pending beside them.
     """
 
-    def __init__(self, config: WorkerConfig, incarnation: int, log: Path | None = None) -> None:
-        begin_log(log)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        incarnation: int,
+        log: Path | None = None,
+        log_format: LogFormat = LogFormat.PRETTY,
+    ) -> None:
+        begin_log(log, log_format, config.worker_id, incarnation)
         from ray.util import get_node_ip_address
 
         # Here, not above: the controller imports this module too, and has no use for torch.

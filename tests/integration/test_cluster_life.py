@@ -172,7 +172,7 @@ def test_once_answers_and_leaves_nothing(start_up: Callable[..., subprocess.Pope
     for word in ("queue", "prefill", "transfer", "UCX", "first token", "inter-token", "tokens/s", "is served at"):
         assert word in out
     (logs,) = re.findall(r"^  logs +(.*)$", out, re.M)
-    assert " INFO router.server: router " in (Path(logs) / "router.log").read_text()
+    assert " router.server: router " in (Path(logs) / "router.log").read_text()
     assert_gone(relatives, before, temp_root)
 
 

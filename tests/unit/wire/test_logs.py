@@ -1,8 +1,12 @@
 """Every process of the cluster writes into its file, native output too."""
 
+import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+
+from wire.logs import JsonLines, PrettyLines, about
 
 SCRIPT = """
 import logging, os, pathlib, sys
@@ -37,3 +41,51 @@ def test_without_a_file_the_log_goes_to_stderr() -> None:
     done = run()
     assert done.stderr.splitlines()[0].endswith(" INFO router.server: serves")
     assert done.stdout == "a print\n"
+
+
+def record(message: str, *values: object, **fields: object) -> logging.LogRecord:
+    made = logging.LogRecord("router.walk", logging.INFO, "walk.py", 1, message, values, None)
+    made.__dict__.update(fields)
+    return made
+
+
+def test_a_line_for_collectors_is_one_object() -> None:
+    lines = JsonLines("decode-0", 17)
+    line = lines.format(record("request %s failed: %s", "a~1", 'two "lines"\nof it', **about("a~1")))
+    assert "\n" not in line
+    found = json.loads(line)
+    assert found.pop("time")[10] == "T"
+    assert found == {
+        "level": "INFO",
+        "process": "decode-0",
+        "incarnation": 17,
+        "logger": "router.walk",
+        "message": 'request a~1 failed: two "lines"\nof it',
+        "request_id": "a~1",
+    }
+    assert json.loads(JsonLines("", None).format(record("serves"))).keys() == {"time", "level", "logger", "message"}
+    try:
+        raise ValueError("with reason")
+    except ValueError:
+        broken = record("oh", exc_info=sys.exc_info())
+    assert json.loads(lines.format(broken))["error"].endswith("ValueError: with reason")
+
+
+def test_a_line_for_people_names_process_and_request() -> None:
+    lines = PrettyLines("decode-0", 17)
+    assert lines.format(record("serves")).endswith(" INFO decode-0#17 router.walk: serves")
+    assert lines.format(record("request %s ends", "a~1", **about("a~1"))).endswith("router.walk: request a~1 ends")
+    assert lines.format(record("it ends", **about("a~1"))).endswith("router.walk: it ends [request a~1]")
+    assert PrettyLines("100%", None).format(record("serves")).endswith(" INFO 100% router.walk: serves")
+    assert PrettyLines("", None).format(record("serves")).endswith(" INFO router.walk: serves")
+
+
+def test_the_format_is_the_processs_own(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    script = SCRIPT.replace("if sys.argv[1:] else None", ", LogFormat.JSON, 'decode-0', 17").replace(
+        "import begin_log", "import LogFormat, begin_log"
+    )
+    root = Path(__file__).resolve().parents[3]
+    subprocess.run([sys.executable, "-c", script, str(file)], check=True, cwd=root)
+    first = json.loads(file.read_text().splitlines()[0])
+    assert (first["process"], first["incarnation"], first["message"]) == ("decode-0", 17, "serves")
