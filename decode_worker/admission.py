@@ -271,6 +271,11 @@ class DecodeAdmission:
         return len(self._held)
 
     @property
+    def ready_requests(self) -> int:
+        """Requests that wait for the running batch to take them."""
+        return self._held.ready
+
+    @property
     def write_window_s(self) -> float:
         """For how long `allot` permits to write, in seconds."""
         return self._config.write_window_s
