@@ -223,8 +223,8 @@ class RunningBatch:
         return Landed(rows, indices, tokens, ends | self._untold[places])
 
     def alike(self) -> int:
-        """How many more steps have a row of everybody and end nobody; 0 if there is more to tell of anybody than tokens.
-        Pages are another question.
+        """How many more steps have a row of everybody and end nobody; 0 if anybody has more to tell than a token. Pages
+        are another question.
         """
         due = self.due()
         if not len(due) or len(due) < len(self._requests) or self._untold[due].any():
@@ -237,8 +237,8 @@ class RunningBatch:
         return int((self._room[due] - self._next[due]).min())
 
     def skip(self, steps: int) -> None:
-        """As if so many steps, `alike` and `paged`, had been launched behind those in flight, and as many had landed with
-        tokens 0. For whoever has no device.
+        """As if so many steps, `alike` and `paged`, had been launched behind those in flight, and as many had landed,
+        with tokens 0. For whoever has no device.
         """
         due = self.due()
         self._next[due] += steps
