@@ -39,11 +39,6 @@ class Holdings:
         """Requests that wait for the running batch."""
         return len(self._ready)
 
-    @property
-    def ready(self) -> int:
-        """Requests that wait for the running batch."""
-        return len(self._ready)
-
     def find(self, router_id: str, request_id: str) -> DecodeRequest | None:
         """The latest attempt at a request, unless it is over."""
         return self._by_key.get((router_id, request_id))
