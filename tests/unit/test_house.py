@@ -18,6 +18,7 @@ ROOMS = [
     "kv_transfer",
     "engine",
     "cluster",
+    "simulation",
     "cli",
     "benchmarks",
 ]

@@ -1,0 +1,160 @@
+"""The strategy table under a virtual clock: `python -m benchmarks.simulation --shape llama-3-8b --workers 2`.
+
+The rows, workloads, rates, cells and reports of `benchmarks.strategies`; only devices and networks are made of time. By
+default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` lays a
+measured table beside it. The last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.load import sweep
+from benchmarks.load.command import without_curves
+from benchmarks.load.slo import standard_cells
+from benchmarks.results import run_facts, save_result
+from benchmarks.simulation.against import as_lines, compare
+from benchmarks.simulation.stage import Hardware, hardware, simulate, unloaded_step
+from benchmarks.strategies.part import Load
+from benchmarks.strategies.rows import Strategy, chosen, strategies
+from benchmarks.strategies.table import as_text, figures, make_rows
+from benchmarks.strategies.workloads import Offer, offers
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from simulation.network import Network
+from wire.errors import TandemError
+
+
+def simulate_row(
+    row: Strategy, offer: Offer, machine: Hardware, network: Network, step_s: float, arguments: argparse.Namespace
+) -> list[Load]:
+    """The loads of one row under one workload, by rising rate up to the knee."""
+    loads: list[Load] = []
+    first = offer.first_rate * arguments.workers
+    while (rate := sweep.next_rate(first, [_goodput(load) for load in loads])) is not None:
+        try:
+            loads.append(_load(row, offer, rate, len(loads), machine, network, step_s, arguments))
+        except TandemError:
+            if not loads:
+                raise
+            break  # the trace is over: every row ends at the same rate
+    return loads
+
+
+def _load(
+    row: Strategy,
+    offer: Offer,
+    rate: float,
+    number: int,
+    machine: Hardware,
+    network: Network,
+    step_s: float,
+    arguments: argparse.Namespace,
+) -> Load:
+    """With `--ask cell`, each cell is judged in a load of its own whose requests name its class."""
+    workload = replace(offer.source.at(rate, arguments.seconds, arguments.seed), seed=arguments.seed + number)
+    cells = standard_cells(step_s)
+
+    def under(slo: SloClass) -> Load:
+        report, cluster = simulate(machine, row.settings, workload, cells, slo, network, arguments.drain_seconds)
+        foresight = cluster.router.foresight
+        errors = {name: round(getattr(foresight, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
+        busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
+        return {**report.as_result(), "foresight": errors, "busy": busy}
+
+    load = under(BEST_EFFORT)
+    if arguments.ask == "cell":
+        each = {slo.name: under(slo) for slo in DEFAULT_CLASSES if slo.has_targets}
+        load["goodput"] = {name: asked["goodput"][name] for name, asked in each.items()}
+        load["asked"] = {name: {key: asked[key] for key in _ASKED} for name, asked in each.items()}
+    return load
+
+
+_ASKED = ("ttft_ms", "gap_ms", "errors", "served_by", "foresight", "busy")
+
+
+def _goodput(load: Load) -> sweep.Goodput:
+    return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.simulation", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", default="llama-3-8b", help="of the model")
+    parser.add_argument("--workers", type=int, default=2, help="of every row")
+    parser.add_argument("--only", default="", help="these rows, comma-separated")
+    parser.add_argument("--workloads", default="", help="these workloads, comma-separated")
+    parser.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake's .jsonl or Azure's .csv")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ask", choices=("none", "cell"), default="none", help="which class requests name")
+    parser.add_argument("--costs", type=Path, default=None, help="JSON with the fields of CostParameters")
+    parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
+    parser.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each worker")
+    parser.add_argument("--network", type=Path, default=None, help="JSON with the fields of Network")
+    parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at a time")
+    parser.add_argument("--against", type=Path, default=None, help="a table of benchmarks.strategies")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, object]:
+    """All tables, printed, and what they are made of."""
+    machine = hardware(arguments.shape, arguments.costs, arguments.kv_gib, arguments.misjudged)
+    network = Network() if arguments.network is None else Network(**json.loads(arguments.network.read_text()))
+    rows = chosen(strategies(arguments.workers), arguments.only)
+    wanted = [each for each in arguments.workloads.split(",") if each]
+    found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
+    step_s = unloaded_step(machine, network)
+    one = partial(simulate_row, machine=machine, network=network, step_s=step_s, arguments=arguments)
+    tables: dict[str, object] = {}
+    loads: dict[str, object] = {}
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        running = {offer.name: [pool.submit(one, row, offer) for row in rows] for offer in found}
+        for name, futures in running.items():
+            measured = {row: future.result() for row, future in zip(rows, futures, strict=True)}
+            tables[name] = table = figures(make_rows(measured))
+            loads[name] = {row.name: each for row, each in measured.items()}
+            print(f"\n{name}, latencies at {table['rate']:g} requests/s\n\n{as_text(table)}\n", flush=True)
+            print({key: value for key, value in table.items() if key not in {"rate", "rows"}}, flush=True)
+    return {
+        "model": machine.name,
+        "workers": arguments.workers,
+        "complete": True,
+        "tables": tables,
+        "dtype": "bfloat16",
+        "unloaded_step_ms": round(step_s * 1e3, 4),
+        "ask": arguments.ask,
+        "seconds": arguments.seconds,
+        "seed": arguments.seed,
+        "costs": asdict(machine.truth),
+        "misjudged": arguments.misjudged,
+        "network": asdict(network),
+        "loads": loads,
+        **run_facts("cpu"),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate, show, compare; JSON last."""
+    parsed = parse_arguments(arguments)
+    try:
+        result = run(parsed)
+    except TandemError as error:
+        raise SystemExit(error.message) from None
+    if parsed.against is not None:
+        compared = compare(result["tables"], json.loads(parsed.against.read_text(encoding="utf-8"))["tables"])
+        result["against"] = {"file": parsed.against.name, "figures": compared}
+        print("\n".join(as_lines(compared)))
+    if parsed.save:
+        name = f"simulation-{parsed.shape}-{parsed.workers}-workers-{parsed.ask}"
+        print("saved", save_result(name, without_curves(result)))  # type: ignore[arg-type]
+    print(json.dumps(without_curves({key: value for key, value in result.items() if key != "loads"})))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""A simulated cluster with the settings of a measured one, and loads in the same words."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.report import LoadReport, make_report
+from benchmarks.load.slo import SloCell
+from benchmarks.load.workload import Arrival, Workload
+from benchmarks.simulation.chunks import Chunks
+from cluster.config import ClusterConfig
+from cluster.roles import plan
+from costs.roofline import GPU, Ceilings, ModelSizes, guess
+from costs.step_cost import CostParameters
+from engine.config import EngineConfig
+from engine.models.config import ModelConfig
+from engine.models.shapes import shape_config
+from router.config import RouterConfig
+from router.placement import Mode
+from router.slo import SloClass
+from simulation.cluster import VirtualCluster
+from simulation.network import Network
+from simulation.prompt import VirtualPrompt, page_names
+from simulation.request import LoadRequest, Outcome
+from simulation.spec import Device, WorkerSpec
+from wire.errors import InvalidArgument
+from wire.messages import ModelFacts
+from wire.policy_name import PolicyName
+from worker.config import WorkerConfig
+
+GPU_PAGE_TOKENS = 128
+_ITEM_BYTES = 2
+_TIMEOUT = "DEADLINE_EXCEEDED"
+_ATTENTION_FLOP = 4
+LONE_PROMPT, LONE_TOKENS = 512, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A model on devices of one kind."""
+
+    model: ModelConfig
+    name: str
+    truth: CostParameters
+    told: CostParameters
+    pages: int
+    page_tokens: int = GPU_PAGE_TOKENS
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes(self.model)
+
+    @property
+    def facts(self) -> ModelFacts:
+        model = self.model
+        return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16")
+
+    @property
+    def device(self) -> Device:
+        page_bytes = self.page_tokens * self.kv_bytes_per_token
+        return Device(self.truth, self.told, self.pages, self.page_tokens, page_bytes)
+
+
+def kv_bytes(model: ModelConfig) -> int:
+    """Of one token, all layers."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES
+
+
+def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
+    """What steps should take by the ceilings of a device, told as if it was measured."""
+    layer = model.hidden_size * (model.qkv_size + model.heads * model.head_dim + 3 * model.intermediate_size)
+    weights = model.layers * layer + model.vocab_size * model.hidden_size
+    pair = _ATTENTION_FLOP * model.layers * model.heads * model.head_dim
+    return replace(guess(ModelSizes(weights, _ITEM_BYTES * weights, kv_bytes(model), pair), device), observed=1000)
+
+
+def read_costs(file: Path) -> CostParameters:
+    """Fitted parameters by the names of `CostParameters`."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    known = {each.name for each in fields(CostParameters)}
+    strange = set(content) - known
+    if strange:
+        raise InvalidArgument("--costs", f"{file.name} has {', '.join(sorted(strange))}; known are {', '.join(known)}")
+    return CostParameters(**({"observed": 1000} | content))
+
+
+def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) -> Hardware:
+    """Predictions are `misjudged` times what steps take."""
+    model = shape_config(shape)
+    truth = roofline(model) if costs is None else read_costs(costs)
+    scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
+    pages = int(kv_gib * 2**30 / (GPU_PAGE_TOKENS * kv_bytes(model)))
+    return Hardware(model, shape, truth, replace(truth, **scaled), pages)
+
+
+_SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")
+
+
+def make_cluster(
+    machine: Hardware,
+    settings: Mapping[str, object],
+    network: Network,
+    *,
+    classes: Sequence[SloClass] = (),
+    jumps: bool = True,
+) -> VirtualCluster:
+    """The cluster that `tandem up` would make of these settings."""
+    asked = ClusterConfig(Path(machine.name), device="cuda", **settings)  # type: ignore[arg-type]
+    specs = [
+        WorkerSpec(
+            WorkerConfig(
+                worker_id=slot.worker_id,
+                role=slot.role,
+                engine=EngineConfig(
+                    asked.model, max_step_tokens=asked.max_step_tokens, max_batch_requests=asked.batch_requests
+                ),
+                step_policy=PolicyName(asked.step_policy),
+                step_budget=asked.step_budget,
+                itl_target_s=asked.itl_target_s,
+                prefix_cache=asked.prefix_cache,
+            ),
+            machine.device,
+            machine.facts,
+        )
+        for slot in plan(asked, asked.worker_count)
+    ]
+    config = RouterConfig(
+        "router", asked.model, machine.name, "", mode=Mode(asked.mode), slo_classes=(*asked.slo_classes, *classes)
+    )
+    return VirtualCluster(specs, config, network, jumps)
+
+
+def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[LoadRequest]:
+    """The requests of a load, all of one class; pages have equal names where their tokens would be equal."""
+    requests = []
+    for number, arrival in enumerate(workload.arrivals):
+        segments = [(block.key, 0, block.tokens) for block in arrival.prompt]
+        prompt = VirtualPrompt(number, arrival.prompt_tokens, page_names(segments, page_tokens))
+        requests.append(LoadRequest(arrival.due_s, prompt, arrival.new_tokens, slo))
+    return requests
+
+
+def simulate(
+    machine: Hardware,
+    settings: Mapping[str, object],
+    workload: Workload,
+    cells: Sequence[SloCell],
+    slo: SloClass,
+    network: Network,
+    drain_s: float,
+) -> tuple[LoadReport, VirtualCluster]:
+    """A load through a fresh cluster → the report a measured one gets, and the cluster as it was left."""
+    fitted = workload.fitted(machine.model.max_context)
+    cluster = make_cluster(machine, settings, network, classes=() if slo.name in _DEFAULT_NAMES else (slo,))
+    requests = make_requests(fitted, machine.page_tokens, slo)
+    outcomes = cluster.run(requests, fitted.seconds + drain_s)
+    return make_report(fitted, records(requests, outcomes, network, fitted.seconds + drain_s), cells, 1.0), cluster
+
+
+_DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
+
+
+def records(
+    requests: Sequence[LoadRequest], outcomes: Sequence[Outcome], network: Network, give_up_s: float
+) -> list[RequestRecord]:
+    """As clients would have written them down; who has no answer by `give_up_s` has none."""
+    later_s = network.event_s
+    moments = [outcome.token_s(later_s) for outcome in outcomes]
+    if network.chunks_per_s is not None:
+        moments = Chunks(network.chunks_per_s, network.chunk_delay_max_s).sent(moments)
+    ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}
+    found = []
+    for index, asked in enumerate(requests):
+        outcome, token_s = ended.get(id(asked), (Outcome(asked, _TIMEOUT, give_up_s), ()))
+        whole = not outcome.error
+        found.append(
+            RequestRecord(
+                index,
+                asked.due_s,
+                asked.due_s,
+                token_s[-1] if token_s else outcome.ended_s,
+                tuple(token_s),
+                asked.new_tokens,
+                len(token_s),
+                "LENGTH" if whole else "",
+                outcome.error,
+                len(asked.prompt) if whole else 0,
+                len(token_s) if whole else 0,
+                outcome.cached_tokens,
+                outcome.prefill_worker,
+                outcome.decode_worker,
+            )
+        )
+    return found
+
+
+def unloaded_step(machine: Hardware, network: Network) -> float:
+    """Seconds of a decode step when there is nothing else to do: the mean gap of a lone answer behind its first."""
+    settings = {"mode": "disaggregated", "prefill": 1, "decode": 1}
+    arrival = Workload("lone", 1.0, 1.0, 0, (_lone(),))
+    report, _ = simulate(machine, settings, arrival, (), ClusterConfig(Path("any")).slo_classes[-1], network, 60.0)
+    moments = report.records[0].token_s[1:]
+    return (moments[-1] - moments[0]) / (len(moments) - 1)
+
+
+def _lone() -> Arrival:
+    from benchmarks.load.workload import Block
+
+    return Arrival(0.0, (Block(0, LONE_PROMPT),), LONE_TOKENS)

@@ -1,0 +1,53 @@
+"""A cluster of simulated workers behind one simulated router, and loads that run through it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from router.config import RouterConfig
+from simulation.clock import VirtualClock
+from simulation.network import Network
+from simulation.request import LoadRequest, Outcome
+from simulation.router import VirtualRouter
+from simulation.spec import WorkerSpec
+from simulation.worker import VirtualWorker
+from wire.messages import PeerRef
+
+
+@dataclass(slots=True)
+class VirtualCluster:
+    """Made anew for each load: nothing is left of the one before."""
+
+    specs: Sequence[WorkerSpec]
+    config: RouterConfig
+    network: Network = field(default_factory=Network)
+    jumps: bool = True
+    """Whether steps that are alike are taken at once; the outcome is the same."""
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    workers: dict[PeerRef, VirtualWorker] = field(default_factory=dict)
+    router: VirtualRouter = field(init=False)
+    outcomes: list[Outcome] = field(default_factory=list)
+    """Of requests that have ended, in that order."""
+
+    def __post_init__(self) -> None:
+        self.router = VirtualRouter(self.config, self.clock, self.network, self.outcomes.append)
+        for spec in self.specs:
+            worker = VirtualWorker(spec, self.clock, self.network, self.workers, self.router.hear, jumps=self.jumps)
+            self.workers[worker.peer] = worker
+            self.router.join(worker)
+
+    def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
+        """All of them, by rising `due_s`, until nothing happens any more or time is up → how they ended."""
+        coming = iter(requests)
+
+        def next_one() -> None:
+            request = next(coming, None)
+            if request is not None:
+                self.clock.at(request.due_s + self.network.door_s, lambda: arrive(request))
+
+        def arrive(request: LoadRequest) -> None:
+            next_one()
+            self.router.arrive(request)
+
+        next_one()
+        self.clock.run(until_s)
+        return self.outcomes

@@ -1,0 +1,303 @@
+"""A simulated router: the binder, the books and the index of a real one, and walks that take the network's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from router.binder import Binder, book
+from router.config import RouterConfig
+from router.cost_placement import CostPlacement
+from router.fleet import Fleet
+from router.foresight import Foresight, PlacementRecord
+from router.placement import Pair
+from router.prefix_feed import PrefixFeed
+from router.ticket import Ticket
+from router.worker_books import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerBooks
+from simulation.clock import VirtualClock
+from simulation.network import Network
+from simulation.request import LoadRequest, Outcome, Piece
+from simulation.worker import VirtualWorker, WorkerNews
+from wire.errors import Internal, ResourceExhausted
+from wire.messages import (
+    Destination,
+    FinishReason,
+    GrantedLease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    SamplingParams,
+)
+from wire.prefixes import PrefixList
+
+ROUTER_ID = "router"
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A request on its way."""
+
+    ticket: Ticket
+    outcome: Outcome
+    sampling: SamplingParams
+    pair: Pair | None = None
+    attempt: int = 1
+    tokens: int = 0
+    """Of the answer, heard or known to be decoded before the attempt failed."""
+    began: int | None = None
+    """The step of its decode worker that brought the first token of this attempt behind the prefill's."""
+
+    @property
+    def ref(self) -> RequestRef:
+        return RequestRef(self.ticket.wire_id, self.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """A worker, as the router sees it."""
+
+    worker: VirtualWorker
+    books: WorkerBooks
+    prefixes: PrefixFeed
+
+
+@dataclass(slots=True)
+class VirtualRouter:
+    """One router; `on_end` hears of every request once."""
+
+    config: RouterConfig
+    clock: VirtualClock
+    network: Network
+    on_end: Callable[[Outcome], None]
+    fleet: Fleet = field(default_factory=Fleet)
+    foresight: Foresight = field(default_factory=Foresight)
+    binder: Binder = field(init=False)
+    _links: dict[PeerRef, _Link] = field(default_factory=dict)
+    _flows: dict[str, Flow] = field(default_factory=dict)
+    _arrivals: int = 0
+    _pumping: bool = False
+
+    def __post_init__(self) -> None:
+        placement = CostPlacement(self.config.mode)
+        self.binder = Binder(self.config, placement, self.fleet, self.clock)
+
+    def join(self, worker: VirtualWorker) -> None:
+        """`worker` serves from now on."""
+        books = WorkerBooks(worker.spec.info, self.clock)
+        self.fleet.join(books)
+        feed = PrefixFeed(self.fleet.prefixes, books.slot)
+        feed.load(PrefixList(0, ()))
+        self._links[worker.peer] = _Link(worker, books, feed)
+        books.report(worker.load())
+        self.fleet.set_live(books, live=True)
+
+    # ---- a request's way ----
+
+    def arrive(self, asked: LoadRequest) -> None:
+        """A request is at the door."""
+        self._arrivals += 1
+        prompt = asked.prompt
+        ticket = Ticket(
+            wire_id=f"r{self._arrivals}",
+            sequence=self._arrivals,
+            arrived_s=self.clock.now,
+            prompt_tokens=len(prompt),
+            max_tokens=asked.new_tokens,
+            digests=prompt.names,
+            tenant=asked.tenant,
+            slo=asked.slo,
+        )
+        flow = Flow(ticket, Outcome(asked), SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True))
+        try:
+            self.binder.enter(ticket)
+        except ResourceExhausted as error:
+            self._end(flow, error.code)
+            return
+        self._flows[ticket.wire_id] = flow
+        self.pump()
+
+    def pump(self) -> None:
+        """Bind requests to workers as long as the next one finds room."""
+        if self._pumping:
+            return
+        self._pumping = True
+        while (ticket := self.binder.head()) is not None:
+            flow = self._flows[ticket.wire_id]
+            ticket.answered = flow.tokens
+            pair = self.binder.bind(ticket)
+            if pair is None:
+                break
+            self._place(flow, pair)
+        self._pumping = False
+
+    def _place(self, flow: Flow, pair: Pair) -> None:
+        flow.pair, outcome = pair, flow.outcome
+        if flow.attempt == 1:
+            outcome.forecast, outcome.placed_s = pair.forecast, self.clock.now
+        outcome.prefill_worker = pair.prefill.worker_id
+        outcome.decode_worker = pair.decode.worker_id if pair.decode is not None else ""
+        decode = None if pair.decode is None else self._links[pair.decode].books
+        book(flow.ticket, pair, self._links[pair.prefill].books, decode)
+        ref, call_s = flow.ref, self.network.call_s
+        if pair.decode is None:
+            self.clock.after(call_s, lambda: self._prefill(flow, ref, pair, None))
+        else:
+            self.clock.after(call_s, lambda: self._reserve(flow, ref, pair))
+
+    def _reserve(self, flow: Flow, ref: RequestRef, pair: Pair) -> None:
+        assert pair.decode is not None
+        prompt = flow.outcome.asked.prompt + (0,) * flow.ticket.answered
+        reservation = Reservation(
+            ROUTER_ID,
+            ref,
+            prompt,  # type: ignore[arg-type]
+            flow.sampling,
+            pair.prefill,
+            answered=flow.ticket.answered,
+        )
+        try:
+            granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
+        except ResourceExhausted:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.decode)))
+            return
+        destination = Destination(pair.decode, "", granted.lease)
+        self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
+
+    def _prefill(self, flow: Flow, ref: RequestRef, pair: Pair, destination: Destination | None) -> None:
+        prompt = flow.outcome.asked.prompt + (0,) * flow.ticket.answered
+        task = PrefillTask(
+            ROUTER_ID,
+            ref,
+            prompt,  # type: ignore[arg-type]
+            flow.sampling,
+            destination,
+            answered=flow.ticket.answered,
+        )
+        try:
+            self._links[pair.prefill].worker.prefill(task)
+        except ResourceExhausted:
+            self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.prefill)))
+
+    def _books(self, peer: PeerRef | None) -> WorkerBooks | None:
+        return None if peer is None else self._links[peer].books
+
+    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerBooks | None) -> None:
+        if asked is not None:
+            asked.refuse()
+            self.clock.after(REFUSAL_PAUSE_S, self.pump)
+        if flow.ref == ref:
+            self._again(flow)
+
+    def _again(self, flow: Flow) -> None:
+        """Another attempt, behind the tokens that are out already."""
+        self._leave_workers(flow)
+        flow.attempt += 1
+        flow.outcome.attempts += 1
+        self.binder.enter_again(flow.ticket)
+        self.pump()
+
+    def _leave_workers(self, flow: Flow) -> None:
+        pair, ref = flow.pair, flow.ref
+        if pair is None:
+            return
+        flow.pair = None
+        for peer in {pair.prefill, pair.decode or pair.prefill}:
+            worker = self._links[peer].worker
+            self.clock.after(self.network.call_s, lambda worker=worker: worker.abort(ROUTER_ID, [ref]))  # type: ignore[misc]
+        self._unbook(flow, pair)
+
+    def _unbook(self, flow: Flow, pair: Pair) -> None:
+        self._links[pair.prefill].books.unbook_prefill(flow.ticket.wire_id)
+        if pair.decode is not None:
+            self._links[pair.decode].books.unbook_decode(flow.ticket.wire_id)
+
+    # ---- what workers tell ----
+
+    def hear(self, worker: VirtualWorker, news: WorkerNews) -> None:
+        """A worker's step, or what happened between two."""
+        moment = self.clock.now
+        self.clock.after(self.network.event_s, lambda: self._take(worker, news, moment))
+
+    def _take(self, worker: VirtualWorker, news: WorkerNews, moment: float) -> None:
+        link = self._links[worker.peer]
+        if news.prefixes is not None:
+            link.prefixes.take(news.prefixes)
+        link.books.report(news.load)
+        for event in news.events:
+            flow = self._flows.get(event.ref.request_id)
+            if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
+                self._take_event(flow, flow.pair, worker, event, news.number, moment)
+        if not news.load.decode_requests and not news.load.prefill_tokens:
+            self.clock.after(LOAD_FRESH_S, link.books.expire)
+        self.pump()
+
+    def _take_event(
+        self, flow: Flow, pair: Pair, worker: VirtualWorker, event: RequestEvent, number: int, moment: float
+    ) -> None:
+        if event.transfer is not None and pair.decode is not None:
+            self.fleet.learn_transfer(self._links[pair.decode].books, event.transfer)
+        if event.finish_reason is FinishReason.ERROR:
+            self._fail_attempt(flow, event)
+        elif event.token_ids and event.first_index == flow.ticket.answered:
+            self._links[pair.prefill].books.prompt_computed(flow.ticket.wire_id)
+            flow.outcome.firsts_s.append(moment)
+            flow.began, flow.tokens = None, event.first_index + 1
+            if event.first_index == 0:
+                flow.outcome.cached_tokens = event.cached_tokens
+        elif event.token_ids:
+            if flow.began is None:
+                flow.began = number - (event.first_index - flow.ticket.answered - 1)
+            self._close_piece(flow, worker, number, event)
+        if event.finish_reason is FinishReason.LENGTH:
+            self._unbook(flow, pair)
+            self._end(flow, "")
+
+    def _close_piece(self, flow: Flow, worker: VirtualWorker, number: int, event: RequestEvent) -> None:
+        """What the attempt has decoded up to this event."""
+        began = number if flow.began is None else flow.began
+        piece = Piece(worker.log, began, number - began + 1)
+        pieces, attempts = flow.outcome.pieces, len(flow.outcome.firsts_s)
+        del pieces[attempts - 1 :]
+        pieces.append(piece)
+        flow.tokens = event.first_index + 1
+
+    def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
+        code = event.error.code if event.error is not None else Internal.code
+        if flow.attempt >= self.config.max_attempts:
+            self._leave_workers(flow)
+            self._end(flow, code)
+        else:
+            self._again(flow)
+
+    def _end(self, flow: Flow, code: str) -> None:
+        outcome = flow.outcome
+        outcome.error, outcome.ended_s = code, self.clock.now
+        if self._flows.pop(flow.ticket.wire_id, None) is not None:
+            self.binder.ended(flow.ticket, flow.tokens)
+            self._record(flow)
+        self.on_end(outcome)
+
+    def _record(self, flow: Flow) -> None:
+        outcome = flow.outcome
+        if outcome.forecast is None or outcome.error or flow.attempt > 1:
+            return
+        later_s, gaps = self.network.event_s, flow.tokens - 1
+        self.foresight.record(
+            PlacementRecord(
+                request_id=flow.ticket.wire_id,
+                prefill_worker=outcome.prefill_worker,
+                decode_worker=outcome.decode_worker,
+                slo_class=flow.ticket.slo.name,
+                forecast=outcome.forecast,
+                ttft_s=outcome.firsts_s[0] + later_s - outcome.placed_s,
+                itl_s=(outcome.ended_s - later_s - outcome.firsts_s[0]) / gaps if gaps > 0 else None,
+                cached_tokens=outcome.cached_tokens,
+            )
+        )
+
+    @property
+    def flows(self) -> Sequence[Flow]:
+        """Requests that have not ended."""
+        return list(self._flows.values())

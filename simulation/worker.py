@@ -1,0 +1,363 @@
+"""A simulated worker: both halves, their scheduler and their cache over a device that only takes time.
+
+As in `worker/loop.py` a step is planned and launched while the one before it runs. Whoever calls in from outside finds
+the worker where it is at that moment: steps that were taken at once are caught up with first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from costs.step_cost import StepCost, StepWork
+from decode_worker.admission import DecodeAdmission
+from decode_worker.config import DecodeConfig
+from engine.batch import StepResult
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
+from prefill_worker.config import PrefillConfig
+from prefill_worker.half import PrefillHalf
+from prefill_worker.request import PrefillRequest
+from simulation.clock import VirtualClock
+from simulation.handover import DecodeEnd, VirtualHandover
+from simulation.network import Network, Wire
+from simulation.prompt import PageNames
+from simulation.spec import WorkerSpec
+from simulation.steady import SteadyDecodeHalf, SteadyRun, later, steady_run
+from simulation.step_log import StepLog
+from wire.messages import (
+    GrantedLease,
+    Lease,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    RequestRef,
+    Reservation,
+    RoutedEvent,
+    TransferNotice,
+    WorkerLoad,
+)
+from wire.prefixes import PrefixChanges
+from worker.batch_growth import BatchGrowth
+from worker.scheduler import StepScheduler
+from worker.step_policy import make_policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched: its first rows decode, `drawn` is what all of them draw."""
+
+    work: StepWork
+    drawn: Sequence[int | None]
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerNews:
+    """What the router hears of a step: `number` is its place in the worker's log."""
+
+    number: int
+    events: Sequence[RequestEvent]
+    load: WorkerLoad
+    prefixes: PrefixChanges | None
+
+
+Publish = Callable[["VirtualWorker", WorkerNews], None]
+
+
+class _Soon:
+    """In place of an event loop: what the engine thread hands over is there at once, and looked at soon."""
+
+    def __init__(self) -> None:
+        self.called = False
+
+    def call_soon_threadsafe(self, call: Callable[..., object], *args: object) -> None:
+        self.called = True
+        call(*args)
+
+
+class VirtualWorker:
+    """One worker. `publish` hears of each step in which anything but decoding happened, when it has ended."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        clock: VirtualClock,
+        network: Network,
+        peers: dict[PeerRef, VirtualWorker],
+        publish: Publish,
+        *,
+        jumps: bool = True,
+    ) -> None:
+        """`peers` are all workers, this one among them. Without `jumps` every step is taken by itself."""
+        self.spec, self.peer, self.log = spec, spec.peer, StepLog()
+        self.page_bytes, self.page_tokens = spec.device.page_bytes, spec.device.page_tokens
+        self.wire = Wire(network)
+        self._clock, self._network, self._peers, self._publish = clock, network, peers, publish
+        self._jumps = jumps
+        self._truth, self._told = StepCost(spec.device.truth), StepCost(spec.device.told)
+        self.pool = PagePool(spec.device.pages)
+        self.cache = PrefixCache(self.pool, self.page_tokens, enabled=spec.config.prefix_cache, names=PageNames())
+        self.admission = self._make_admission()
+        self._decode = SteadyDecodeHalf(
+            admission=self.admission,
+            model=spec.model,
+            page_tokens=self.page_tokens,
+            max_batch_requests=spec.info.max_batch_requests,
+        )
+        self._soon = _Soon()
+        self._prefill = PrefillHalf(
+            config=PrefillConfig(max_requests=spec.config.max_prefill_requests),
+            me=self.peer,
+            cache=self.cache,
+            model=spec.model,
+            local=self.admission,
+            hand_over=self._hand_over,
+            wake=self._on_wake,
+            events=self._soon,
+        )
+        self._scheduler = self._make_scheduler()
+        self._handovers: dict[PrefillRequest, VirtualHandover] = {}
+        self._finishing: _Flight | None = None
+        self._running: _Flight | None = None
+        self._steady: SteadyRun | None = None
+        self._device_free_s = 0.0
+        self._plan_number = 0
+        self._woken = False
+        self._inside = False
+        self.busy_s = 0.0
+        """Time of the device so far."""
+
+    # ---- who calls in ----
+
+    def reserve(self, reservation: Reservation) -> GrantedLease:
+        """See `DecodeAdmission.reserve`."""
+        with _Visit(self):
+            return self.admission.reserve(reservation)
+
+    def prefill(self, task: PrefillTask) -> None:
+        """See `PrefillHalf.submit`."""
+        with _Visit(self):
+            self._prefill.submit(task)
+
+    def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        with _Visit(self):
+            self._prefill.abort(router_id, refs)
+            self.admission.abort(router_id, refs)
+
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
+        with _Visit(self):
+            return len(self.admission.allot(lease, pages, prefill))
+
+    def notice(self, notice: TransferNotice) -> None:
+        with _Visit(self):
+            self.admission.notice(notice)
+
+    def release(self, lease: Lease, prefill: PeerRef) -> None:
+        with _Visit(self):
+            self.admission.release(lease, prefill)
+
+    def visit(self) -> AbstractContextManager[None]:
+        """For who acts inside of it, but not from a step."""
+        return _Visit(self)
+
+    def decode_end(self, peer: PeerRef) -> DecodeEnd:
+        return self._peers[peer]
+
+    def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
+        """A hand-over has news for the router."""
+        self._publish(self, WorkerNews(len(self.log), (event,), self.load(), self.cache.changes()))
+
+    def load(self) -> WorkerLoad:
+        """As `worker/worker.py` tells it."""
+        counts = self.pool.counts()
+        return WorkerLoad(
+            prefill_requests=self._prefill.waiting_requests(),
+            prefill_tokens=self._prefill.waiting_tokens(),
+            decode_requests=self._decode.running_requests(),
+            pages_used=counts.total - counts.free - counts.cached + counts.promised,
+            pages_total=counts.total,
+            prefix_query_tokens=self.cache.query_tokens,
+            prefix_hit_tokens=self.cache.hit_tokens,
+            decode_context_tokens=self._scheduler.decoding.decode_context_tokens,
+            cost=self._told.parameters,
+        )
+
+    @property
+    def idle(self) -> bool:
+        return self._finishing is None and self._running is None
+
+    # ---- steps ----
+
+    def _step(self) -> None:
+        """Launch until one step runs and another one waits behind it, or nothing is left to launch."""
+        while True:
+            launched = self._launch()
+            finished, self._running = self._running, launched
+            if finished is not None:
+                self._finishing = finished
+                return
+            if launched is None:
+                return
+
+    def _launch(self) -> _Flight | None:
+        planned = self._scheduler.plan()
+        if planned is None:
+            return None
+        seconds = self._truth.seconds(planned.work)
+        self._device_free_s = max(self._clock.now, self._device_free_s) + seconds
+        self.busy_s += seconds
+        chunks = [None if row.draw is None else 0 for row in planned.batch.chunks]
+        drawn = [*[0] * len(planned.batch.tokens), *chunks]
+        return _Flight(planned.work, drawn, self._device_free_s)
+
+    def _finish(self, flight: _Flight) -> None:
+        number = self.log.add(flight.end_s)
+        told = self._scheduler.apply(flight.work, StepResult(flight.drawn))
+        self._prefill.announce()
+        events = [routed.event for routed in told.events]
+        if events or flight.work.prefill_tokens:
+            self._publish(self, WorkerNews(number, events, self.load(), self.cache.changes()))
+
+    def _look_at_handovers(self) -> None:
+        """If the engine has done something for any of them."""
+        if not self._soon.called:
+            return
+        self._soon.called = False
+        for request, handover in list(self._handovers.items()):
+            handover.look()
+            if handover.over:
+                self._handovers.pop(request, None)
+
+    def _on_time(self, plan_number: int) -> None:
+        """The step that was waited for has ended."""
+        if plan_number != self._plan_number:
+            return
+        self._inside = True
+        if self._steady is not None:
+            self._pass(self._steady.steps)
+        if self._finishing is not None:
+            finished, self._finishing = self._finishing, None
+            self._finish(finished)
+        self._step()
+        self._look_at_handovers()
+        self._inside = False
+        self._wait()
+
+    def _wait(self) -> None:
+        """Plan when to look again."""
+        self._plan_number += 1
+        self._steady = self._woken_steady()
+        flight = self._finishing
+        if flight is None:
+            return
+        end_s = flight.end_s if self._steady is None else float(self._steady.ends_s[self._steady.steps])
+        self._clock.at(end_s, partial(self._on_time, self._plan_number))
+
+    def _woken_steady(self) -> SteadyRun | None:
+        """What can be taken at once from here."""
+        self._woken = False
+        first, second = self._finishing, self._running
+        if (
+            not self._jumps
+            or first is None
+            or second is None
+            or first.work.prefill_tokens
+            or second.work.prefill_tokens
+        ):
+            return None
+        if self.admission.ready_requests or self._prefill.waiting().prompts:
+            return None
+        counts = self.pool.counts()
+        steps = self._decode.steady_steps(counts.free + counts.cached - counts.promised)
+        return steady_run(self._truth, second.work, first.end_s, second.end_s, steps) if steps else None
+
+    def catch_up(self) -> None:
+        """Whatever has ended by now has."""
+        if self._steady is not None:
+            self._pass(self._steady.over(self._clock.now))
+
+    def _pass(self, steps: int) -> None:
+        """The next steps of the steady run are over."""
+        run, first, second = self._steady, self._finishing, self._running
+        self._steady = None
+        if run is None or first is None or second is None or not steps:
+            return
+        self.log.extend(run.ends_s[:steps])
+        self.busy_s += float(run.ends_s[steps + 1] - second.end_s)
+        self._decode.pass_steps(steps)
+        self._finishing = _Flight(later(first.work, steps), first.drawn, float(run.ends_s[steps]))
+        self._running = _Flight(later(second.work, steps), second.drawn, float(run.ends_s[steps + 1]))
+        self._scheduler.decoding = self._running.work
+        self._device_free_s = self._running.end_s
+
+    def _on_wake(self) -> None:
+        """There may be work."""
+        self._woken = True
+
+    def visited(self) -> None:
+        """Somebody was here: begin, if there was nothing to do, else see whether the steps to come are still alike."""
+        if self._inside:
+            return
+        if self.idle and self._woken:
+            self._inside = True
+            self._step()
+            self._look_at_handovers()
+            self._inside = False
+        self._wait()
+
+    # ---- parts ----
+
+    def _hand_over(self, request: PrefillRequest, half: PrefillHalf) -> Any:
+        handover = VirtualHandover(request, half, self, self._clock, self._network)
+        self._handovers[request] = handover
+        return handover
+
+    def _make_admission(self) -> DecodeAdmission:
+        return DecodeAdmission(
+            config=DecodeConfig(max_pages=self.spec.decode_pages),
+            me=self.peer,
+            cache=self.cache,
+            model=self.spec.model,
+            clock=self._clock,
+            expect=lambda _leases: None,
+            emit=self._emit,
+            wake=self._on_wake,
+            listened_s=self._clock,
+            is_near=lambda _peer: True,
+        )
+
+    def _make_scheduler(self) -> StepScheduler:
+        config = self.spec.config
+        most, target = config.engine.max_step_tokens, config.itl_target_s
+        return StepScheduler(
+            decode=self._decode,
+            prefill=self._prefill,
+            max_step_tokens=most,
+            policy=make_policy(
+                config.step_policy, self._cost, budget=config.step_budget, itl_target_s=target, max_step_tokens=most
+            ),
+            growth=BatchGrowth(self._cost, target),
+        )
+
+    def _cost(self) -> StepCost:
+        return self._told
+
+    def _emit(self, routed: RoutedEvent) -> None:
+        self._publish(self, WorkerNews(len(self.log), (routed.event,), self.load(), self.cache.changes()))
+
+
+class _Visit(AbstractContextManager[None]):
+    """A call from outside: what has ended by now has, and what comes next is planned anew."""
+
+    def __init__(self, worker: VirtualWorker) -> None:
+        self._worker = worker
+
+    def __enter__(self) -> None:
+        self._worker.catch_up()
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.visited()
