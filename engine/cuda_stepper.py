@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cuda_graphs import DecodeGraphs
+from engine.graph_use import GraphUse
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.prompt_graphs import PromptGraphs
@@ -53,6 +54,7 @@ class CudaStepper:
         self._drawn = drawn
         self.graphs = graphs
         self.prompts = prompts
+        self.graph_use = GraphUse()
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
         """Of the newest step; empty if every row has the draw of its own number."""
@@ -100,10 +102,13 @@ class CudaStepper:
         decode = self.graphs.fitting(batch)
         graph = decode or self.prompts.fitting(batch, sizes)
         if graph is not None:
+            self.graph_use.hits += 1
+            self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             words = memory.reserve(graph.sizes.words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row)
             logits = graph.replay(words)
             return logits if sizes.drawn else None, decode is not None
+        self.graph_use.misses += 1
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
         step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)

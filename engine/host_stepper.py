@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.batch import PendingStep, StepBatch, rows_of
 from engine.cache.paged_cache import PagedCache
+from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
 from engine.models.llama import LlamaModel
 from engine.sampler import sample, score
@@ -36,10 +37,12 @@ class HostStepper:
         self._packer = packer
         self._forward = forward
         self._device = device
+        self.graph_use = GraphUse()
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
+        self.graph_use.misses += 1
         logits = self.logits(batch)
         if logits is None:
             result = rows_of([], batch)

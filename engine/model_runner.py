@@ -12,6 +12,7 @@ from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.device import choose_kernels, device_name, parse_device, parse_dtype, parse_page_tokens
+from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.memory import naming_the_setting, ran_out_of_memory
@@ -34,6 +35,9 @@ class Stepper(Protocol):
 
     @property
     def asynchronous(self) -> bool: ...
+
+    @property
+    def graph_use(self) -> GraphUse: ...
 
     def launch(self, batch: StepBatch) -> PendingStep: ...
 
@@ -112,6 +116,11 @@ class ModelRunner:
     def asynchronous(self) -> bool:
         """Whether `launch` returns before the step has run, so that it pays to launch the next one meanwhile."""
         return self.stepper.asynchronous
+
+    @property
+    def graph_use(self) -> GraphUse:
+        """What graphs have done so far; may be read from any thread."""
+        return self.stepper.graph_use
 
     def run(self, batch: StepBatch) -> StepResult:
         """Stores the KV of every row and samples where a draw is asked for; raises Internal for a malformed batch."""

@@ -116,7 +116,7 @@ FLOPS_UTILIZATION = gauge(
     "Operations a second that steps had to do, as a part of the device's peak; of the last seconds with steps.",
 )
 GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
-GRAPH_PADDED_ROWS = counter("engine_graph_padded_rows_total", "Rows of graphs that were computed for nobody.")
+GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
 PREEMPTIONS = counter("num_preemptions_total", "Running requests that lost their KV pages to others.")
 

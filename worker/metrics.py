@@ -18,6 +18,7 @@ from wire.messages import FinishReason, RoutedEvent, WorkerInspection
 from wire.timeline import TransferStats
 
 if TYPE_CHECKING:
+    from engine.model_runner import ModelRunner
     from worker.worker import Worker
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
@@ -127,6 +128,16 @@ class WorkerMetrics:
         self._transferred.add(stats.bytes)
         if seconds > 0:
             self._bandwidth.observe(stats.bytes / seconds)
+
+
+def engine_facts(engine: ModelRunner) -> Facts:
+    """What an engine keeps anyway."""
+    graphs = engine.graph_use
+    return {
+        f.WORKER_INFO: {(engine.device_name, engine.facts.dtype): 1.0},
+        f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
+        f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
+    }
 
 
 def worker_facts(worker: Worker) -> Facts:

@@ -29,7 +29,7 @@ from wire.messages import PeerRef, WorkerInfo
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
 from worker.duty import decode_batch, prompt_step_tokens
-from worker.metrics import worker_facts
+from worker.metrics import engine_facts, worker_facts
 from worker.servicer import WorkerServicer
 from worker.worker import Worker, first_line
 
@@ -118,7 +118,7 @@ class WorkerProcess:
         port = self._listen(self._server)
         await self._server.start()
         self._worker.start()
-        await self._open_metrics(self._worker)
+        await self._open_metrics(self._worker, engine)
         describe = partial(self._info, engine, self._worker, address_of(self._config.host, port))
         if self._config.controller_address is not None:
             self._controller = ControllerLink(
@@ -134,9 +134,10 @@ class WorkerProcess:
             await self._controller.register()
         return describe()
 
-    async def _open_metrics(self, worker: Worker) -> None:
+    async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
         config, board = self._config, worker.metrics.board
         board.read(partial(worker_facts, worker))
+        board.read(partial(engine_facts, engine))
         keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
         self._metrics = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, keys)
         self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
