@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from wire.messages import PeerRef, WorkerInfo
 from worker.peers import Peers
@@ -34,7 +35,10 @@ class WarmUps:
             if info.takes_answers and info.peer not in self._running:
                 task = asyncio.ensure_future(self._peers.warm_up(info.peer, info.address))
                 self._running[info.peer] = task
-                task.add_done_callback(lambda _, peer=info.peer: self._running.pop(peer, None))
+                task.add_done_callback(partial(self._ended, info.peer))
+
+    def _ended(self, peer: PeerRef, _task: "asyncio.Task[None]") -> None:
+        self._running.pop(peer, None)
 
     async def close(self) -> None:
         """Nothing is waited for."""

@@ -7,8 +7,8 @@ The last line is one JSON object; latencies count from when a request was due, i
 
 import argparse
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.slo import SloCell, parse_cell, standard_cells
 from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
-from benchmarks.load.sweep import at_rates, knees, sweep
+from benchmarks.load.sweep import at_rates, knees, parse_rates, sweep
 from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.trace import Trace, read_trace
 from benchmarks.load.workload import Source
 from benchmarks.results import run_facts, save_result
-from benchmarks.served_model import add_model_options, choose_model
+from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from wire.errors import InvalidArgument, TandemError
 
 Figures = dict[str, object]
@@ -94,14 +94,7 @@ def run_loads(
         return [show(run_load(target, workload, cells, settings))]
     if arguments.sweep is not None:
         return sweep(measure, arguments.sweep)
-    return at_rates(measure, _rates(arguments.rates))
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        return [float(rate) for rate in text.split(",")]
-    except ValueError:
-        raise InvalidArgument("--rates", f"{text!r} is no list of numbers") from None
+    return at_rates(measure, parse_rates(arguments.rates))
 
 
 def show(report: LoadReport) -> LoadReport:
@@ -151,7 +144,13 @@ def _stage(arguments: argparse.Namespace) -> tuple[AbstractContextManager[str], 
         return nullcontext(arguments.address), {}
     settings: Figures = {"device": arguments.device, "prefill": arguments.prefill, "decode": arguments.decode}
     settings |= dict(parse_setting(each) for each in arguments.set)
-    return running_cluster(choose_model(arguments.model, arguments.shape), settings), settings
+    return _own_cluster(choose_model(arguments.model, arguments.shape), settings), settings
+
+
+@contextmanager
+def _own_cluster(model: ServedModel, settings: Figures) -> Iterator[str]:
+    with running_cluster(model, settings) as doors:
+        yield doors.grpc
 
 
 def measure(arguments: argparse.Namespace) -> Figures:

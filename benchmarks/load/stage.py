@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.served_model import ServedModel
 from cluster.config import ClusterConfig
-from cluster.launcher import Cluster
+from cluster.launcher import Cluster, Endpoints
 from wire.errors import InvalidArgument
 
 Settings = Mapping[str, object]
@@ -41,12 +41,12 @@ def _kinds() -> dict[str, type]:
 
 
 @contextmanager
-def running_cluster(model: ServedModel, settings: Settings) -> Iterator[str]:
-    """A cluster on free ports until the end of the block → the address of its gRPC door."""
+def running_cluster(model: ServedModel, settings: Settings) -> Iterator[Endpoints]:
+    """A cluster on free ports until the end of the block → its doors."""
     served = {"model_name": model.name, "random_weights": model.random_weights, "grpc_port": 0, "http_port": 0}
     config = ClusterConfig(model.folder, **(served | dict(settings)))  # type: ignore[arg-type]  # checked by its fields
     cluster = Cluster.start(config)
     try:
-        yield cluster.endpoints.grpc
+        yield cluster.endpoints
     finally:
         cluster.stop()

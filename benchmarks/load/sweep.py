@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.load.report import LoadReport
+from wire.errors import InvalidArgument
 
 GOODPUT_SHARE = 0.9
 """Part of all requests that must meet a cell; the knee is the highest goodput with that."""
@@ -16,6 +17,14 @@ Measure = Callable[[float, int], LoadReport]
 
 Goodput = Mapping[str, tuple[float, float]]
 """Of a load, by cell: the part of its requests that met it, and how many did a second."""
+
+
+def parse_rates(text: str) -> list[float]:
+    """From "1,2.5,4"; rising. InvalidArgument if it is no list of numbers."""
+    try:
+        return sorted(float(rate) for rate in text.split(","))
+    except ValueError:
+        raise InvalidArgument("--rates", f"{text!r} is no list of numbers") from None
 
 
 def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:

@@ -76,12 +76,29 @@ def warm_up(target: Target) -> float:
     return asyncio.run(_warm_up(target))
 
 
+def touch(target: Target) -> None:
+    """Some requests at once, so that none of a load is the first of its kind. Unavailable if one fails."""
+    asyncio.run(_touch(target))
+
+
+async def _touch(target: Target) -> None:
+    client = LoadClient(target.address, target.api_key)
+    try:
+        await _ask_some(client, target)
+    finally:
+        await client.close()
+
+
+async def _ask_some(client: LoadClient, target: Target) -> None:
+    prompt, tokens = min(WARM_PROMPT, target.context // 4), min(WARM_TOKENS, target.context // 4)
+    await asyncio.gather(*(_ask(client, target, number, prompt, tokens) for number in range(WARM_REQUESTS)))
+
+
 async def _warm_up(target: Target) -> float:
     client = LoadClient(target.address, target.api_key)
     prompt, tokens = min(LONE_PROMPT, target.context // 4), min(LONE_TOKENS, target.context // 4)
     try:
-        few = min(WARM_PROMPT, prompt), min(WARM_TOKENS, tokens)
-        await asyncio.gather(*(_ask(client, target, number, *few) for number in range(WARM_REQUESTS)))
+        await _ask_some(client, target)
         lone = [await _ask(client, target, WARM_REQUESTS + i, prompt, tokens) for i in range(LONE_REQUESTS)]
     finally:
         await client.close()

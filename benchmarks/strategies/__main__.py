@@ -1,8 +1,9 @@
 """Colocated, chunked, disaggregated or adaptive, on the same GPUs under the same arrivals:
 `python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers 2`.
 
-Each row of the table is one cluster, each workload a sweep of rates up to the knee. Every load is kept in `--parts` as
-soon as it is measured: a run that ends after `--minutes` goes on where it was when it is started again. When all is
+One cluster is started and switched from row to row, which starts nothing anew. Each workload is a sweep of rates up to
+the knee, or `--rates`; every row is measured at a rate before any at the next. Every load is kept in `--parts` as soon
+as it is measured: a run that ends after `--minutes` goes on where it was when it is started again. When all is
 measured, the table, a picture for each workload and, as the last line, one JSON object.
 """
 
@@ -11,25 +12,40 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 from benchmarks.load.command import show, without_curves
 from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.slo import standard_cells
 from benchmarks.load.spread import LEVELS
-from benchmarks.load.stage import Settings, parse_setting, running_cluster
+from benchmarks.load.stage import parse_setting, running_cluster
+from benchmarks.load.sweep import STEPS_MAX, parse_rates
 from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.part import Part
 from benchmarks.strategies.rows import Strategy, chosen, strategies
+from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
 from wire.errors import TandemError
 
+_PARTS_BITS = 16
+"""More than rows times loads."""
 _SPARE_S = 5.0
 """Before the time is over, in which no load begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One load: of a workload, at a rate in requests a second, in a row; kept in `part`."""
+
+    row: Strategy
+    offer: Offer
+    rate: float
+    part: Part
 
 
 class Run:
@@ -40,7 +56,11 @@ class Run:
         self._model = model
         self._ends_at: float = time.monotonic() + 60 * arguments.minutes
         self._step_file = arguments.parts / "unloaded_step.json"
-        self.rows = chosen(strategies(arguments.workers), arguments.only)
+        self._every = strategies(arguments.workers)
+        self._rates = parse_rates(arguments.rates) if arguments.rates else []
+        extra = dict(parse_setting(each) for each in arguments.set)
+        self._settings = settings_for_all(extra, arguments.device, arguments.workers)
+        self.rows = chosen(self._every, arguments.only)
         self.offers = [
             offer
             for offer in offers(arguments.trace, arguments.length_scale, arguments.slowdown)
@@ -50,49 +70,66 @@ class Run:
     def part(self, row: Strategy, offer: Offer) -> Part:
         return Part(row.name, offer.name, self._arguments.parts / f"{offer.name}--{row.name}.json")
 
-    def missing(self, row: Strategy) -> Iterator[tuple[Offer, Part, float]]:
-        """What this row still has to be measured at, a load at a time."""
-        for offer in self.offers:
-            part = self.part(row, offer)
-            while (rate := part.next_rate(offer.first_rate * self._arguments.workers)) is not None:
-                yield offer, part, rate
+    def missing(self) -> Iterator[Turn]:
+        """What still has to be measured, a load at a time: each workload at a rate in every row before the next."""
+        for number in range(len(self._rates) or STEPS_MAX):
+            for offer in self.offers:
+                for row in self.rows:
+                    part = self.part(row, offer)
+                    rate = self._rate(offer, part, number)
+                    if rate is not None:
+                        yield Turn(row, offer, rate, part)
+
+    def _rate(self, offer: Offer, part: Part, number: int) -> float | None:
+        """Rate number `number` of a part, None if it was measured or is none."""
+        if self._rates:
+            rate = self._rates[number]
+            return None if any(load["rate"] == rate for load in part.loads()) else rate
+        if len(part.loads()) != number:
+            return None
+        return part.next_rate(offer.first_rate * self._arguments.workers)
 
     def measure(self) -> bool:
         """Whether everything is measured."""
-        for row in self.rows:
-            if next(self.missing(row), None) is None:
-                continue
-            if not self._time_for_a_load():
-                return False
-            print(f"== {row.name}", flush=True)
-            with running_cluster(self._model, self._settings(row)) as address:
-                target = find_target(address)
-                step_s = self._unloaded_step(target)
-                for offer, part, rate in self.missing(row):
-                    if not self._time_for_a_load():
-                        return False
-                    self._load(target, offer, part, rate, step_s)
+        if next(self.missing(), None) is None:
+            return True
+        if not self._time_for_a_load():
+            return False
+        with running_cluster(self._model, self._settings) as doors:
+            target = find_target(doors.grpc)
+            switch = Switch(doors, target, self._arguments.drain_seconds)
+            step_s = self._unloaded_step(target)
+            for turn in self.missing():
+                if not self._time_for_a_load():
+                    return False
+                switch_s = switch.to(turn.row)
+                self._load(turn, target, step_s, switch_s)
         return True
 
-    def _load(self, target: Target, offer: Offer, part: Part, rate: float, step_s: float) -> None:
-        number, arguments = len(part.loads()), self._arguments
-        workload = offer.source.at(rate, arguments.seconds, arguments.seed)
+    def _load(self, turn: Turn, target: Target, step_s: float, switch_s: float) -> None:
+        arguments, part = self._arguments, turn.part
+        workload = turn.offer.source.at(turn.rate, arguments.seconds, arguments.seed)
         settings = LoadSettings(arguments.clients, arguments.drain_seconds)
-        print(f"{offer.name:>14} ", end="")
-        fresh = replace(workload, seed=arguments.seed + number)
+        print(f"{turn.offer.name:>14} {turn.row.name:>18} ", end="")
+        fresh = replace(workload, seed=self._token_seed(turn, len(part.loads())))
         report = show(run_load(target, fresh, standard_cells(step_s), settings))
-        facts = run_facts("cuda" if target.on_gpus else "cpu")
-        part.add(report.as_result(), {"curve_levels": list(LEVELS), **target.as_result(), **facts})
+        facts = run_facts("cuda" if target.on_gpus else "cpu") | {"reached_by": BY_SWITCH}
+        load = report.as_result() | {"switch_s": round(switch_s, 3)}
+        part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
-    def _settings(self, row: Strategy) -> Settings:
-        extra = dict(parse_setting(each) for each in self._arguments.set)
-        return {"device": self._arguments.device} | dict(row.settings) | extra
+    def _token_seed(self, turn: Turn, number: int) -> int:
+        """Of load number `number` of a part: all parts share one cluster, and must not find each other's prompts in its
+        prefix caches. Arrivals and lengths are the same for all rows.
+        """
+        seed: int = self._arguments.seed
+        of_workload = crc32(turn.offer.name.encode()) << _PARTS_BITS
+        return seed + of_workload + number * len(self._every) + self._every.index(turn.row)
 
     def _unloaded_step(self, target: Target) -> float:
-        """Of the first cluster that was measured, in seconds: the strict cell is the same for every row."""
-        step_s = warm_up(target)
+        """In seconds, measured once in all starts: the strict cell is the same for every row."""
         if self._step_file.exists():
             return float(json.loads(self._step_file.read_text(encoding="utf-8")))
+        step_s = warm_up(target)
         self._step_file.write_text(json.dumps(step_s), encoding="utf-8")
         return step_s
 
@@ -106,12 +143,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strategies", description=(__doc__ or "").split("\n")[0])
     add_model_options(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--workers", type=int, default=2, help="of every row, one on each GPU")
+    parser.add_argument("--workers", type=int, default=2, help="of the cluster, one on each GPU")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterConfig")
     parser.add_argument("--only", default="", help="these rows, comma-separated")
     parser.add_argument("--workloads", default="", help="these workloads, comma-separated")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake's .jsonl or Azure's .csv")
     parser.add_argument("--length-scale", type=float, default=1.0, help="of all prompts and answers")
+    parser.add_argument("--rates", default="", help="requests a second for all rows, 1.5,3; default: up to the knees")
     parser.add_argument("--slowdown", type=float, default=1.0, help="the first rates divided by this")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")

@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
+from benchmarks.served_model import ServedModel
+from benchmarks.strategies.__main__ import Run, Turn, parse_arguments
 from benchmarks.strategies.part import Part, knees
 from benchmarks.strategies.rows import chosen, strategies
+from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from benchmarks.strategies.workloads import offers
 from cluster.config import ClusterConfig
@@ -60,6 +63,64 @@ def test_a_part_goes_on_where_it_was(tmp_path: Path) -> None:
     assert again.next_rate(2.0) is None
     assert [each["rate"] for each in again.loads()] == [2.0, 3.0, 4.5]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["part.json"]
+
+
+def arguments(tmp_path: Path, *more: str) -> Run:
+    parsed = parse_arguments(["--parts", str(tmp_path), "--workloads", "balanced,decode-heavy", *more])
+    return Run(parsed, ServedModel(Path("model"), "m", random_weights=True))
+
+
+def measured_order(run: Run, most: int, share: float = 1.0) -> list[tuple[float, str, str]]:
+    """What a run measures, in its order, when every load has this share of goodput; it ends after `most` loads."""
+    order: list[tuple[float, str, str]] = []
+    for turn in run.missing():
+        if len(order) == most:
+            break
+        order.append((turn.rate, turn.offer.name, turn.row.name))
+        turn.part.add(load(turn.rate, share, share), {})
+    return order
+
+
+def test_every_row_is_measured_at_a_rate_before_any_at_the_next(tmp_path: Path) -> None:
+    run = arguments(tmp_path, "--rates", "3,1.5", "--only", "shared,adaptive")
+    first = measured_order(run, 3)
+    # Cut short, and started again.
+    rest = measured_order(arguments(tmp_path, "--rates", "3,1.5", "--only", "shared,adaptive"), 99)
+    assert [*first, *rest] == [
+        (rate, offer, row)
+        for rate in (1.5, 3.0)
+        for offer in ("balanced", "decode-heavy")
+        for row in ("shared", "adaptive")
+    ]
+    assert not measured_order(arguments(tmp_path, "--rates", "1.5", "--only", "shared"), 99)
+    again = measured_order(arguments(tmp_path, "--rates", "1.5,6", "--only", "shared", "--workloads", "balanced"), 99)
+    assert again == [(6.0, "balanced", "shared")]
+
+
+def test_a_sweep_goes_through_the_rows_at_each_rate_too(tmp_path: Path) -> None:
+    run = arguments(tmp_path, "--workloads", "balanced", "--only", "shared,adaptive")
+    assert measured_order(run, 4) == [(rate, "balanced", row) for rate in (2.0, 3.0) for row in ("shared", "adaptive")]
+    lost = arguments(tmp_path / "other", "--workloads", "balanced", "--only", "shared,adaptive")
+    lost.part(lost.rows[0], lost.offers[0]).file.parent.mkdir()
+    assert len(measured_order(lost, 99, share=0.1)) == 2
+
+
+def test_rows_share_arrivals_and_no_prompt(tmp_path: Path) -> None:
+    run = arguments(tmp_path)
+    seeds = [
+        run._token_seed(Turn(row, offer, 1.0, run.part(row, offer)), number)
+        for number in range(STEPS_MAX)
+        for row in run.rows
+        for offer in run.offers
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_one_cluster_is_nobodys_row() -> None:
+    settings = settings_for_all({"page_tokens": 32}, "cuda", 3)
+    assert ClusterConfig(Path("model"), **settings).worker_count == 3  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="step_policy is what the rows differ in"):
+        settings_for_all({"step_policy": "chunked"}, "cpu", 2)
 
 
 def test_a_sweep_ends_some_time(tmp_path: Path) -> None:
