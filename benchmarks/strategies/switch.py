@@ -1,0 +1,77 @@
+"""From one row to the next in a running cluster: nothing is started anew, roles and policies change."""
+
+import asyncio
+import time
+
+from benchmarks.load.target import Target, touch, wait_until_idle
+from benchmarks.strategies.rows import Strategy
+from cli.client import RouterClient
+from cli.controller_client import ControllerClient
+from cluster.config import Mode
+from cluster.launcher import Endpoints
+from wire.errors import DeadlineExceeded, InvalidArgument
+from wire.policy_name import PolicyName
+
+BY_SWITCH = "a switch of the running cluster's mode"
+_FOLLOW_S = 10.0
+_LOOK_S = 0.02
+_ROWS_OWN = frozenset({"mode", "workers", "prefill", "decode", "step_policy", "step_budget"})
+"""Fields of `ClusterConfig` that rows differ in."""
+
+
+def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dict[str, object]:
+    """Of the one cluster that is switched through all rows. InvalidArgument for what is the rows' own."""
+    for name in extra:
+        if name in _ROWS_OWN:
+            raise InvalidArgument("--set", f"{name} is what the rows differ in; choose them with --only")
+    return {"device": device, "mode": Mode.ADAPTIVE.value, "workers": workers} | extra
+
+
+class Switch:
+    """Of one cluster, which nobody else uses."""
+
+    def __init__(self, doors: Endpoints, target: Target, drain_s: float) -> None:
+        self._controller = ControllerClient(doors.controller, doors.token)
+        self._router = RouterClient(target.address, target.api_key)
+        self._target = target
+        self._drain_s = drain_s
+        self._row: Strategy | None = None
+        self._touched: set[str] = set()
+
+    def to(self, row: Strategy) -> float:
+        """The cluster is what `row` says, idle, and has served such requests → how long the switch took, in seconds;
+        0 if nothing was to be done. DeadlineExceeded if the router does not follow.
+        """
+        if row == self._row:
+            return 0.0
+        wait_until_idle(self._target, self._drain_s)
+        began = time.monotonic()
+        asyncio.run(self._set_mode(row))
+        seconds = time.monotonic() - began
+        self._row = row
+        if row.name not in self._touched:
+            self._touched.add(row.name)
+            touch(self._target)
+        return seconds
+
+    async def _set_mode(self, row: Strategy) -> None:
+        settings = row.settings
+        disaggregated = settings["mode"] == Mode.DISAGGREGATED
+        await self._controller.set_mode(
+            str(settings["mode"]),
+            prefill=_count(settings["prefill"]) if disaggregated else 0,
+            decode=_count(settings["decode"]) if disaggregated else 0,
+            step_policy=str(settings.get("step_policy", PolicyName.UNCHUNKED)),
+            step_budget=_count(settings.get("step_budget", 0)),
+        )
+        give_up = time.monotonic() + _FOLLOW_S
+        while (mode := (await self._router.view()).info.mode) != settings["mode"]:
+            if time.monotonic() > give_up:
+                raise DeadlineExceeded(f"the router's mode is still {mode}, not that of {row.name}; see its log")
+            await asyncio.sleep(_LOOK_S)
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int):
+        raise InvalidArgument("row", f"{value!r} is no number")
+    return value
