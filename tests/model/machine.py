@@ -14,7 +14,7 @@ from kv_transfer.in_memory_by_hand import LateNotice
 from tests.fake_engine import answer_to
 from tests.model.network import Message
 from tests.model.router import Client
-from tests.model.workers import QUARANTINE_S, WINDOW_S, Controller
+from tests.model.workers import QUARANTINE_S, SHORT_WINDOW_S, WINDOW_S, Controller
 from tests.model.world import World
 from wire.messages import Role, SamplingParams
 
@@ -57,14 +57,17 @@ class ClusterMachine(RuleBasedStateMachine):
         self.since_fault = 0
 
     @initialize(
-        asynchronous=st.booleans(), both=st.booleans(), one_host=st.booleans(), gap=st.sampled_from([2, 6, 12, 30])
+        asynchronous=st.booleans(),
+        both=st.booleans(),
+        one_host=st.booleans(),
+        window_s=st.sampled_from([WINDOW_S, SHORT_WINDOW_S]),
+        gap=st.sampled_from([2, 6, 12, 30]),
     )
-    def begin(self, asynchronous: bool, both: bool, one_host: bool, gap: int) -> None:
+    def begin(self, asynchronous: bool, both: bool, one_host: bool, window_s: float, gap: int) -> None:
         """`both`: one decode worker prefills as well. `gap` is how many moves lie between two deaths, at least."""
         self.gap = gap
-        self.world = World(
-            ROLES | ({"decode-1": Role.BOTH} if both else {}), asynchronous=asynchronous, one_host=one_host
-        )
+        roles = ROLES | ({"decode-1": Role.BOTH} if both else {})
+        self.world = World(roles, asynchronous=asynchronous, one_host=one_host, window_s=window_s)
         for _ in range(4):
             self.world.calm()
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.half import DecodeHalf
 from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
+from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.fence import Exposure
 from kv_transfer.in_memory import InMemoryTransport
@@ -134,12 +134,10 @@ def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
 def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     """A cancelled request leaves the batch with its pages while a step writes to them."""
 
-    def drop(self: DecodeHalf) -> None:
-        for request in [request for request in self._running if request.cancelled]:
-            self._admission.leave(request)
-            self._running.remove(request)
+    def gone(self: RunningBatch) -> list[DecodeRequest]:
+        return [request for request in self.requests if self._stopped[request.place]]
 
-    patch.setattr(DecodeHalf, "_drop_cancelled", drop)
+    patch.setattr(RunningBatch, "gone", gone)
 
 
 def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,8 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["answered"] > 1000
         assert seen["killed"] > 200
         assert seen["taken for dead"] > 50
+        assert seen["renewed"] > 100, "permissions to write that outlasted their time"
+        assert seen["not renewed"] > 20, "ones that were asked for when their lease was over"
         assert seen["quarantined"] > 200, "writes that come after the end of their request"
         assert seen["from the dead"] > 50, "writes that come after the end of their writer"
         assert seen["from shared pages"] > 200, "writes of pages that others read as well"

@@ -14,7 +14,7 @@ from tests.model.checks import Broken, WatchedEngine
 from tests.model.virtual_loop import Process, VirtualLoop
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2
-from wire.messages import Membership, PeerRef, RequestRef, Role, WorkerInfo
+from wire.messages import Lease, Membership, PeerRef, RequestRef, Role, WorkerInfo
 from worker.config import WorkerConfig
 from worker.loop import StepLoop
 from worker.servicer import WorkerServicer
@@ -25,6 +25,8 @@ STEP_TOKENS = 6
 BATCH = 4
 LEASE_S = QUARANTINE_S = 1.0
 WINDOW_S = 3.0
+SHORT_WINDOW_S = 0.6
+"""So short that hand-overs of every kind need their permission renewed."""
 RPC_TIMEOUT_S = 1.0
 TRANSFER_DEADLINE_S = 2.0
 
@@ -53,11 +55,14 @@ class ThreadByHand:
 
 @dataclass(frozen=True)
 class Parts:
-    """What all workers of a world share. `asynchronous`: their engines run a step behind."""
+    """What all workers of a world share. `asynchronous`: their engines run a step behind. `window_s`: how long a
+    permission to write is good for.
+    """
 
     loop: VirtualLoop
     fabric: FabricByHand
     asynchronous: bool
+    window_s: float
 
 
 class WorkerProcess:
@@ -70,6 +75,7 @@ class WorkerProcess:
         self.process = Process(f"{me.worker_id}/{me.incarnation}", made_of.loop)
         self.engine = WatchedEngine(PAGES, asynchronous=made_of.asynchronous)
         self._fabric = made_of.fabric
+        self._window_s = made_of.window_s
         self._aborted: dict[str, int] = {}
         self.process.run(self._start)
 
@@ -82,7 +88,7 @@ class WorkerProcess:
             lease_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
             quarantine_far_s=QUARANTINE_S,
-            write_window_s=WINDOW_S,
+            write_window_s=self._window_s,
             transfer_deadline_s=TRANSFER_DEADLINE_S,
             rpc_timeout_s=RPC_TIMEOUT_S,
             attach_grace_s=1.0,
@@ -96,6 +102,8 @@ class WorkerProcess:
             layout,
             lambda notice: InMemoryTransport(self._fabric, layout, self.me, notice),
         )
+        self._prolong = self.worker.admission.prolong
+        self.worker.admission.prolong = self._watch_renewals  # type: ignore[method-assign]
         self._abort = self.worker.admission.abort
         self.worker.admission.abort = self._watch_abort  # type: ignore[method-assign]
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
@@ -129,7 +137,8 @@ class WorkerProcess:
         """Every page in one state, promises kept, nothing alive that was aborted."""
         self.worker._cache.check_integrity()
         admission = self.worker.admission
-        alive = [*admission._held._ready, *(r for r in self.worker._decode._running if not (r.cancelled or r.ended))]
+        running = self.worker._decode._batch.requests
+        alive = [*admission._held._ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
             if ref.attempt <= self._aborted.get(ref.request_id, 0):
@@ -144,6 +153,13 @@ class WorkerProcess:
         busy = held + found.pages_promised + found.requests + found.leases
         committed = self.worker.admission._room.committed
         return f"{found}, {committed} pages committed" if busy or committed else ""
+
+    def _watch_renewals(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
+        named = list(leases)
+        over = self._prolong(named, prefill)
+        self.engine.seen["renewed"] += len(named) - len(over)
+        self.engine.seen["not renewed"] += len(over)
+        return over
 
     def _watch_abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         refs = list(refs)

@@ -40,6 +40,7 @@ from tests.model.virtual_loop import VirtualLoop, this_process
 from tests.model.workers import (
     PAGES,
     QUARANTINE_S,
+    WINDOW_S,
     Addresses,
     Controller,
     LoopByHand,
@@ -78,7 +79,9 @@ class WatchedFabric(FabricByHand):
 class World:
     """Holds every process. `close` it, in every case."""
 
-    def __init__(self, roles: dict[str, Role], *, asynchronous: bool, one_host: bool = False) -> None:
+    def __init__(
+        self, roles: dict[str, Role], *, asynchronous: bool, one_host: bool = False, window_s: float = WINDOW_S
+    ) -> None:
         """`one_host`: workers see of each other whether their processes live."""
         self.one_host = one_host
         self.loop = VirtualLoop()
@@ -91,7 +94,7 @@ class World:
         self.roles = roles
         self.workers: dict[str, WorkerProcess] = {}
         self.graveyard: list[WorkerProcess] = []
-        self._parts = Parts(self.loop, self.fabric, asynchronous)
+        self._parts = Parts(self.loop, self.fabric, asynchronous, window_s)
         self._addresses = Addresses()
         self.seen: Counter[str] = Counter()
         """What happened, for whoever wants to know that the model looks at anything."""
