@@ -123,7 +123,6 @@ def test_gauges_make_sense(traffic: Traffic) -> None:
     assert after.total("metrics_target_up") == 3
     assert after.total("process_restarts_total") == 0
     assert after.total("num_requests_running", role="router") == after.total("num_requests_waiting", role="router") == 0
-    assert after.total("kv_pages", state="quarantined") == 0
     transports = {labels["transport"] for labels, _ in after.samples["tandem_kv_transport_info"]}
     assert all(transport.startswith("UCX write") for transport in transports)
 

@@ -1,0 +1,81 @@
+"""The whole cluster's metrics at one address: all that answer, and word of those that do not."""
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.health import Health, Phase
+from cluster.metrics import ClusterMetrics
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
+from telemetry.exposition import Exposition
+from wire.errors import Unavailable
+
+TOKEN, KEY = "of the cluster", "of the operator"
+UP = Health("decode-0", Phase.SERVING, 7, 1, 2, "")
+
+
+async def worker(name: str) -> tuple[MetricsDoor, str]:
+    board = Board(lambda: {"model": "m", "role": "decode", "worker": name})
+    board.count(f.PREEMPTIONS).add()
+    door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({TOKEN}))
+    return door, await door.open("127.0.0.1")
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[ClusterMetrics]:
+    kept = [("router", replace(UP, name="router")), ("decode", UP), ("decode", replace(UP, name="decode-1"))]
+    metrics = ClusterMetrics("m", TOKEN, frozenset({KEY}), lambda: kept, lambda: {"decode-0": "prefill"})
+    metrics.address = await metrics.open("127.0.0.1", 0)  # type: ignore[attr-defined]
+    yield metrics
+    await metrics.close()
+
+
+async def samples(cluster: ClusterMetrics) -> dict[tuple[str, str], tuple[str, float]]:
+    """(name, worker) → (role, value)."""
+    text = await fetch(cluster.address, METRICS_PATH, KEY)  # type: ignore[attr-defined]
+    found = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
+    return {(each.name, each.labels["worker"]): (each.labels["role"], each.value) for each in found}
+
+
+async def test_all_that_answer(cluster: ClusterMetrics) -> None:
+    doors = []
+    for name in ("decode-0", "decode-1"):
+        door, address = await worker(name)
+        doors.append(door)
+        cluster.opened(name, "decode", address)
+    found = await samples(cluster)
+    for name in ("decode-0", "decode-1"):
+        assert found["tandem_num_preemptions_total", name] == ("decode", 1)
+        assert found["tandem_metrics_target_up", name][1] == 1
+    # Roles are those of now, where they are known.
+    assert found["tandem_process_up", "decode-0"] == ("prefill", 1)
+    assert found["tandem_process_restarts_total", "decode-1"] == ("decode", 2)
+    assert ("tandem_metrics_target_up", "router") not in found
+    assert found["process_resident_memory_bytes", "controller"][0] == "controller"
+    await doors[0].close()
+    found = await samples(cluster)
+    assert found["tandem_metrics_target_up", "decode-0"][1] == 0
+    assert ("tandem_num_preemptions_total", "decode-0") not in found
+    assert found["tandem_num_preemptions_total", "decode-1"][1] == 1
+    cluster.gone("decode-0")
+    found = await samples(cluster)
+    assert ("tandem_metrics_target_up", "decode-0") not in found
+    await doors[1].close()
+
+
+async def test_who_is_there(cluster: ClusterMetrics) -> None:
+    cluster.opened("decode-0", "decode", "10.0.0.1:7")
+    cluster.opened("router", "router", "[::1]:8000")
+    groups = json.loads(await fetch(cluster.address, DISCOVERY_PATH, KEY))  # type: ignore[attr-defined]
+    assert groups == [
+        {"targets": [address], "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": role}}
+        for name, role, address in (("decode-0", "decode", "10.0.0.1:7"), ("router", "router", "[::1]:8000"))
+    ]
+    for path in (METRICS_PATH, DISCOVERY_PATH):
+        with pytest.raises(Unavailable, match="401"):
+            await fetch(cluster.address, path)  # type: ignore[attr-defined]

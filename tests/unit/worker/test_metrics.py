@@ -1,0 +1,104 @@
+"""What a worker counts: steps by what was in them, utilization of late, hand-overs, and facts of a running pair."""
+
+import pytest
+
+from costs.roofline import Ceilings, ModelSizes, Roofline
+from costs.step_cost import StepWork, chunk_pairs
+from telemetry import families as f
+from tests.worker_pair import WorkerPair, until
+from wire.cost_parameters import UNMEASURED
+from wire.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams
+from wire.timeline import TransferStats
+from worker.metrics import Utilization, WorkerMetrics, worker_facts
+from worker.step_meter import StepMeter
+
+SIZES = ModelSizes(weights=1000, weight_bytes=2000, kv_bytes_per_token=10, attention_flop_per_pair=4)
+ROOFLINE = Roofline(SIZES, Ceilings(flops=1e6, bytes_per_s=1e5, launch_s=0.0))
+DECODE = StepWork(decode_rows=2, decode_context_tokens=50)
+PROMPT = StepWork(8, chunk_pairs(8, 4))
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics("m", "decode-0", lambda: "decode", ROOFLINE)
+
+
+def test_what_a_step_reads_and_computes() -> None:
+    assert SIZES.step_bytes(DECODE) == 2000 + 10 * 50
+    assert SIZES.step_flops(DECODE) == 2 * 1000 * 2 + 4 * 50
+    assert SIZES.step_bytes(PROMPT) == 2000 + 10 * 8
+    assert SIZES.step_flops(PROMPT) == 2 * 1000 * 8 + 4 * (8 * 4 + 36)
+
+
+def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
+    now = iter([1.0, 1.5, 1.5, 3.5, 4.0, 4.25])
+    meter = StepMeter(UNMEASURED, lambda: next(now), metrics.step)
+    for work in (DECODE, PROMPT, StepWork(3, 6.0, 4, 90)):
+        meter.end(work, meter.begin())
+    board = metrics.board
+    totals = {phase: board.spread(f.STEP_SECONDS, phase).total for phase in ("decode", "prefill", "mixed")}
+    assert totals == {"decode": 0.5, "prefill": 2.0, "mixed": 0.25}
+    assert (board.spread(f.STEP_DECODE_ROWS).count, board.spread(f.STEP_DECODE_ROWS).total) == (2, 6)
+    assert (board.spread(f.STEP_PREFILL_TOKENS).count, board.spread(f.STEP_PREFILL_TOKENS).total) == (2, 11)
+    assert board.count(f.STEP_TOKENS, "decode").value == 6
+    assert board.count(f.STEP_TOKENS, "prefill").value == 11
+    assert metrics.utilization.busy_s == 2.75
+
+
+def test_utilization_is_of_the_newest_steps() -> None:
+    used = Utilization(ROOFLINE)
+    assert used.bandwidth == used.compute == 0
+    for _ in range(40):
+        used.step(DECODE, 0.5)
+    assert used.bandwidth == pytest.approx(2500 / (0.5 * 1e5))
+    assert used.compute == pytest.approx(4200 / (0.5 * 1e6))
+    for _ in range(20):
+        used.step(DECODE, 1.0)
+    assert used.bandwidth == pytest.approx(2500 / 1e5)
+    assert used.busy_s == 40.0
+
+
+def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
+    heard: list[RoutedEvent] = []
+    emit = metrics.hearing(heard.append)
+    ref = RequestRef("a", 1)
+    for event in (
+        RequestEvent(ref, transfer=TransferStats(4_000_000, 4, "UCX", 2_000_000)),
+        RequestEvent(ref, transfer=TransferStats(0, 0, "UCX", 0)),
+        RequestEvent(ref, finish_reason=FinishReason.ERROR),
+        RequestEvent(ref, finish_reason=FinishReason.LENGTH),
+    ):
+        emit(RoutedEvent("router", event))
+    board = metrics.board
+    assert len(heard) == 4
+    assert (board.spread(f.TRANSFER_SECONDS).count, board.spread(f.TRANSFER_SECONDS).total) == (2, 0.002)
+    assert (board.spread(f.TRANSFER_BANDWIDTH).count, board.spread(f.TRANSFER_BANDWIDTH).total) == (1, 2e9)
+    assert board.count(f.TRANSFER_BYTES).value == 4_000_000
+    assert board.count(f.TRANSFER_FAILURES).value == 1
+
+
+async def test_a_running_pair() -> None:
+    """One request of 40 prompt tokens, and a lease that nobody renews."""
+    async with WorkerPair(lease_s=0.1) as pair:
+        heard = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await until(lambda: heard.finish is not None)
+        pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await pair.empty()
+        prefill, decode = (worker_facts(end.worker) for end in (pair.prefill, pair.decode))
+        assert decode[f.EXPIRED_LEASES] == 1
+        assert prefill[f.EXPIRED_LEASES] == 0
+        assert prefill[f.PREFIX_QUERIES] == 40
+        for facts, end in ((prefill, pair.prefill), (decode, pair.decode)):
+            pages = facts[f.KV_PAGES]
+            assert not isinstance(pages, float | int)
+            assert sum(pages.values()) == end.engine.pool.counts().total
+            stored = facts[f.PREFIX_EVENTS]
+            assert stored == {("stored",): pages["cached",], ("removed",): 0}
+            assert facts[f.KV_USAGE] == facts[f.REQUESTS_RUNNING] == facts[f.OPEN_LEASES] == 0
+            assert facts[f.WORKER_READY]
+            assert facts[f.POOL_SOUND]
+        board = pair.prefill.worker.metrics.board
+        assert board.spread(f.TRANSFER_SECONDS).count == 1
+        assert board.count(f.STEP_TOKENS, "prefill").value == 40
+        assert pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode").value == 3
+        assert board.labels() == {"model": "fake", "role": "prefill", "worker": "prefill-0"}
