@@ -56,6 +56,11 @@ SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, splits=1, least_tiles=1, o
 """Few rows: many small programs share the bandwidth soonest, and the kernels around them count."""
 LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2, splits=1, least_tiles=1)
 """Rows that fill the GPU: they need all of its shared memory."""
+NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3, splits=1, least_tiles=1)
+"""Rows that fill the GPU with small heads: four programs a multiprocessor, where larger tiles leave the last round of
+programs half empty.
+"""
+NARROW_TILE_DIMS = 64
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
 LONG_TILE = Plan(block_tokens=32, warps=4, stages=4, splits=LONG_SPLITS, least_tiles=LONG_TOKENS // LONG_SPLITS // 32)
@@ -80,7 +85,9 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
         return replace(SMALL_TILE, splits=splits)
     if capacity > LONG_TOKENS:
         return LONG_TILE
-    return LARGE_TILE if lanes > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
+    if lanes <= PROGRAMS_PER_SM * sms or head_dim > LARGE_TILE_DIMS:
+        return SMALL_TILE
+    return NARROW_TILE if head_dim <= NARROW_TILE_DIMS else LARGE_TILE
 
 
 class DecodeAttention:
