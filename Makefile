@@ -1,11 +1,13 @@
 # make run    install, start a cluster, answer PROMPT, serve until Ctrl-C (ONCE=1: exit after the answer)
-# make test   install what tests need and run them all
+# make test   install what tests need and run them all, in two processes (TEST_PROCESSES=0: in one)
 # make check  style, types, room rules, generated code
 # make proto  regenerate wire/generated from proto/
 # make clean  remove .venv and caches
 
 PROMPT ?= Why is the sky blue?
 ARGS ?=
+# Tests with clusters wait much; the others compute, in the meantime.
+TEST_PROCESSES ?= 2
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell \
 	$(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $(p))))
 
@@ -22,7 +24,7 @@ run: $(VENV)/.run
 	@exec $(BIN)/tandem up --prompt "$(PROMPT)" $(if $(filter-out 0,$(ONCE)),--once) $(ARGS)
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

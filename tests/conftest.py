@@ -1,5 +1,7 @@
 """Real clusters for tests: one at a time, on free ports, reused while the same settings are asked for.
 
+Where tests run in two processes (`make test`), those with clusters stay in one of them.
+
 Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
 """
 
@@ -24,9 +26,44 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, 
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+# Threads on cores that others use too wait for each other: with two test processes ten times as long as one would work.
+torch.set_num_threads(1)
 
+CLUSTER_ROOMS = {"e2e", "faults", "integration"}
+GPU_ROOMS = {"gpu", "kernels"}
+TOLD = "told"
 IDLE_WITHIN_S = 40.0
 """Longer than any lease and quarantine: what is not free by then never will be."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What shares a cluster, or the GPU, stays in one process, in order; the others go there file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByRoom(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", maxsplit=1)[0]
+            room = Path(file).parts[1]
+            if room in CLUSTER_ROOMS:
+                return "clusters"
+            return "gpu" if room in GPU_ROOMS and torch.cuda.is_available() else file
+
+    return ByRoom(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests had to `tell`."""
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    for report in (one for one in reports if getattr(one, "when", "") == "call"):
+        for _, line in (each for each in report.user_properties if each[0] == TOLD):
+            terminalreporter.write_line(f"{report.nodeid}: {line}")
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Print a line at the end of the run, whichever process the test is in."""
+    return lambda line: record_property(TOLD, line)
 
 
 class RunningCluster:
@@ -132,6 +169,7 @@ class _Shelf:
                 "grpc_port": 0,
                 "http_port": 0,
                 "kv_checksum_rate": 1.0,
+                "threads": 1,
                 **settings,
             }
         )

@@ -1,17 +1,25 @@
-"""A small model of random weights with a real tokenizer: its workers start, and its requests run, in little time."""
+"""A small model of random weights with a real tokenizer: its workers start, and its requests run, in little time. And a
+cluster of two workers that serve it, for tests after which it heals.
+"""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.factories import write_tiny_model
 
+from .engine_fault import EngineFaults
+
 VOCAB = 4096
 LAYERS, KV_HEADS, HEAD_DIM = 8, 4, 32
 CONTEXT = 8192
+STEP_DEADLINE_S = 10.0
+"""Far longer than a step of this model takes, also where other tests share the cores."""
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +38,32 @@ def small_model(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) ->
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model_folder / name, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def engine_faults(tmp_path_factory: pytest.TempPathFactory) -> EngineFaults:
+    """What the workers of `pair` obey."""
+    return EngineFaults(tmp_path_factory.mktemp("engine-faults"))
+
+
+@pytest.fixture
+def pair(
+    running_cluster: Callable[..., Any],
+    small_model: Path,
+    engine_faults: EngineFaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Any]:
+    """One prefill and one decode worker, a chunk of a prompt a page long."""
+
+    def start(kv_direction: str = "write") -> Any:
+        engine_faults.reach_workers(monkeypatch)
+        sizes = {"page_tokens": 16, "max_step_tokens": 16, "kv_cache_bytes": 1 << 27}
+        return running_cluster(
+            model=small_model,
+            dtype="float32",
+            kv_direction=kv_direction,
+            step_deadline_s=STEP_DEADLINE_S,
+            **sizes,
+        )
+
+    return start

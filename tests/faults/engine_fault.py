@@ -52,13 +52,16 @@ sys.meta_path.insert(0, Finder())
 
 
 class EngineFaults:
-    """Workers started from now on obey `order`."""
+    """Workers of a cluster that is started while `reach_workers` holds obey `order`, those that replace them too."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._orders = folder / "orders"
         self._orders.mkdir()
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
-        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+
+    def reach_workers(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = [str(self._folder), *filter(None, [os.environ.get("PYTHONPATH")])]
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
         monkeypatch.setenv("TANDEM_TEST_FAULTS", str(self._orders))
 

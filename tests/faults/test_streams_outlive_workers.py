@@ -53,7 +53,6 @@ def cluster(running_cluster: Callable[..., Any], small_model: Path) -> Any:
         dtype="float32",
         page_tokens=16,
         max_step_tokens=CHUNK_TOKENS,
-        threads=1,
         kv_cache_bytes=KV_CACHE_BYTES,
     )
 

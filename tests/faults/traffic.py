@@ -1,4 +1,4 @@
-"""Requests in flight while something breaks, and the first one that works again."""
+"""Requests in flight while a step breaks, and the first one that works again."""
 
 from __future__ import annotations
 
@@ -11,48 +11,26 @@ import grpc
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
 
-REQUESTS = 8
+from .streams import Client, Question, Stream
+
+QUESTION = Question(tuple(3 + n % 4000 for n in range(240)), 300)
+LATER = 7
 
 
-def long_request(tokens: int) -> inference_pb2.GenerateRequest:
-    """Computed and sent whole, however often it was asked before."""
-    salt = str(time.time_ns())
-    return inference_pb2.GenerateRequest(
-        text="Once upon a time, in a small town by the sea, " * 20,
-        options=inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True, cache_salt=salt),
-    )
+async def in_flight_when(address: str, breaks: Callable[[], None]) -> tuple[list[Stream], float]:
+    """Eight requests, of which one decodes and seven are still to come when it breaks, and when that was."""
+    async with Client(address) as client:
+        streams = [client.ask(QUESTION)]
+        await streams[0].reached(1)
+        breaks()
+        broken_at = time.monotonic()
+        streams += [client.ask(QUESTION) for _ in range(LATER)]
+        await asyncio.gather(*(stream.task for stream in streams))
+        return streams, broken_at
 
 
-async def in_flight_when(address: str, breaks: Callable[[], None]) -> list[tuple[grpc.StatusCode, str, float]]:
-    """Status, words and seconds after the break of eight requests: some decoding, some still in prefill."""
-    channel = open_channel(address)
-    stub = inference_pb2_grpc.InferenceStub(channel)
-    broken_at = 0.0
-
-    started = asyncio.Event()
-
-    async def one() -> tuple[grpc.StatusCode, str, float]:
-        try:
-            async for _ in stub.Generate(long_request(300), timeout=120):
-                started.set()
-        except grpc.aio.AioRpcError as error:
-            return error.code(), error.details() or "", time.monotonic() - broken_at
-        finally:
-            started.set()
-        return grpc.StatusCode.OK, "", time.monotonic() - broken_at
-
-    calls = [asyncio.ensure_future(one()) for _ in range(REQUESTS)]
-    await started.wait()
-    breaks()
-    broken_at = time.monotonic()
-    results = await asyncio.gather(*calls)
-    await channel.close()
-    return results
-
-
-async def serves_again(address: str, within_s: float, request: inference_pb2.GenerateRequest | None = None) -> int:
+async def serves_again(address: str, within_s: float, request: inference_pb2.GenerateRequest) -> int:
     """Tokens of the first request that works again."""
-    request = request or long_request(16)
     channel = open_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     give_up = time.monotonic() + within_s

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -39,9 +38,8 @@ async def killed_amid(cluster: Any, role: str) -> tuple[list[Stream], float]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("kv_direction", "role"), [("write", "prefill"), ("write", "decode"), ("read", "decode")])
-def test_sigkill(kv_direction: str, role: str, running_cluster: Callable[..., Any], small_model: Path) -> None:
-    sizes = {"page_tokens": 16, "max_step_tokens": 16, "threads": 1, "kv_cache_bytes": 1 << 27}
-    cluster = running_cluster(model=small_model, dtype="float32", kv_direction=kv_direction, **sizes)
+def test_sigkill(kv_direction: str, role: str, pair: Callable[..., Any]) -> None:
+    cluster = pair(kv_direction)
     before = cluster.worker(role)
     expected = asyncio.run(undisturbed(cluster.grpc_address, SHORT))
 
