@@ -41,7 +41,7 @@ class StepMeter:
         """`guess` is what predictions begin with; `clock` in seconds; `tell` hears of each step, with its seconds."""
         self._fit = StepFit(guess)
         self._clock = clock
-        self._tell = tell
+        self.tell = tell
         self._last_end = float("-inf")
 
     @property
@@ -62,4 +62,4 @@ class StepMeter:
         now = self._clock()
         seconds, self._last_end = now - max(began, self._last_end), now
         self._fit.observe(work, seconds)
-        self._tell(work, seconds)
+        self.tell(work, seconds)

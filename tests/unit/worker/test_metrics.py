@@ -78,15 +78,13 @@ def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
 
 
 async def test_a_running_pair() -> None:
-    """One request of 40 prompt tokens, and a lease that nobody renews."""
-    async with WorkerPair(lease_s=0.1) as pair:
+    """One request of 40 prompt tokens."""
+    async with WorkerPair() as pair:
         heard = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
         await until(lambda: heard.finish is not None)
-        pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
         await pair.empty()
         prefill, decode = (worker_facts(end.worker) for end in (pair.prefill, pair.decode))
-        assert decode[f.EXPIRED_LEASES] == 1
-        assert prefill[f.EXPIRED_LEASES] == 0
+        assert decode[f.EXPIRED_LEASES] == prefill[f.EXPIRED_LEASES] == 0
         assert prefill[f.PREFIX_QUERIES] == 40
         for facts, end in ((prefill, pair.prefill), (decode, pair.decode)):
             pages = facts[f.KV_PAGES]
@@ -102,3 +100,11 @@ async def test_a_running_pair() -> None:
         assert board.count(f.STEP_TOKENS, "prefill").value == 40
         assert pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode").value == 3
         assert board.labels() == {"model": "fake", "role": "prefill", "worker": "prefill-0"}
+
+
+async def test_a_lease_that_nobody_renews() -> None:
+    async with WorkerPair(lease_s=0.05) as pair:
+        pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await until(lambda: worker_facts(pair.decode.worker)[f.EXPIRED_LEASES])
+        await pair.empty()
+        assert worker_facts(pair.decode.worker)[f.EXPIRED_LEASES] == 1

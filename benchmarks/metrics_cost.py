@@ -1,0 +1,216 @@
+"""What counting costs: `python -m benchmarks.metrics_cost`, or `--device cuda --shape llama-3-8b` on a GPU.
+
+One worker decodes a full batch with its real engine. Metrics are on and off in turns of some steps each, in one run and
+over the same requests, and scraped once a second while they are on; neighbouring turns are compared, so that what the
+machine does beside it meets both. The last line is one JSON object with `ratio`: decode tokens a second with metrics
+over those without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.results import run_facts, save_result
+from benchmarks.served_model import ServedModel, add_model_options, choose_model
+from costs.step_cost import StepWork
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
+from telemetry.exposition import Exposition
+from wire.errors import InvalidArgument
+from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from worker.config import WorkerConfig
+from worker.metrics import engine_facts, worker_facts
+from worker.process import layout_of
+from worker.worker import Worker
+
+ME, ROUTER = PeerRef("both-0", 1), "router"
+PROMPT = 64
+_WARM_TURNS = 2
+_STEP_TOKENS = 2048
+_CPU_REQUESTS, _GPU_REQUESTS = 8, 128
+_HOURS = 1e4
+_LOOK_S, _SCRAPE_S = 0.002, 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`turns` of `steps` steps each, on and off by turns, of a batch of `requests`."""
+
+    requests: int
+    steps: int
+    turns: int
+
+    @property
+    def answer(self) -> int:
+        """Tokens of each request, enough for all turns: those that begin before all decode run longer."""
+        return self.steps * (self.turns + _WARM_TURNS) + 4 * self.requests + 64
+
+
+class Turns:
+    """Hears of each step, as metrics do, and of when a turn's tokens are there. Engine thread, but for `run`."""
+
+    def __init__(self, tested: Worker) -> None:
+        self._meter = tested._meter
+        self._metrics = tested.metrics.step
+        self._tokens = 0
+        self._steps = 0
+
+    async def run(self, steps: int, *, on: bool) -> float:
+        """Decode tokens a second over the next `steps` steps."""
+        self._tokens = self._steps = 0
+        self._meter.tell = self._both if on else self._count
+        began = time.perf_counter()
+        while self._steps < steps:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)
+        return self._tokens / (time.perf_counter() - began)
+
+    def _count(self, work: StepWork, _seconds: float) -> None:
+        self._steps += 1
+        self._tokens += work.decode_rows
+
+    def _both(self, work: StepWork, seconds: float) -> None:
+        self._count(work, seconds)
+        self._metrics(work, seconds)
+
+
+class Scraper:
+    """Scrapes as the metrics door does, after each second in which it runs."""
+
+    def __init__(self, exposition: Exposition) -> None:
+        self._exposition = exposition
+        self._wait_s = _SCRAPE_S
+
+    async def run(self) -> None:
+        """Until cancelled; another time goes on where this one stopped."""
+        while True:
+            began = time.monotonic()
+            try:
+                await asyncio.sleep(self._wait_s)
+            except asyncio.CancelledError:
+                self._wait_s = max(0.0, self._wait_s - (time.monotonic() - began))
+                raise
+            self._wait_s = _SCRAPE_S
+            await asyncio.to_thread(self._exposition.render)
+
+
+async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> list[tuple[float, float]]:
+    """(with, without) metrics, tokens a second, of each pair of turns."""
+    context = engine.facts.max_context
+    if PROMPT + plan.answer > context:
+        raise InvalidArgument("--turns", f"need answers of {plan.answer} tokens and the model's context is {context}")
+    fabric, layout = InMemoryFabric(), layout_of(engine.cache)
+    config = WorkerConfig(
+        ME.worker_id,
+        Role.BOTH,
+        settings,
+        lease_s=_HOURS,
+        attach_grace_s=_HOURS,
+        kv_checksum_rate=0.0,
+        prefix_cache=False,
+    )
+    tested = Worker(config, ME, engine, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))
+    tested.metrics.board.read(partial(worker_facts, tested))
+    tested.metrics.board.read(partial(engine_facts, engine))
+    tested.start()
+    try:
+        return await _turns(tested, plan)
+    finally:
+        await tested.close()
+        fabric.close()
+
+
+async def _turns(tested: Worker, plan: Plan) -> list[tuple[float, float]]:
+    await _decode_all(tested, plan)
+    turns, scraper = Turns(tested), Scraper(Exposition(tested.metrics.board))
+
+    async def one(*, on: bool) -> float:
+        scraping = asyncio.create_task(scraper.run()) if on else None
+        rate = await turns.run(plan.steps, on=on)
+        if scraping is not None:
+            scraping.cancel()
+            await asyncio.gather(scraping, return_exceptions=True)
+        return rate
+
+    for warm in range(_WARM_TURNS):
+        await one(on=bool(warm % 2))
+    pairs = []
+    for number in range(plan.turns // 2):
+        first = await one(on=bool(number % 2))
+        second = await one(on=not number % 2)
+        pairs.append((first, second) if number % 2 else (second, first))
+    if tested.load().decode_requests < plan.requests:
+        raise RuntimeError("a request ended before the last turn did")
+    return pairs
+
+
+async def _decode_all(tested: Worker, plan: Plan) -> None:
+    """Until all requests are in the batch."""
+    sampling = SamplingParams(max_tokens=plan.answer, ignore_eos=True)
+    for number in range(plan.requests):
+        ref, prompt = RequestRef(f"r{number}", 1), tuple((number + each) % tested.facts.vocab_size for each in range(PROMPT))
+        lease = tested.reserve(Reservation(ROUTER, ref, prompt, sampling, ME)).lease
+        tested.prefill(PrefillTask(ROUTER, ref, prompt, sampling, Destination(ME, "", lease)))
+    while tested.load().decode_requests < plan.requests:  # noqa: ASYNC110
+        await asyncio.sleep(_LOOK_S)
+
+
+def figures(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Ready for JSON: tokens a second, their ratio (median of the pairs), and how sure it is."""
+    ratios = [on / off for on, off in pairs]
+    spread = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    return {
+        "tokens_per_s_on": round(statistics.median(on for on, _ in pairs), 1),
+        "tokens_per_s_off": round(statistics.median(off for _, off in pairs), 1),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_standard_error": round(spread, 4),
+    }
+
+
+def _run(model: ServedModel, chosen: argparse.Namespace) -> dict[str, object]:
+    plan = Plan(chosen.requests, chosen.steps, chosen.turns)
+    settings = EngineConfig(
+        model.folder,
+        device=chosen.device,
+        random_weights=model.random_weights,
+        max_step_tokens=max(_STEP_TOKENS, 4 * plan.requests),
+        max_batch_requests=plan.requests,
+    )
+    engine = ModelRunner.load(settings, name=model.name)
+    found = figures(asyncio.run(measure(engine, settings, plan)))
+    sizes = {"model": model.name, "requests": plan.requests, "steps": plan.steps, "turns": plan.turns}
+    return run_facts(chosen.device) | {"dtype": engine.facts.dtype, **sizes, **found}
+
+
+def main() -> None:
+    """Measure, print, and keep if asked to."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.metrics_cost", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    add_model_options(parser)
+    parser.add_argument("--requests", type=int, default=None, help="that decode; default: 8, on GPUs 128")
+    parser.add_argument("--steps", type=int, default=40, help="of each turn")
+    parser.add_argument("--turns", type=int, default=32, help="half of them with metrics")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    chosen = parser.parse_args()
+    on_cpu = chosen.device == "cpu"
+    if not on_cpu:
+        need_gpu()
+    chosen.requests = chosen.requests or (_CPU_REQUESTS if on_cpu else _GPU_REQUESTS)
+    with errors_in_words():
+        result = _run(choose_model(chosen.model, chosen.shape), chosen)
+    if chosen.save:
+        print(f"saved {save_result('metrics-cost', result)}")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
