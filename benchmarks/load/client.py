@@ -34,6 +34,7 @@ class Share:
     vocab_size: int
     arrivals: tuple[tuple[int, Arrival], ...]
     give_up_s: float
+    slo_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,13 @@ class Ready:
     message: bytes
 
 
-def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int) -> Ready:
+def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
     """Greedy, and exactly as long as the workload says."""
     ids = prompt_ids(arrival.prompt, seed, vocab_size).tolist()
     options = inference_pb2.GenerationOptions(max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True)
-    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), options=options)
+    request = inference_pb2.GenerateRequest(
+        token_ids=inference_pb2.TokenIds(ids=ids), options=options, slo_class=slo_class
+    )
     return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
 
 
@@ -130,7 +133,9 @@ def run_share(pipe: Connection, share: Share) -> None:
 
 async def _run_share(pipe: Connection, share: Share) -> None:
     client = LoadClient(share.address, share.api_key)
-    everything = [make_ready(i, arrival, share.seed, share.vocab_size) for i, arrival in share.arrivals]
+    everything = [
+        make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
+    ]
     await client.connected()
     # What was built is never garbage: a collection that walks through it would stop the clock for tens of ms.
     gc.collect()

@@ -32,6 +32,9 @@ class LoadSettings:
     lateness_bound_s: float = 0.010
     """A run is invalid if one request in a hundred is sent later than this after it was due, in seconds."""
 
+    slo_class: str = ""
+    """What every request names as its class; empty: none."""
+
     def __post_init__(self) -> None:
         if self.clients < 1:
             raise InvalidArgument("--clients", f"{self.clients} is less than 1")
@@ -66,7 +69,10 @@ def _shares(target: Target, workload: Workload, settings: LoadSettings) -> list[
     numbered = tuple(enumerate(workload.arrivals))
     dealt = [numbered[first :: settings.clients] for first in range(min(settings.clients, len(numbered)))]
     give_up_s = workload.seconds + settings.drain_s
-    return [Share(target.address, target.api_key, workload.seed, target.vocab_size, each, give_up_s) for each in dealt]
+    return [
+        Share(target.address, target.api_key, workload.seed, target.vocab_size, each, give_up_s, settings.slo_class)
+        for each in dealt
+    ]
 
 
 @contextmanager

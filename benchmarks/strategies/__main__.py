@@ -5,6 +5,9 @@ One cluster is started and switched from row to row, which starts nothing anew. 
 the knee, or `--rates`; every row is measured at a rate before any at the next. Every load is kept in `--parts` as soon
 as it is measured: a run that ends after `--minutes` goes on where it was when it is started again. When all is
 measured, the table, a picture for each workload and, as the last line, one JSON object.
+
+What is best depends on what is asked for, so the adaptive row has a load for each cell, whose requests name the cell's
+class. The other rows would do the same.
 """
 
 import argparse
@@ -18,22 +21,26 @@ from zlib import crc32
 
 from benchmarks.load.command import show, without_curves
 from benchmarks.load.run import LoadSettings, run_load
-from benchmarks.load.slo import standard_cells
+from benchmarks.load.slo import SloCell, standard_cells
 from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
 from benchmarks.load.sweep import STEPS_MAX, parse_rates
 from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.strategies.part import Part
-from benchmarks.strategies.rows import Strategy, chosen, strategies
+from benchmarks.strategies.part import Load, Part, joined
+from benchmarks.strategies.rows import ADAPTIVE, Strategy, chosen, strategies
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
 from wire.errors import TandemError
 
 _PARTS_BITS = 16
-"""More than rows times loads."""
+"""More than rows times loads times classes."""
+_CLASSES_MAX = 4
+CELLS = 3
+"""Of the table."""
+ALL, NONE = "all", "none"
 _SPARE_S = 5.0
 """Before the time is over, in which no load begins."""
 
@@ -91,39 +98,52 @@ class Run:
 
     def measure(self) -> bool:
         """Whether everything is measured."""
-        if next(self.missing(), None) is None:
+        first = next(self.missing(), None)
+        if first is None:
             return True
-        if not self._time_for_a_load():
+        if not self._time_for_a_load(first.row):
             return False
         with running_cluster(self._model, self._settings) as doors:
             target = find_target(doors.grpc)
             switch = Switch(doors, target, self._arguments.drain_seconds)
             step_s = self._unloaded_step(target)
             for turn in self.missing():
-                if not self._time_for_a_load():
+                if not self._time_for_a_load(turn.row):
                     return False
                 switch_s = switch.to(turn.row)
                 self._load(turn, target, step_s, switch_s)
         return True
 
     def _load(self, turn: Turn, target: Target, step_s: float, switch_s: float) -> None:
-        arguments, part = self._arguments, turn.part
-        workload = turn.offer.source.at(turn.rate, arguments.seconds, arguments.seed)
-        settings = LoadSettings(arguments.clients, arguments.drain_seconds)
-        print(f"{turn.offer.name:>14} {turn.row.name:>18} ", end="")
-        fresh = replace(workload, seed=self._token_seed(turn, len(part.loads())))
-        report = show(run_load(target, fresh, standard_cells(step_s), settings))
+        part, cells = turn.part, standard_cells(step_s)
+        classes = [cell.name for cell in cells] if self._asks(turn.row) else [""]
+        loads = {name: self._load_of_class(turn, target, cells, place, name) for place, name in enumerate(classes)}
         facts = run_facts("cuda" if target.on_gpus else "cpu") | {"reached_by": BY_SWITCH}
-        load = report.as_result() | {"switch_s": round(switch_s, 3)}
+        load = joined(loads) | {"switch_s": round(switch_s, 3)}
         part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
-    def _token_seed(self, turn: Turn, number: int) -> int:
-        """Of load number `number` of a part: all parts share one cluster, and must not find each other's prompts in its
-        prefix caches. Arrivals and lengths are the same for all rows.
+    def _load_of_class(self, turn: Turn, target: Target, cells: Sequence[SloCell], place: int, slo_class: str) -> Load:
+        """Class number `place` of a turn's."""
+        arguments = self._arguments
+        workload = turn.offer.source.at(turn.rate, arguments.seconds, arguments.seed)
+        settings = LoadSettings(arguments.clients, arguments.drain_seconds, slo_class=slo_class)
+        print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
+        fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
+        return show(run_load(target, fresh, cells, settings)).as_result()
+
+    def _asks(self, row: Strategy) -> bool:
+        """Whether this row has a load for each cell, whose requests name the cell's class."""
+        asked: str = self._arguments.ask
+        return asked in {ALL, row.kind}
+
+    def _token_seed(self, turn: Turn, number: int, place: int) -> int:
+        """Of load number `number` of a part, class number `place`: all parts share one cluster, and must not find each
+        other's prompts in its prefix caches. Arrivals and lengths are the same for all rows.
         """
         seed: int = self._arguments.seed
         of_workload = crc32(turn.offer.name.encode()) << _PARTS_BITS
-        return seed + of_workload + number * len(self._every) + self._every.index(turn.row)
+        of_load = number * len(self._every) + self._every.index(turn.row)
+        return seed + of_workload + of_load * _CLASSES_MAX + place
 
     def _unloaded_step(self, target: Target) -> float:
         """In seconds, measured once in all starts: the strict cell is the same for every row."""
@@ -133,8 +153,9 @@ class Run:
         self._step_file.write_text(json.dumps(step_s), encoding="utf-8")
         return step_s
 
-    def _time_for_a_load(self) -> bool:
-        ends_at: float = time.monotonic() + self._arguments.seconds + _SPARE_S
+    def _time_for_a_load(self, row: Strategy) -> bool:
+        loads = CELLS if self._asks(row) else 1
+        ends_at: float = time.monotonic() + loads * self._arguments.seconds + _SPARE_S
         return ends_at < self._ends_at
 
 
@@ -151,6 +172,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--length-scale", type=float, default=1.0, help="of all prompts and answers")
     parser.add_argument("--rates", default="", help="requests a second for all rows, 1.5,3; default: up to the knees")
     parser.add_argument("--slowdown", type=float, default=1.0, help="the first rates divided by this")
+    parser.add_argument(
+        "--ask",
+        choices=(ADAPTIVE, ALL, NONE),
+        default=ADAPTIVE,
+        help="rows that have a load for each cell, whose requests name its class",
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
     parser.add_argument("--minutes", type=float, default=8.0, help="after which no load begins")
@@ -196,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TandemError as error:
         raise SystemExit(error.message) from None
     facts = run_facts("cpu" if parsed.device == "cpu" else "cuda")
-    options = {name: str(getattr(parsed, name)) for name in ("seconds", "seed", "length_scale", "slowdown", "set")}
+    options = {
+        name: str(getattr(parsed, name)) for name in ("seconds", "seed", "length_scale", "slowdown", "set", "ask")
+    }
     result = {
         "model": model.name,
         "workers": parsed.workers,

@@ -1,7 +1,7 @@
 """The parts of a strategy run: one file for each row and workload, so that a run that was cut short goes on."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,8 @@ from typing import Any
 from benchmarks.load import sweep
 
 Load = dict[str, Any]
+_ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by")
+"""What is kept of the load of each class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,18 @@ class Part:
     def _read(self) -> Load:
         content: Load = json.loads(self.file.read_text(encoding="utf-8"))
         return content
+
+
+def joined(loads: Mapping[str, Load]) -> Load:
+    """One load of those with the same arrivals under each class: a cell's goodput is what the load that asked for it
+    had, all else is the middle class's.
+    """
+    if len(loads) == 1:
+        return next(iter(loads.values()))
+    middle = list(loads)[len(loads) // 2]
+    goodput = {cell: load["goodput"][cell] for cell, load in loads.items()}
+    asked = {cell: {name: load[name] for name in _ASKED} for cell, load in loads.items()}
+    return loads[middle] | {"goodput": goodput, "asked": asked}
 
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:

@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
 from benchmarks.served_model import ServedModel
-from benchmarks.strategies.__main__ import Run, Turn, parse_arguments
-from benchmarks.strategies.part import Part, knees
+from benchmarks.strategies.__main__ import CELLS, Run, Turn, parse_arguments
+from benchmarks.strategies.part import Part, joined, knees
 from benchmarks.strategies.rows import chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
@@ -105,11 +105,40 @@ def test_a_sweep_goes_through_the_rows_at_each_rate_too(tmp_path: Path) -> None:
     assert len(measured_order(lost, 99, share=0.1)) == 2
 
 
+def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
+    classes = {
+        name: load(2.0, strict, quick) | {"errors": {}, "served_by": {name: 1}}
+        for name, strict, quick in (("strict", 0.9, 0.1), ("balanced", 0.5, 0.5), ("quick", 0.2, 0.8))
+    }
+    for each in classes.values():
+        each["goodput"]["balanced"] = {"share": 0.7, "per_s": 1.4}
+    found = joined(classes)
+    assert {cell: score["share"] for cell, score in found["goodput"].items()} == {
+        "strict": 0.9,
+        "balanced": 0.7,
+        "quick": 0.8,
+    }
+    assert found["served_by"] == {"balanced": 1}
+    assert found["asked"]["quick"]["served_by"] == {"quick": 1}
+    assert joined({"": classes["strict"]}) == classes["strict"]
+
+
+def test_only_the_adaptive_row_asks_unless_told_otherwise(tmp_path: Path) -> None:
+    def asking(*more: str) -> list[str]:
+        run = arguments(tmp_path, *more)
+        return [row.name for row in run.rows if run._asks(row)]
+
+    assert asking() == ["adaptive"]
+    assert asking("--ask", "none") == []
+    assert len(asking("--ask", "all")) == 6
+
+
 def test_rows_share_arrivals_and_no_prompt(tmp_path: Path) -> None:
     run = arguments(tmp_path)
     seeds = [
-        run._token_seed(Turn(row, offer, 1.0, run.part(row, offer)), number)
+        run._token_seed(Turn(row, offer, 1.0, run.part(row, offer)), number, place)
         for number in range(STEPS_MAX)
+        for place in range(CELLS)
         for row in run.rows
         for offer in run.offers
     ]
