@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cli.options import ClusterToken, ControllerAddress, Grace, controller
+from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
 from cli.plain_errors import plain_errors
 
 
@@ -24,6 +24,8 @@ def drain(
     import asyncio
 
     seconds = asyncio.run(
-        controller(controller_address, token).drain_worker(worker, grace_s=grace, restart=restart, force=force)
+        controller(controller_address, token).drain_worker(
+            worker, grace_s=checked_grace(grace), restart=restart, force=force
+        )
     )
     print(f"{worker} {'serves again' if restart else 'has drained'}, after {seconds:.1f} s")

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from cli.options import ClusterToken, ControllerAddress, Grace, controller
+from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
 from cli.plain_errors import plain_errors
 
 
@@ -51,7 +51,7 @@ def mode(
             step_policy=step_policy,
             step_budget=step_budget or 0,
             itl_target_s=target_s,
-            grace_s=grace,
+            grace_s=checked_grace(grace),
         )
     )
     for info in workers:

@@ -34,6 +34,15 @@ Grace = Annotated[
 ]
 
 
+def checked_grace(grace: float) -> float:
+    """`grace`. InvalidArgument if it is no time to wait."""
+    from wire.errors import InvalidArgument
+
+    if not grace >= 0:
+        raise InvalidArgument("--grace", f"{grace:g} is below 0")
+    return grace
+
+
 def controller(address: str, token: str) -> "ControllerClient":
     """The controller asked for, else that of the newest running cluster. Unavailable if none runs."""
     from cli.controller_client import ControllerClient

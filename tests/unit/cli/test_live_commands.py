@@ -1,0 +1,98 @@
+"""`tandem mode` and `tandem drain`: what they ask of which controller, and what they say."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cli import state
+from cli.main import app
+from wire.errors import FailedPrecondition
+from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+
+FACTS = ModelFacts("m", 10, 10, (), "float32")
+WORKER = WorkerInfo(PeerRef("w-0", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=Duty(Role.BOTH))
+
+
+class Controller:
+    """In the place of `cli.controller_client.ControllerClient`: notes what is asked."""
+
+    asked: list[tuple[Any, ...]]
+
+    def __init__(self, address: str, token: str) -> None:
+        self.asked.append((address, token))
+
+    async def set_mode(self, mode: str, **options: Any) -> tuple[tuple[WorkerInfo, ...], float]:
+        self.asked.append((mode, {name: value for name, value in options.items() if value}))
+        return (WORKER,), 0.25
+
+    async def drain_worker(self, worker_id: str, **options: Any) -> float:
+        self.asked.append((worker_id, options))
+        if worker_id == "last":
+            raise FailedPrecondition("last is the only worker that serves")
+        return 1.5
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
+    monkeypatch.setattr("cli.controller_client.ControllerClient", Controller)
+    Controller.asked = []
+    return Controller.asked
+
+
+def test_the_running_cluster_is_asked(asked: list[tuple[Any, ...]]) -> None:
+    file = state.announce("r:1", "h:1", "m", "c:1", "secret")
+    command = ["mode", "colocated", "--step-policy", "chunked", "--step-budget", "512", "--itl-target-ms", "25"]
+    result = CliRunner().invoke(app, command)
+    file.unlink()
+    assert result.exit_code == 0, result.stderr
+    options = {"step_policy": "chunked", "step_budget": 512, "itl_target_s": 0.025, "grace_s": 30.0}
+    assert asked == [("c:1", "secret"), ("colocated", options)]
+    assert result.stdout == "w-0: both, unchunked\nthe cluster is colocated now, after 0.2 s\n"
+
+
+def test_another_cluster_is_named(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CLUSTER_TOKEN", "other")
+    command = ["mode", "disaggregated", "--prefill", "1", "--decode", "2", "--grace", "0", "--itl-target-ms", "0"]
+    result = CliRunner().invoke(app, [*command, "--controller", "far:7"])
+    assert result.exit_code == 0, result.stderr
+    assert asked == [("far:7", "other"), ("disaggregated", {"prefill": 1, "decode": 2, "itl_target_s": -1.0})]
+
+
+def test_a_worker_is_drained(asked: list[tuple[Any, ...]]) -> None:
+    where = ["--controller", "c:1", "--token", "t"]
+    result = CliRunner().invoke(app, ["drain", "decode-0", "--restart", "--grace", "2", *where])
+    assert (result.exit_code, result.stdout) == (0, "decode-0 serves again, after 1.5 s\n")
+    assert asked[-1] == ("decode-0", {"grace_s": 2.0, "restart": True, "force": False})
+    result = CliRunner().invoke(app, ["drain", "last", *where])
+    assert (result.exit_code, result.stderr) == (1, "error: last is the only worker that serves\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["mode", "disaggregated", "--prefill", "0"], "--prefill: 0 is less than 1"),
+        (["mode", "colocated", "--step-budget", "0"], "--step-budget: 0 is less than 1"),
+        (["mode", "colocated", "--itl-target-ms", "-1"], "--itl-target-ms: -1 is below 0"),
+        (["mode", "colocated", "--grace", "-1"], "--grace: -1 is below 0"),
+        (["drain", "w", "--grace", "nan"], "--grace: nan is below 0"),
+    ],
+)
+def test_a_wrong_number_is_named(command: list[str], message: str, asked: list[tuple[Any, ...]]) -> None:
+    result = CliRunner().invoke(app, [*command, "--controller", "c:1"])
+    assert (result.exit_code, result.stderr) == (2, f"error: {message}\n")
+    assert not [each for each in asked if len(each) > 1 and isinstance(each[1], dict)]
+
+
+@pytest.mark.parametrize("command", [["mode", "adaptive"], ["drain", "w"]])
+def test_without_a_cluster_the_way_to_start_one_is_named(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
+    result = CliRunner().invoke(app, command)
+    assert (result.exit_code, result.stderr) == (4, "error: no cluster is running; start one with `tandem up`\n")
+    result = CliRunner().invoke(app, [*command, "--controller", "127.0.0.1:1"])
+    assert result.exit_code == 4
+    assert result.stderr == "error: cannot reach the controller at 127.0.0.1:1; is `tandem up` running there?\n"
