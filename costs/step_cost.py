@@ -18,6 +18,7 @@ from wire.cost_parameters import UNMEASURED, CostParameters
 __all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
 
 _CHUNK_TOKENS = 2048
+_TOKEN_MIN_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,18 @@ class StepCost:
         """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
+
+    def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
+        """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
+        p = self.parameters
+        decoding_s = p.base_s + p.row_s * rows + p.context_s * context_tokens
+        spare_s = target_s - decoding_s - p.prompt_base_s
+        if spare_s <= 0.0:
+            return 0
+        free, each_s = max(0, p.free_tokens - rows), p.pair_s * pairs_per_token
+        if spare_s <= free * each_s:
+            return int(spare_s / each_s)
+        return int((spare_s + free * p.token_s) / max(each_s + p.token_s, _TOKEN_MIN_S))
 
     def prefill_seconds(
         self,

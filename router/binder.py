@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
+from router.long_gaps import spare_gaps
 from router.placement import Pair, Placement
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
@@ -98,10 +99,12 @@ def book(ticket: Ticket, pair: Pair, prefill: WorkerBooks, decode: WorkerBooks |
     forecast = pair.forecast
     cached = forecast.cached_tokens if forecast else 0
     prefill.book_prefill(ticket.wire_id, PromptWork(ticket.prefill_tokens - cached, cached))
-    if forecast is not None and forecast.long_steps:
-        prefill.note_long_steps(forecast.long_steps)
+    if forecast is not None:
+        prefill.note_prompt_steps(forecast.prompt_steps, forecast.longest_s)
     if decode is not None:
         kv_tokens = ticket.need(ticket.arrived_s).kv_tokens
         # Half of the longest answer, which most are shorter than.
         context = (ticket.prefill_tokens + kv_tokens) // 2
-        decode.book_decode(ticket.wire_id, AnswerWork(pages_for(kv_tokens, decode.page_tokens), context, ticket.slo))
+        spare = spare_gaps(ticket.slo, forecast.answer_tokens if forecast else 0.0)
+        pages = pages_for(kv_tokens, decode.page_tokens)
+        decode.book_decode(ticket.wire_id, AnswerWork(pages, context, ticket.slo, spare))

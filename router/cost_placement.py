@@ -135,7 +135,7 @@ class CostPlacement(Placement):
         if best is None:
             return None
         prompt, answer = best
-        forecast = _forecast(prompt, answer.step_s, cost_s, runner_up_s)
+        forecast = _forecast(prompt, answer.step_s, cost_s, runner_up_s, answer.tokens)
         return Pair(prompt.worker.peer, answer.worker.peer, forecast)
 
     def _allowed(self, fleet: Fleet) -> tuple[bool, bool]:
@@ -192,15 +192,19 @@ def _without_answer(prompts: list[PromptForecast]) -> Pair:
     return Pair(first.worker.peer, None, _forecast(first, 0.0, first.cost_s, runner_up_s))
 
 
-def _forecast(prompt: PromptForecast, itl_s: float, cost_s: float, runner_up_s: float) -> Forecast:
+def _forecast(
+    prompt: PromptForecast, itl_s: float, cost_s: float, runner_up_s: float, answer_tokens: float = 0.0
+) -> Forecast:
     return Forecast(
         ttft_s=prompt.ttft_s,
         compute_s=prompt.compute_s,
         itl_s=itl_s,
         cached_tokens=prompt.cached,
         computed_tokens=prompt.computed,
-        long_steps=prompt.long_steps,
+        prompt_steps=prompt.steps,
+        longest_s=prompt.longest_s,
         cost_s=cost_s,
         runner_up_s=runner_up_s,
+        answer_tokens=answer_tokens,
         measured=prompt.worker.cost.parameters.observed > 0,
     )

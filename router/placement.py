@@ -56,10 +56,13 @@ class Forecast:
     itl_s: float
     cached_tokens: int
     computed_tokens: int
-    long_steps: int
-    """Steps that are going to be longer than decode steps for the answers that run where the prompt is computed."""
+    prompt_steps: int
+    """Steps in which the prompt is computed, and the longest of them as an answer beside it sees it."""
+    longest_s: float
     cost_s: float
     runner_up_s: float = math.inf
+    answer_tokens: float = 0.0
+    """Of the answer, expected."""
     measured: bool = True
     """Whether it rests on steps that were seen; False = on a guess."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from costs.chunks import chunks
 from costs.step_cost import StepWork, chunk_pairs
+from router.long_gaps import chance_of_more, spare_gaps
 from router.slo import SloClass
 from router.worker_books import WorkerBooks
 
@@ -18,7 +20,8 @@ class PromptForecast:
     """
 
     __slots__ = (
-        "broken", "cached", "compute_s", "computed", "cost_s", "last_chunk", "long_steps", "loss_s", "ttft_s", "worker",
+        "broken", "cached", "compute_s", "computed", "cost_s", "last_chunk", "longest_s", "loss_s", "steps", "ttft_s",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, worker: WorkerBooks, tokens: int, cached: int, late_s: float = math.inf) -> None:
@@ -34,29 +37,34 @@ class PromptForecast:
         pairs = waiting_pairs + chunk_pairs(fresh, cached)
         self.ttft_s, steps, longest_s = _run(worker, waiting + fresh, pairs)
         self.compute_s = self.ttft_s - queue_s
-        self.long_steps = 0
+        self.steps = max(1, steps - queue_steps)
         self.loss_s, self.broken = 0.0, 0
         if worker.decode_requests:
-            self.long_steps = max(1, steps - queue_steps)
+            self.longest_s = longest_s
             lost_s = self.compute_s - (steps - queue_steps) * worker.step_s
             self.loss_s = worker.decode_requests * max(0.0, lost_s)
             if longest_s > worker.tightest_s:
-                self.broken = _broken_by_prompts(worker, longest_s, self.long_steps)
+                self.broken = _broken_by_prompts(worker, longest_s, self.steps)
+        else:
+            self.longest_s = _beside_an_answer(worker, fresh, pairs / (waiting + fresh))
         self.cost_s = self.ttft_s + self.loss_s + MISS_S * (self.broken + (self.ttft_s > late_s))
 
 
 class AnswerForecast:
     """An answer at one worker, in the same terms; `step_s` is a step with it."""
 
-    __slots__ = ("cached", "cost_s", "step_s", "worker")
+    __slots__ = ("cached", "cost_s", "step_s", "tokens", "worker")
 
     def __init__(self, worker: WorkerBooks, cached: int, context: int, tokens: float, slo: SloClass) -> None:
         """An answer of about `tokens` that attends to about `context` tokens, `cached` of which the worker holds."""
         self.worker = worker
-        self.cached = cached
+        self.cached, self.tokens = cached, tokens
         rows, before_s = worker.decode_requests, worker.step_s
         self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, worker.decode_context + context)
-        broken = int(step_s > min(slo.gap_target(worker.idle_step_s), slo.worst_gap_s))
+        broken: float = int(step_s > min(slo.gap_target(worker.idle_step_s), slo.worst_gap_s))
+        if not broken and slo.has_targets:
+            # Prompts go on to come where some have come of late.
+            broken = chance_of_more(spare_gaps(slo, tokens), worker.long_per_s(slo) * tokens * step_s)
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
@@ -66,27 +74,37 @@ def _run(worker: WorkerBooks, tokens: int, pairs: float) -> tuple[float, int, fl
     """Seconds and steps until `tokens` of prompts are computed beside the decode rows, and the longest step."""
     if tokens <= 0:
         return 0.0, 0, 0.0
-    rows, context, chunk = worker.decode_requests, worker.decode_context, worker.max_step_tokens
-    if tokens <= chunk:
+    rows, context = worker.decode_requests, worker.decode_context
+    each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, (rows, context), pairs / tokens)
+    if tokens <= each.tokens:
         seconds = worker.cost.seconds(StepWork(tokens, pairs, rows, context))
-        return seconds, 1, seconds
-    full, rest = divmod(tokens, chunk)
-    longest = worker.cost.seconds(StepWork(chunk, pairs / tokens * chunk, rows, context))
-    seconds = full * longest
+        return seconds + each.pause * worker.step_s, 1, seconds
+    full, rest = divmod(tokens, each.tokens)
+    longest = worker.cost.seconds(StepWork(each.tokens, pairs / tokens * each.tokens, rows, context))
+    steps = full + (rest > 0)
+    seconds = full * longest + steps * each.pause * worker.step_s
     if rest:
         seconds += worker.cost.seconds(StepWork(rest, pairs / tokens * rest, rows, context))
-    return seconds, full + (rest > 0), longest
+    return seconds, steps, longest
+
+
+def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) -> float:
+    """The longest step of a prompt of `tokens` where nobody decodes, if one did."""
+    each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, (1, 0), pairs_per_token)
+    most = min(tokens, each.tokens)
+    return worker.cost.seconds(StepWork(most, most * pairs_per_token, 1, 0))
 
 
 def _broken_by_prompts(worker: WorkerBooks, gap_s: float, steps: int) -> int:
-    """Answers there that `steps` steps of `gap_s` would cost their target: by one gap, or by the share of long gaps
-    among those of late, of which a target at a percentile bears some.
+    """Answers there that `steps` steps of `gap_s` would cost their target: by one gap, or as these are more than they
+    have to spare.
     """
-    share = (worker.long_steps + steps) * worker.step_s / worker.long_window_s
     broken = 0
     for load in worker.slo_loads.values():
-        if gap_s > load.worst_s or (gap_s > load.gap_s and share > load.allowed):
+        if gap_s > load.worst_s:
             broken += load.count
+        elif gap_s > load.gap_s:
+            broken += load.gaps.broken_by(steps)
     return broken
 
 

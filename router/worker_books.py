@@ -9,6 +9,7 @@ from typing import Protocol
 
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
+from router.long_gaps import LongGaps
 from router.slo import SloClass
 from wire.messages import WorkerInfo, WorkerLoad
 
@@ -16,8 +17,6 @@ LOAD_FRESH_S = 1.0
 """A worker without work sends no load: older reports count for nothing."""
 REFUSAL_PAUSE_S = 0.05
 """How long a worker that turned a request away is not asked again, if others are there."""
-_GAP_HALF_LIFE_S = 5.0
-"""Half of the long steps that a worker's answers have seen are forgotten after so long."""
 
 Clock = Callable[[], float]
 """Seconds, growing; `time.monotonic` or a virtual one."""
@@ -52,24 +51,31 @@ _COMPUTED = PromptWork(0)
 class SloLoad:
     """The answers of one class at one worker: how many, and what they were promised between tokens there."""
 
-    __slots__ = ("allowed", "count", "gap_s", "target_s", "worst_s")
+    __slots__ = ("count", "gap_s", "gaps", "target_s", "worst_s")
 
-    def __init__(self, slo: SloClass, count: int, idle_step_s: float) -> None:
-        self.count = count
+    def __init__(self, slo: SloClass, gaps: LongGaps, idle_step_s: float) -> None:
+        self.count = 0
+        self.gaps = gaps
+        self.retarget(slo, idle_step_s)
+
+    def retarget(self, slo: SloClass, idle_step_s: float) -> None:
+        """Where a decode step of one request takes so long."""
         self.gap_s = slo.gap_target(idle_step_s)
-        """At the class's percentile; `allowed` is the part of the gaps that may be longer."""
-        self.allowed = slo.gaps_allowed
+        """At the class's percentile: some gaps may be longer."""
         self.worst_s = slo.worst_gap_s
         self.target_s = min(self.gap_s, self.worst_s)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerWork:
-    """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts."""
+    """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts; `spare` of
+    its gaps may be longer than its target.
+    """
 
     pages: int
     context: int
     slo: SloClass
+    spare: int = 0
 
 
 class WorkerBooks:
@@ -98,14 +104,13 @@ class WorkerBooks:
         self._prompts: dict[str, PromptWork] = {}
         self._tokens = 0
         self._pairs = 0.0
-        self._answers: dict[str, AnswerWork] = {}
+        self._answers: dict[str, tuple[AnswerWork, int]] = {}
+        self._gaps: dict[SloClass, LongGaps] = {}
         self._pages = 0
         self._context = 0
         self._load: WorkerLoad | None = None
         self._load_at = float("-inf")
         self._refused_until = -math.inf
-        self._long_steps = 0.0
-        self._long_at = 0.0
         self._settle()
 
     # What goes there and leaves again
@@ -135,21 +140,24 @@ class WorkerBooks:
 
     def book_decode(self, request_id: str, work: AnswerWork) -> None:
         """An answer of at most this size is going to be decoded there."""
-        self._answers[request_id] = work
+        gaps = self.gaps(work.slo)
+        self._answers[request_id] = work, gaps.add(work.spare)
         self._pages += work.pages
         self._context += work.context
         slo_load = self.slo_loads.get(work.slo)
         if slo_load is None:
-            slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, 0, self.idle_step_s)
+            slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, gaps, self.idle_step_s)
             self.tightest_s = min(self.tightest_s, slo_load.target_s)
         slo_load.count += 1
         self._settle_answers()
 
     def unbook_decode(self, request_id: str) -> None:
         """Nothing of it is there any more."""
-        work = self._answers.pop(request_id, None)
-        if work is None:
+        known = self._answers.pop(request_id, None)
+        if known is None:
             return
+        work, level = known
+        self.gaps(work.slo).remove(level)
         self._pages -= work.pages
         self._context -= work.context
         slo_load = self.slo_loads[work.slo]
@@ -191,9 +199,22 @@ class WorkerBooks:
         """It turned a request away: ask others first, for a moment."""
         self._refused_until = self._clock() + REFUSAL_PAUSE_S
 
-    def note_long_steps(self, steps: float) -> None:
-        """So many steps there are going to be longer than decode steps are, because of a prompt."""
-        self._long_steps, self._long_at = self.long_steps + steps, self._clock()
+    def note_prompt_steps(self, steps: int, longest_s: float) -> None:
+        """So many steps there are going to take up to `longest_s` each, because of a prompt."""
+        now = self._clock()
+        for gaps in self._gaps.values():
+            gaps.note(steps, longest_s, now)
+
+    def gaps(self, slo: SloClass) -> LongGaps:
+        """What its steps mean for answers of that class."""
+        found = self._gaps.get(slo)
+        if found is None:
+            found = self._gaps[slo] = LongGaps(min(slo.gap_target(self.idle_step_s), slo.worst_gap_s))
+        return found
+
+    def long_per_s(self, slo: SloClass) -> float:
+        """How many steps a second were too long for that class, of late."""
+        return self.gaps(slo).per_s(self._clock())
 
     @property
     def request_ids(self) -> set[str]:
@@ -214,19 +235,6 @@ class WorkerBooks:
             self._refused_until = -math.inf
         return bool(self.info.not_ready) or self._refused_until > -math.inf
 
-    @property
-    def long_steps(self) -> float:
-        """How many steps of late were longer than decode steps are, because of prompts that this router sent."""
-        if not self._long_steps:
-            return 0.0
-        age = self._clock() - self._long_at
-        return float(self._long_steps * 2.0 ** (-age / _GAP_HALF_LIFE_S))
-
-    @property
-    def long_window_s(self) -> float:
-        """The seconds that `long_steps` is about."""
-        return _GAP_HALF_LIFE_S / 0.6931
-
     def _forget_prompt(self, work: PromptWork) -> None:
         self._tokens -= work.tokens
         self._pairs = self._pairs - work.pairs if self._tokens else 0.0
@@ -239,7 +247,10 @@ class WorkerBooks:
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
-        self.slo_loads = {slo: SloLoad(slo, old.count, self.idle_step_s) for slo, old in self.slo_loads.items()}
+        for slo, gaps in self._gaps.items():
+            gaps.target_s = min(slo.gap_target(self.idle_step_s), slo.worst_gap_s)
+        for slo, slo_load in self.slo_loads.items():
+            slo_load.retarget(slo, self.idle_step_s)
         self._settle_tightest()
         self._settle_prompts()
         self._settle_answers()

@@ -7,21 +7,14 @@ differ in whom they let wait. Without decode rows nobody is disturbed, and witho
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, SPARE_STEPS
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
-PIECE = 64
-"""Fewer tokens than this are not worth a step of prompts: its kernels are launched for as many as for one."""
 _PIECES = 8
 """Where steps are small: part of a budget that is a piece."""
-PATIENCE = 16
-"""Steps in a row in which prompts may get less than a piece."""
-PROGRESS_TOKENS = 256
-"""What they get in the step after these."""
-SPARE_STEPS = 2.0
-"""Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
 
 Cost = Callable[[], StepCost]
 """The newest fit."""

@@ -56,11 +56,20 @@ class TestFleet:
         worker = self.workers[name]
         worker.book_prefill(f"prompt-{len(worker.request_ids)}", PromptWork(tokens))
 
-    def answers(self, name: str, count: int, pages: int = 4, context: int = 64, slo: SloClass = BEST_EFFORT) -> None:
+    def answers(
+        self,
+        name: str,
+        count: int,
+        *,
+        pages: int = 4,
+        context: int = 64,
+        slo: SloClass = BEST_EFFORT,
+        spare: int = 0,
+    ) -> None:
         """So many answers are decoded there."""
         worker = self.workers[name]
         for _ in range(count):
-            worker.book_decode(f"answer-{len(worker.request_ids)}", AnswerWork(pages, context, slo))
+            worker.book_decode(f"answer-{len(worker.request_ids)}", AnswerWork(pages, context, slo, spare))
 
 
 def load(prefill_tokens: int = 0, decode_requests: int = 0, pages_used: int = 0) -> WorkerLoad:

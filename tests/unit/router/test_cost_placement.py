@@ -1,5 +1,6 @@
 """Where predicted cost sends requests, and that it looks at few workers to find that out."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -8,9 +9,11 @@ import pytest
 from router.cost_placement import CostPlacement
 from router.placement import Mode, Need, Pair
 from router.slo import SloClass
+from router.step_forecast import PromptForecast
 from router.worker_books import AnswerWork, PromptWork
 from tests.unit.router.fleets import H200, TestFleet, names, need
-from wire.messages import Role
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
 from wire.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
@@ -164,21 +167,51 @@ class TestModes:
         at.fleet.prefixes.drop(at.workers["b"].slot)
         assert names(placed(at, need(2000, digests=digests))) == ("p", "b")
 
-    def test_a_percentile_bears_a_long_step_now_and_then(self, at: TestFleet) -> None:
-        """At P99 one step of some hundred may be long; more are kept away, until those are forgotten."""
-        at.answers("b", 4, slo=STRICT)
+    def test_an_answer_bears_as_many_long_steps_as_it_has_to_spare(self, at: TestFleet) -> None:
+        """At P99 three of 400 gaps or more may be long, whatever others bear on average; then it is left alone."""
+        at.answers("b", 3, slo=STRICT, spare=9)
+        at.answers("b", 1, slo=STRICT, spare=3)
         at.prompt("p", 4000)
         asked = need(1000)
-        local = 0
-        while names(pair := placed(at, asked)) == ("b", "b"):
+        for _ in range(3):
+            pair = placed(at, asked)
+            assert names(pair) == ("b", "b")
             assert pair.forecast is not None
-            at.workers["b"].note_long_steps(pair.forecast.long_steps)
-            local += 1
-            assert local < 100
-        window_steps = at.workers["b"].long_window_s / at.workers["b"].step_s
-        assert local == pytest.approx(0.01 * window_steps, abs=1)
-        at.clock.now += 5
-        assert names(placed(at, asked)) == ("b", "b")
+            assert pair.forecast.prompt_steps == 1
+            at.workers["b"].note_prompt_steps(pair.forecast.prompt_steps, pair.forecast.longest_s)
+        assert names(placed(at, asked)) == ("p", "b")
+        at.workers["b"].unbook_decode("answer-3")
+        assert names(placed(at, asked)) == ("b", "b"), "the others have some left"
+
+    def test_a_forecast_counts_with_the_steps_that_a_worker_makes(self, at: TestFleet) -> None:
+        """Under decode-priority a prompt goes on in small chunks beside answers, none of which is too long for them."""
+        duty = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=STRICT.itl_s)
+        at.add("c", Role.BOTH, duty=duty, **BIG)
+        for name in ("b", "c"):
+            at.answers(name, 4, slo=STRICT)
+        alone = PromptForecast(at.workers["b"], 2000, 0)
+        chunked = PromptForecast(at.workers["c"], 2000, 0)
+        assert (alone.steps, alone.broken) == (1, 4)
+        assert chunked.longest_s <= STRICT.itl_s
+        assert chunked.steps == math.ceil(chunked.ttft_s / STRICT.itl_s)
+        assert chunked.broken == 0
+
+    def test_steps_that_are_not_long_for_a_class_cost_it_nothing(self, at: TestFleet) -> None:
+        at.answers("b", 1, slo=STRICT)
+        at.workers["b"].note_prompt_steps(5, STRICT.itl_s)
+        assert at.workers["b"].long_per_s(STRICT) == 0
+        at.workers["b"].note_prompt_steps(5, STRICT.itl_s + 1e-6)
+        assert at.workers["b"].long_per_s(STRICT) > 0
+
+    def test_an_answer_goes_where_prompts_do_not_come(self, at: TestFleet) -> None:
+        """Nobody decodes at either, and one of them computes prompts all the time."""
+        at.add("b2", Role.BOTH, **BIG)
+        at.workers["b"].gaps(STRICT)
+        for _ in range(20):
+            at.workers["b"].note_prompt_steps(1, 0.040)
+        assert (names(placed(at, need(2000, answer=300, slo=STRICT))) or ("", ""))[1] == "b2"
+        at.clock.now += 60
+        assert at.workers["b"].long_per_s(STRICT) < 0.01, "that is forgotten"
 
     def test_a_worst_gap_bears_none(self, at: TestFleet) -> None:
         at.answers("b", 4, slo=replace(STRICT, worst_gap_s=0.010))

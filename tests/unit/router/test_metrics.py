@@ -217,7 +217,7 @@ def test_refusals(metrics: RouterMetrics) -> None:
 
 
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
-    forecast = Forecast(0.2, 0.2, 0.01, 0, 10, 0, 0.3, 0.35, measured=True)
+    forecast = Forecast(0.2, 0.2, 0.01, 0, 10, 1, 0.2, 0.3, 0.35, measured=True)
     record = PlacementRecord("r", "p", "d", "tight", forecast, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))

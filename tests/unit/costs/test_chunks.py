@@ -1,0 +1,51 @@
+"""How much of a step prompts get: what workers do and routers count on."""
+
+import pytest
+
+from costs.chunks import PATIENCE, PROGRESS_TOKENS, Chunks, chunks
+from costs.step_cost import CostParameters, StepCost, StepWork
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
+
+H200 = StepCost(
+    CostParameters(
+        base_s=4e-3, prompt_base_s=3e-4, token_s=2.5e-5, pair_s=9e-10, row_s=1e-5, context_s=3e-8, free_tokens=150
+    )
+)
+ROWS, CONTEXT = 20, 40_000
+
+
+@pytest.mark.parametrize("target_s", [0.0065, 0.008, 0.025])
+@pytest.mark.parametrize("pairs", [0.0, 1000.0, 500_000.0])
+def test_the_most_tokens_within_a_target(target_s: float, pairs: float) -> None:
+    """One more would be too many."""
+    tokens = H200.tokens_within(target_s, ROWS, CONTEXT, pairs)
+    assert tokens >= 1
+    assert H200.seconds(StepWork(tokens, tokens * pairs, ROWS, CONTEXT)) <= target_s + 1e-9
+    assert H200.seconds(StepWork(tokens + 1, (tokens + 1) * pairs, ROWS, CONTEXT)) > target_s
+
+
+def test_decoding_alone_may_leave_nothing() -> None:
+    assert H200.tokens_within(0.005, ROWS, CONTEXT, 100.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("duty", "rows", "expected"),
+    [
+        (None, 20, Chunks(2028)),
+        (Duty(Role.BOTH), 20, Chunks(2028)),
+        (Duty(Role.BOTH, PolicyName.CHUNKED, 512), 20, Chunks(492)),
+        (Duty(Role.BOTH, PolicyName.CHUNKED), 20, Chunks(492)),
+        (Duty(Role.BOTH, PolicyName.CHUNKED, 512), 0, Chunks(2048)),
+        (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 0, Chunks(2048)),
+        (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.001), 20, Chunks(PROGRESS_TOKENS, PATIENCE)),
+        (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.0), 20, Chunks(2028)),
+    ],
+)
+def test_what_each_policy_gives(duty: Duty | None, rows: int, expected: Chunks) -> None:
+    assert chunks(H200, duty, 2048, (rows, 1000 * rows), 1000.0) == expected
+
+
+def test_without_a_target_prompts_may_double_an_unloaded_step() -> None:
+    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, (ROWS, CONTEXT), 1000.0)
+    assert given.tokens == H200.tokens_within(2 * H200.decode_step_seconds(1, 0), ROWS, CONTEXT, 1000.0) > 64
