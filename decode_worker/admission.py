@@ -1,13 +1,13 @@
 """Who may come into the decode half: reservations, leases, and what arrives under them.
 
 The path of a request, by its queues (`decode_worker/request.py`):
-  1. `reserve`  promises pages for prompt and answer (`room.py`), so that nothing that runs is ever preempted, less
-                those of the prompt that are cached here; `allot` turns the prompt's share into pages that one prefill
-                worker may write
+  1. `reserve`  promises pages for prompt and expected answer (`room.py`), less those of the prompt that are cached
+                here; `allot` turns the prompt's share into pages that one prefill worker may write
   2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
                 (`intake.py`, `arrival.py`)
   3.            all is right: the request is ready (`holdings.py`)
-  4. `join`     the running batch takes it; `leave` ends it
+  4. `join`     the running batch takes it; `leave` ends it, `preempt` does so before its answer is complete, as an
+                older one has no page to `grow` into (`preemption.py`)
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
 table, which says what to do with the pages.
 
@@ -28,7 +28,7 @@ from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
-from wire.ending import kv_tokens, pages_for
+from wire.ending import pages_for
 from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
 from wire.messages import (
     GrantedLease,
@@ -76,7 +76,6 @@ class DecodeAdmission:
         self._cache = cache
         self._pool = cache.pool
         self._page_tokens = cache.page_tokens
-        self._model = model
         self._expect = expect
         self._wake = wake
         fence = Fence(
@@ -89,7 +88,7 @@ class DecodeAdmission:
         self._lock = threading.Lock()
         # By epoch: exactly the requests whose lease the table holds and has not revoked; both change under one lock.
         self._leased: dict[int, DecodeRequest] = {}
-        self._room = Room(config, me.worker_id, cache, self._leases)
+        self._room = Room(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self._held = Holdings(cache, self._room, emit)
         self.arrival = ArrivalCheck(me, model, checks)
         self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
@@ -106,12 +105,10 @@ class DecodeAdmission:
         StaleEpoch when this attempt is another reservation's or over, RoleClosed while closed, Unavailable when the
         prefill worker is gone.
         """
-        tokens = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
-        pages = pages_for(tokens, self._page_tokens)
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt)
         with self._lock:
             try:
-                request = self._known(reservation) or self._grant(reservation, prefix, pages)
+                request = self._known(reservation) or self._grant(reservation, prefix)
             finally:
                 self._expect(self._leases.open_leases)
         return GrantedLease(request.lease, self._config.lease_s, request.skipped * self._page_tokens)
@@ -177,7 +174,7 @@ class DecodeAdmission:
                 )
             missing = self._pool.advertise(lease, pages - request.skipped)
             request.pages = [*request.prefix.pages, *missing]
-            request.promised -= len(missing)
+            self._room.spend_on_prompt(request, len(missing))
             self._leases.advertise(lease, prefill, missing)
             return tuple(missing)
 
@@ -248,10 +245,17 @@ class DecodeAdmission:
         with self._lock:
             return self._held.join(room)
 
-    def grow(self, request: DecodeRequest) -> None:
-        """One more page of a running request's promise."""
+    def grow(self, request: DecodeRequest, running: Sequence[DecodeRequest]) -> bool:
+        """One more page for a request of the batch `running`, in which others may have to give way, or it may itself:
+        those without a step in flight leave at once, the others are `yielding`. False if there is none for this step.
+        """
         with self._lock:
-            self._held.grow(request)
+            return self._held.grow(request, running)
+
+    def preempt(self, request: DecodeRequest) -> None:
+        """A yielding request, of which no step is in flight any more, is over: its router hears, its pages are free."""
+        with self._lock:
+            self._held.preempt(request)
 
     def leave(self, request: DecodeRequest) -> None:
         """A running request is over: its pages are free or cached at once."""
@@ -269,6 +273,11 @@ class DecodeAdmission:
     def open_requests(self) -> int:
         """Requests that are not over."""
         return len(self._held)
+
+    @property
+    def preemptions(self) -> int:
+        """Requests that had to give way to older ones."""
+        return self._held.preemptions
 
     @property
     def ready_requests(self) -> int:
@@ -315,18 +324,16 @@ class DecodeAdmission:
         self._abort(known)
         return None
 
-    def _grant(self, reservation: Reservation, prefix: Prefix, pages: int) -> DecodeRequest:
-        prompt_tokens = len(reservation.prompt_token_ids)
-        promised = self._room.take(pages, prefix, prompt_tokens)
+    def _grant(self, reservation: Reservation, prefix: Prefix) -> DecodeRequest:
+        pages, promised = self._room.take(reservation, prefix)
+        prompt_pages, skipped = pages_for(len(reservation.prompt_token_ids), self._page_tokens), len(prefix.pages)
         try:
             lease = self._leases.grant(reservation.ref, reservation.prefill)
         except TandemError:
             self._cache.let_go(prefix)
-            self._room.give_back(pages, promised)
+            self._room.take_back(pages, promised, prompt_pages, skipped)
             raise
-        prompt_pages = pages_for(prompt_tokens, self._page_tokens)
         token_hash = hash_token_ids(reservation.prompt_token_ids)
-        skipped = len(prefix.pages)
         request = DecodeRequest(reservation, lease, prompt_pages, pages, promised, token_hash, prefix, skipped)
         self._leased[lease.epoch] = request
         self._held.add(request)

@@ -4,8 +4,10 @@ A step may be scheduled while the one before it runs: a request's newest token i
 
 The path of a request, by its queues (`decode_worker/request.py`):
   1. and 2. belong to `decode_worker/admission.py`
-  3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row
-  4. `apply`     appends what was sampled; a request that ends leaves with its pages, once no step uses them
+  3. `schedule`  takes ready requests into the batch at the step's boundary, and gives each one row. Where an answer
+                 needs a page and there is none, the youngest request leaves for it (`preemption.py`), or it waits
+  4. `apply`     appends what was sampled; a request that ends or gives way leaves with its pages, once no step uses
+                 them
 
 Engine thread only. What all requests need in a step is columns (`decode_worker/running_batch.py`).
 """
@@ -15,8 +17,8 @@ from collections.abc import Sequence
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.news import StepNews
-from decode_worker.request import DecodeRequest
-from decode_worker.running_batch import Cohort, RunningBatch
+from decode_worker.request import DecodeRequest, Stage
+from decode_worker.running_batch import Cohort, Places, RunningBatch
 from engine.batch import History, TokenRows
 from wire.ending import Ending
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
@@ -37,6 +39,8 @@ class DecodeHalf:
         """The requests of each step that was launched and not applied, oldest first."""
         self._cancelled = 0
         """Of the admission's count, those that were looked for."""
+        self._short = False
+        """Whether somebody waits for a page."""
 
     def schedule(self, budget: int) -> TokenRows:
         """One row of one token for each running request, at most `budget`; the pages stay the requests'.
@@ -45,14 +49,12 @@ class DecodeHalf:
         """
         self._notice_cancelled()
         self._let_go()
-        for request in self._admission.join(min(self._max_batch, budget) - len(self._batch)):
+        room = 0 if self._short else min(self._max_batch, budget) - len(self._batch)
+        for request in self._admission.join(room):
             self._start(request)
-        places = self._batch.due()
+        places = self._with_pages(self._batch.due())
         if not len(places):
             return TokenRows.of(())
-        for request in self._batch.without_page(places):
-            self._admission.grow(request)
-            self._batch.grown(request)
         rows, step = self._batch.launch(places)
         self._steps.append(step)
         return rows
@@ -105,10 +107,40 @@ class DecodeHalf:
             for request in [each for each in self._batch.requests if each.cancelled]:
                 self._batch.drop(request)
 
+    def _with_pages(self, places: Places) -> Places:
+        """Those of `places` that have a page for their next row; others may have left or stopped for it."""
+        self._short = False
+        needy = self._batch.without_page(places)
+        if not needy:
+            return places
+        preemptions = self._admission.preemptions
+        for request in needy:
+            if request.stage is not Stage.RUNNING or request.leaving:
+                continue
+            if self._admission.grow(request, list(self._batch.requests)):
+                self._batch.grown(request)
+            else:
+                self._short = True
+        if not self._short and self._admission.preemptions == preemptions:
+            return places
+        self._follow_preemption()
+        return self._batch.with_page(self._batch.due())
+
+    def _follow_preemption(self) -> None:
+        for request in list(self._batch.requests):
+            if request.stage is not Stage.RUNNING:
+                self._batch.leave(request)
+            elif request.yielding:
+                self._batch.stop(request)
+
     def _let_go(self) -> None:
         """Of those that get no more rows, once no launched step writes to their pages."""
         for request in self._batch.gone():
-            self._leave(request)
+            if request.yielding and not request.cancelled and not request.ended:
+                self._batch.leave(request)
+                self._admission.preempt(request)
+            else:
+                self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
         self._batch.leave(request)

@@ -1,14 +1,15 @@
 """The requests of a decode half, each with its promise and, once its KV has arrived, with pages of its own."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from decode_worker import preemption
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
 from engine.cache.prefix_cache import PrefixCache
 from wire.ending import failure_event
 from wire.errors import TandemError, TransferFailed
-from wire.messages import Lease, RequestRef, RoutedEvent, TransferNotice
+from wire.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
 from wire.timeline import Edge, EdgeStamp
 
 ADMITTED_REMEMBERED = 4096
@@ -27,6 +28,8 @@ class Holdings:
         self._by_key: dict[tuple[str, str], DecodeRequest] = {}
         self._ready: deque[DecodeRequest] = deque()
         self._arrived: OrderedDict[int, None] = OrderedDict()
+        self.preemptions = 0
+        """Requests that gave way."""
         self.cancelled = 0
         """Requests that were cancelled while their pages were in use."""
 
@@ -81,10 +84,38 @@ class Holdings:
             request.stage = Stage.RUNNING
         return joining
 
-    def grow(self, request: DecodeRequest) -> None:
-        """One more page of a running request's promise."""
-        request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
-        request.promised -= 1
+    def grow(self, request: DecodeRequest, running: Sequence[DecodeRequest]) -> bool:
+        """One more page for a running request, from one of the ready or `running` ones if need be, perhaps itself.
+        False if there is none yet: it waits for the next step.
+        """
+        while not self._room.grow(request):
+            staying = [each for each in running if each.stage is Stage.RUNNING]
+            if any(each.leaving for each in staying):
+                return False
+            victim = preemption.choose(request, [*self._ready, *staying])
+            if victim is None:
+                # Alone it goes on, even if the limit is lower now than when it came.
+                alone = len(self._ready) + len(staying) == 1
+                return alone and self._room.grow(request, beyond_limit=True)
+            if victim.in_flight:
+                victim.yielding = True
+                return False
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, request: DecodeRequest) -> None:
+        """A ready or running request gives way; its router has it computed again behind the tokens that are here."""
+        if request.stage is Stage.READY:
+            self._ready.remove(request)
+        self.preemptions += 1
+        reservation = request.reservation
+        edges = (*request.edges, EdgeStamp.now(Edge.PREEMPTED))
+        event = RequestEvent(reservation.ref, len(request.token_ids), edges=edges, preempted=True)
+        self._room.expect_back(request)
+        self._leave(request)
+        self._emit(RoutedEvent(reservation.router_id, event))
 
     def end_late_checks(self, now: float) -> bool:
         """Requests whose check takes too long fail; their pages are free once it has its result. Whether there were
@@ -108,7 +139,12 @@ class Holdings:
             self._by_key.pop(request.key, None)
 
     def leave(self, request: DecodeRequest) -> None:
-        """A running request is over: others may read what of its answer fills pages."""
+        """A running request is over, and its answer with it."""
+        self._room.learn(request)
+        self._leave(request)
+
+    def _leave(self, request: DecodeRequest) -> None:
+        """Others may read what of its answer fills pages."""
         named = len(request.prefix.digests) * self._cache.page_tokens
         self._cache.extend(request.prefix, request.stored_from(named))
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
@@ -124,7 +160,7 @@ class Holdings:
         now. Its router hears of a failure.
         """
         self._cache.let_go(request.prefix)
-        self._room.give_back(request.committed, request.promised)
+        self._room.give_back(request)
         request.promised, request.pages, request.stage = 0, [], Stage.OVER
         if self._by_key.get(request.key) is request:
             del self._by_key[request.key]

@@ -35,8 +35,10 @@ class DecodeRequest:
                    from `AllotPages` on, those of the prompt are advertised to one prefill worker
       2. checking  the notice arrived and fits, the pages are its own; what they hold is compared with what was sent
       3. ready     the KV is right (DECODE_ADMITTED)
-      4. running   one row of every step (DECODE_STARTED); its pages grow from the promise
-    then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write.
+      4. running   one row of every step (DECODE_STARTED); its pages grow from the promise, and beyond it while there
+                   are any
+    then over: pages and promise are given back, or quarantined with the lease that a prefill worker may still write. A
+    ready or running request that gives way to an older one is over as well, here; its router sends it once more.
     Full pages are known to the prefix cache from then on, those of the prompt since it was ready.
 
     All fields are guarded by the admission's lock, but for `token_ids`, `edges` and what follows the launched
@@ -47,9 +49,9 @@ class DecodeRequest:
     lease: Lease
     prompt_pages: int
     committed: int
-    """Pages that prompt and answer may fill, counted against the worker's limit until the request is over."""
+    """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
     promised: int
-    """The part of them not yet taken from the pool."""
+    """The part of them not yet taken from the pool: its claim (`credits.py`)."""
     token_hash: bytes
     """Of the tokens that are prefilled: made when there is time, compared when there is none."""
     prefix: Prefix
@@ -68,6 +70,8 @@ class DecodeRequest:
     """Checking or running, but to be dropped when its pages are no longer read."""
     ended: bool = False
     """Its last token is here; a step that was launched before may still use its pages."""
+    yielding: bool = False
+    """Running, but to give way when the launched steps with a row of it are over."""
     batch: RunningBatch | None = None
     """That it runs in."""
     place: int = 0
@@ -82,6 +86,11 @@ class DecodeRequest:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.reservation.question_tokens
+
+    @property
+    def leaving(self) -> bool:
+        """Running, but its pages are going to be free without anything being done."""
+        return self.cancelled or self.ended or self.yielding
 
     def stored_from(self, position: int) -> list[int]:
         """Of a running request, the tokens from `position` of the prompt on whose KV is in its pages: all but the

@@ -4,6 +4,7 @@ requests, on real workers or in a virtual world, asks it for the next one and ke
 
 from collections.abc import Iterator
 
+from costs.answer_length import AnswerLengths
 from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
@@ -29,6 +30,7 @@ class Binder:
         self._clock = clock
         self._queue = RequestQueue(config.max_queued_requests, config.tenant_queue_limit)
         self._gate = Gate(placement, fleet, self._queue, config.patience_s)
+        self._lengths = AnswerLengths()
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -64,7 +66,7 @@ class Binder:
         """Whose turn it is. Who has missed the target by now goes behind those that can still meet theirs."""
         now = self._clock()
         while (ticket := self._queue.head()) is not None:
-            if now - ticket.arrived_s <= ticket.slo.ttft_s:
+            if ticket.resumed or now - ticket.arrived_s <= ticket.slo.ttft_s:
                 return ticket
             self._queue.remove(ticket)
             self._gate.degrade(ticket)
@@ -74,13 +76,17 @@ class Binder:
     def bind(self, ticket: Ticket) -> Pair | None:
         """Workers for the request at the head, which leaves the queue; None = nobody has room for it now."""
         now = self._clock()
+        ticket.expected_tokens = self._lengths.expect(
+            ticket.max_tokens, ticket.answered, to_the_limit=ticket.to_the_limit
+        )
         pair = self._placement.choose(ticket.need(now), self._fleet)
         if pair is None:
             return None
         self._queue.remove(ticket)
         self._gate.pace.note(now, bool(len(self._queue)), ticket.service_s)
-        forecast = pair.forecast
-        self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
+        if not ticket.resumed:
+            forecast = pair.forecast
+            self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
         return pair
 
     def ended(self, ticket: Ticket, answer_tokens: int) -> None:
@@ -88,6 +94,7 @@ class Binder:
         if answer_tokens:
             self._queue.charge(ticket.tenant, _ANSWER_WEIGHT * answer_tokens)
             self._placement.learn_answer(answer_tokens)
+            self._lengths.learn(ticket.max_tokens, answer_tokens)
 
     def _push(self, ticket: Ticket) -> None:
         self._queue.push(ticket)
@@ -102,8 +109,8 @@ def book(ticket: Ticket, pair: Pair, prefill: WorkerBooks, decode: WorkerBooks |
     if forecast is not None:
         prefill.note_prompt_steps(forecast.prompt_steps, forecast.longest_s)
     if decode is not None:
-        kv_tokens = ticket.need(ticket.arrived_s).kv_tokens
-        # Half of the longest answer, which most are shorter than.
+        kv_tokens = ticket.need(ticket.arrived_s).room_tokens
+        # With half of the expected answer.
         context = (ticket.prefill_tokens + kv_tokens) // 2
         spare = spare_gaps(ticket.slo, forecast.answer_tokens if forecast else 0.0)
         pages = pages_for(kv_tokens, decode.page_tokens)

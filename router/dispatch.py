@@ -191,7 +191,9 @@ class Dispatcher:
         """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
         self._leave_workers(request)
         request.attempt += 1
+        request.preempted_at = None
         request.assembler.restart()
+        request.ticket.resumed = request.assembler.count > 0
         self._binder.enter_again(request.ticket)
         self._schedule_pump()
 

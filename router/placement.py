@@ -29,7 +29,7 @@ class Mode(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Need:
     """What a request takes, in tokens: the prompt, and the most KV it ever stores; `decodes` is False when its first
-    token is also its last.
+    token is also its last. `expected_kv_tokens` is the most KV it is expected to store, None = the most there is.
 
     `digests` name the prompt's full pages (`wire.page_digests`), () = unknown; `waited_s` is its age in seconds.
     """
@@ -40,6 +40,12 @@ class Need:
     digests: tuple[bytes, ...] = ()
     slo: SloClass = BEST_EFFORT
     waited_s: float = 0.0
+    expected_kv_tokens: int | None = None
+
+    @property
+    def room_tokens(self) -> int:
+        """What a decode worker must have room for when it begins."""
+        return self.kv_tokens if self.expected_kv_tokens is None else self.expected_kv_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +122,11 @@ def can_prefill(worker: WorkerBooks, need: Need) -> bool:
 
 
 def takes_decode(worker: WorkerBooks, need: Need) -> bool:
-    """Whether there is room for the answer, in the batch and in pages."""
+    """Whether there is room for the expected answer, in the batch and in pages, and ever for the longest one."""
     room = worker.decode_requests < worker.max_batch_requests
-    fits = pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total - worker.pages_used
-    return room and fits and worker.decodes and not worker.refusing
+    fits = pages_for(need.room_tokens, worker.page_tokens) <= worker.pages_total - worker.pages_used
+    ends = pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total
+    return room and fits and ends and worker.decodes and not worker.refusing
 
 
 class LeastLoaded(Placement):

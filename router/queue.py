@@ -4,6 +4,9 @@ A tenant's requests are ordered by their priority, larger first, then by slack: 
 first, which is its deadline for the first token less the time that computing its prompt takes. Priorities order a
 tenant's own requests alone: nobody gets ahead of others by calling himself urgent.
 
+Who was served already and has lost a worker, or gave way to an older request there, goes first of all: its client
+reads, and has been charged for it.
+
 Between tenants counts how much work each of them has been given, in tokens (after Sheng et al., Fairness in Serving
 Large Language Models, OSDI 2024: virtual token counters). Among those who are less than `burst_tokens` ahead of the
 one that has been given least, the request that must start soonest goes first; so slack decides as long as all get
@@ -51,6 +54,8 @@ class RequestQueue:
         self._burst = burst_tokens
         self._lines: dict[str, _Line] = {}
         self._waiting: dict[str, Ticket] = {}
+        self._resumed: dict[str, Ticket] = {}
+        """Those of them that go first; they stand in no line."""
         self._given: dict[str, float] = {}
         self._remembered_max = _REMEMBERED
         self._level = 0.0
@@ -89,6 +94,9 @@ class RequestQueue:
 
     def push(self, ticket: Ticket) -> None:
         """Add `ticket`; one that comes back keeps its place. Whether there is room is the caller's question."""
+        if ticket.resumed:
+            self._waiting[ticket.wire_id] = self._resumed[ticket.wire_id] = ticket
+            return
         tenant = ticket.tenant
         line = self._lines.get(tenant)
         if line is None:
@@ -102,6 +110,8 @@ class RequestQueue:
 
     def head(self) -> Ticket | None:
         """The request whose turn it is; it stays."""
+        if self._resumed:
+            return min(self._resumed.values(), key=lambda ticket: ticket.sequence)
         lines = self._lines.values()
         if not lines:
             return None
@@ -111,7 +121,7 @@ class RequestQueue:
 
     def remove(self, ticket: Ticket) -> None:
         """Take `ticket` out, wherever it stands; nothing if it does not wait."""
-        if self._waiting.pop(ticket.wire_id, None) is None:
+        if self._waiting.pop(ticket.wire_id, None) is None or self._resumed.pop(ticket.wire_id, None) is not None:
             return
         line = self._lines[ticket.tenant]
         line.count -= 1

@@ -110,6 +110,7 @@ class Admitted:
             arrived_s=now,
             prompt_tokens=len(self.prompt_token_ids),
             max_tokens=self.sampling.max_tokens,
+            to_the_limit=self.sampling.runs_to_limit and not self.stop,
             digests=self.digests,
             tenant=self.tenant,
             priority=self.priority,
@@ -146,6 +147,9 @@ class RoutedRequest:
     assembler: TokenAssembler = field(default_factory=TokenAssembler)
     edges: list[EdgeStamp] = field(default_factory=list)
     transfer: TransferStats | None = None
+    preempted_at: int | None = None
+    """Tokens of the answer that its decode worker had when it preempted the current attempt; the first of this attempt
+    may still be on its way from the other worker."""
     cached_tokens: int = 0
     """Tokens of the prompt that were not computed for the first token, as their KV was cached."""
     prefill_worker: str = ""

@@ -28,6 +28,8 @@ class RequestOwner(Protocol):
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None: ...
 
+    def requeue(self, request: RoutedRequest) -> None: ...
+
     def settle(self, request: RoutedRequest) -> None: ...
 
 
@@ -59,6 +61,8 @@ class EventStream:
             request.last_heard = now
             if event.edges or event.transfer is not None:
                 self._note(request, event)
+            if event.preempted:
+                request.preempted_at = event.first_index
             if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
                 self._owner.fail_attempt(request, _error(event))
             elif event.token_ids or event.finish_reason is not None:
@@ -69,6 +73,8 @@ class EventStream:
                     continue
                 if must_not_wait:
                     urgent.append(self._jobs.pop(request.wire_id))
+            if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
+                self._owner.requeue(request)
         if urgent:
             self._text.submit(urgent)
         if self._jobs:

@@ -18,6 +18,8 @@ class Ticket:
     prompt_tokens: int
     max_tokens: int
     """Of the answer."""
+    to_the_limit: bool = False
+    """Whether nothing but `max_tokens` ends it, as far as anybody knows."""
     digests: tuple[bytes, ...] = ()
     """Names of the prompt's full pages."""
     tenant: str = ""
@@ -28,6 +30,10 @@ class Ticket:
     """What it is served under; the class that was asked for, or best effort if that could not be held."""
     answered: int = 0
     """Tokens of the answer that are prefilled with the prompt, as an earlier attempt has generated them."""
+    resumed: bool = False
+    """Whether its client reads already: it goes before all that have not begun."""
+    expected_tokens: int | None = None
+    """Of the answer, by those that have ended; None = as many as it may have."""
     start_by_s: float = 0.0
     """When its prompt must be started to meet the target; orders the queue, and stays as it is while it waits there."""
     service_s: float = 0.0
@@ -40,9 +46,13 @@ class Ticket:
 
     def need(self, now: float) -> Need:
         """What placement needs to know."""
+        expected = None
+        if self.expected_tokens is not None:
+            expected = max(self.prefill_tokens, self.prompt_tokens + self.expected_tokens - 1)
         return Need(
             prompt_tokens=self.prefill_tokens,
             kv_tokens=self.prompt_tokens + self.max_tokens - 1,
+            expected_kv_tokens=expected,
             decodes=self.max_tokens > self.answered + 1,
             digests=self.digests,
             slo=self.slo,

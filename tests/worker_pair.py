@@ -56,6 +56,8 @@ class Heard:
     message: str = ""
     pages: int = 0
     cached_tokens: int = 0
+    preempted_at: int = -1
+    """Tokens of the answer with which it gave way; -1 = it did not."""
 
     def take(self, event: RequestEvent) -> None:
         if event.token_ids:
@@ -66,6 +68,8 @@ class Heard:
         if event.transfer is not None:
             self.pages = event.transfer.pages
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        if event.preempted:
+            self.preempted_at = event.first_index
         if event.finish_reason is not None:
             # Each half reports its own failure, but there is one good end.
             assert self.finish in (None, FinishReason.ERROR)

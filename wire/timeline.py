@@ -25,6 +25,7 @@ class Edge(IntEnum):
     DECODE_ADMITTED = 11
     DECODE_STARTED = 12
     FINISHED = 13
+    PREEMPTED = 14
 
 
 @dataclass(frozen=True, slots=True)

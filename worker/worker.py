@@ -199,6 +199,7 @@ class Worker:
             prefix_hit_tokens=self._cache.hit_tokens,
             decode_context_tokens=self._loop.decoding.decode_context_tokens,
             cost=self._meter.parameters,
+            preemptions=self.admission.preemptions,
         )
 
     @property

@@ -69,6 +69,13 @@ class PagePool:
             self._need(pages)
             self._promised += pages
 
+    def promise_up_to(self, pages: int) -> int:
+        """Promise `pages` pages, or as many as there are. Returns how many."""
+        with self.lock:
+            promised = max(0, min(pages, self._room))
+            self._promised += promised
+            return promised
+
     def unpromise(self, pages: int) -> None:
         """Gives back what is left of a promise; the caller keeps that count."""
         with self.lock:

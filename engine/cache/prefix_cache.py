@@ -92,18 +92,20 @@ class PrefixCache:
             parent = prefix.digests[-1] if prefix.digests else prefix.root
             prefix.digests += self._names(token_ids, self.page_tokens, parent)
 
-    def promise(self, prefix: Prefix, pages: int, prompt_tokens: int) -> int:
-        """Read what is known and have the rest of `pages` promised; returns how many are promised.
+    def promise(self, prefix: Prefix, pages: int, prompt_tokens: int, *, aside: int = 0) -> int:
+        """Read what is known and have the rest of `pages` promised, if `aside` pages are left then; returns how many
+        are promised.
 
         ResourceExhausted: nothing has changed.
         """
         with self.pool.lock:
             self._read(prefix)
             try:
-                self.pool.promise(pages - len(prefix.pages))
+                self.pool.promise(pages - len(prefix.pages) + aside)
             except TandemError:
                 self._let_go(prefix)
                 raise
+            self.pool.unpromise(aside)
             self._count(prefix, prompt_tokens)
             return pages - len(prefix.pages)
 

@@ -143,6 +143,7 @@ def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
         transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
         logprobs=[token_logprobs_to_proto(each) for each in value.logprobs],
         cached_tokens=value.cached_tokens,
+        preempted=value.preempted,
     )
 
 
@@ -157,6 +158,7 @@ def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
         transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
         logprobs=tuple(token_logprobs_from_proto(each) for each in message.logprobs),
         cached_tokens=message.cached_tokens,
+        preempted=message.preempted,
     )
 
 
@@ -199,6 +201,7 @@ def load_to_proto(value: WorkerLoad) -> worker_pb2.WorkerLoad:
         prefix_hit_tokens=value.prefix_hit_tokens,
         decode_context_tokens=value.decode_context_tokens,
         cost=cost_to_proto(value.cost),
+        preemptions=value.preemptions,
     )
 
 
@@ -213,6 +216,7 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
         message.prefix_hit_tokens,
         message.decode_context_tokens,
         cost_from_proto(message.cost) if message.HasField("cost") else UNMEASURED,
+        message.preemptions,
     )
 
 

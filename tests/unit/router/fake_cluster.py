@@ -82,6 +82,8 @@ class Switches:
     """Pause between decode steps."""
     decode_first: bool = False
     """Let the decode worker's tokens overtake the prefill worker's first one."""
+    preempt_after: int | None = None
+    """Let every request give way once the decode worker has brought so many tokens of an attempt."""
     forget_leases: bool = False
     """Answer heartbeats as if no lease were held."""
     lease_s: float = 0.3
@@ -208,7 +210,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.switches.prefill_error is not None:
             raise self.switches.prefill_error
         if not self.switches.silent_prefill:
-            self._start(task.ref.request_id, self._prefill(task))
+            self._start(task.ref, self._prefill(task))
         return worker_pb2.PrefillResponse()
 
     def _check_open(self, half: Role) -> None:
@@ -222,7 +224,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             lease = self.leases.get(ref.request_id)
             if lease is not None and lease.attempt <= ref.attempt:
                 del self.leases[ref.request_id]
-            if (work := self.tasks.get(ref.request_id)) is not None:
+            work = self.tasks.get(ref.request_id)
+            if work is not None and int(work.get_name()) <= ref.attempt:
                 work.cancel()
         return worker_pb2.AbortWorkResponse()
 
@@ -244,7 +247,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             logprobs=answer_logprobs(self._token(prompt, index), task.sampling.logprobs),
             cached_tokens=self.switches.cached_tokens + index,
         )  # fmt: skip
-        if not self.switches.decode_first:
+        if only or not self.switches.decode_first:
             self.send(task.router_id, first)
         if only or destination is None:
             if destination is not None:
@@ -271,11 +274,15 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
             return
         del self.leases[task.ref.request_id]
-        self._start(task.ref.request_id, self._decode(task))
+        self._start(task.ref, self._decode(task))
 
     async def _decode(self, task: PrefillTask) -> None:
         edges = (EdgeStamp.now(Edge.DECODE_ADMITTED), EdgeStamp.now(Edge.DECODE_STARTED))
         for index in range(task.answered + 1, task.sampling.max_tokens):
+            if index - task.answered - 1 == self.switches.preempt_after:
+                edges = (*edges, EdgeStamp.now(Edge.PREEMPTED))
+                self.send(task.router_id, RequestEvent(task.ref, index, edges=edges, preempted=True))
+                return
             await asyncio.sleep(self.switches.step_s)
             ids = (self._token(task.question, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
@@ -307,11 +314,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     def _token(self, prompt: Sequence[int], index: int) -> int:
         return EOS if self.switches.stop_at == index else self.answer(prompt, index)
 
-    def _start(self, request_id: str, work: Any) -> None:
-        key = request_id
+    def _start(self, ref: RequestRef, work: Any) -> None:
+        key = ref.request_id
         while key in self.tasks:  # a prefill and a decode of one request on one worker
             key += "'"
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, name=str(ref.attempt))
         self.tasks[key] = task
         task.add_done_callback(lambda _: self.tasks.pop(key, None))
 

@@ -31,6 +31,7 @@ class Edge(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EDGE_DECODE_ADMITTED: _ClassVar[Edge]
     EDGE_DECODE_STARTED: _ClassVar[Edge]
     EDGE_FINISHED: _ClassVar[Edge]
+    EDGE_PREEMPTED: _ClassVar[Edge]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -50,6 +51,7 @@ EDGE_FIRST_TOKEN: Edge
 EDGE_DECODE_ADMITTED: Edge
 EDGE_DECODE_STARTED: Edge
 EDGE_FINISHED: Edge
+EDGE_PREEMPTED: Edge
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")

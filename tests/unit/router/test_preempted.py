@@ -1,0 +1,108 @@
+"""Requests that had to give way at their decode worker: their streams go on, whatever comes first."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from costs.answer_length import SEEN_MIN
+from router.binder import Binder, book
+from router.config import RouterConfig
+from router.cost_placement import CostPlacement
+from router.queue import RequestQueue
+from router.ticket import Ticket
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import answer_logprobs, channel_to, until
+from tests.unit.router.fleets import TestFleet
+from tests.unit.router.test_generate import Client, ask, expected
+from tests.unit.router.test_queue import drained, filled, ticket
+from wire.generated.tandem.v1 import types_pb2
+from wire.messages import Role
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield Client(channel)
+
+
+@pytest.mark.parametrize("decode_first", [False, True])
+@pytest.mark.parametrize("brought", [0, 1, 4])
+async def test_the_stream_has_every_token_once(
+    cluster: Cluster, client: Client, brought: int, decode_first: bool
+) -> None:
+    """Far more often than a request may fail; the prefill worker's token may come after the word of preemption."""
+    cluster.decode.switches.preempt_after = brought
+    cluster.prefill.switches.decode_first = decode_first
+    count = 12
+    call = client.stub.Generate(ask(count, logprobs=2))
+    messages = [message async for message in call]
+    complete = messages[-1].complete
+    ids = [token for message in messages for token in message.chunk.token_ids]
+    scores = [score for message in messages for score in message.chunk.logprobs]
+    assert ids == expected(count)
+    assert [score.chosen.logprob for score in scores] == [answer_logprobs(token, 2)[0].chosen for token in ids]
+    assert complete.completion_tokens == count
+    starts = list(range(0, count, 1 + brought))
+    assert [task.answered for task in cluster.prefill.prefills] == starts
+    edges = [stamp.edge for stamp in complete.timeline.edges]
+    assert edges.count(types_pb2.EDGE_PREEMPTED) == len(cluster.decode.reservations) - (count - starts[-1] > 1)
+
+
+async def test_a_client_may_leave_while_it_waits_to_go_on(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.preempt_after = 1
+    call = client.stub.Generate(ask(30))
+    async for message in call:
+        if message.chunk.token_ids:
+            cluster.decode.not_ready = "not now"
+            await cluster.controller.set(*cluster.workers)
+            break
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    call.cancel()
+    cluster.decode.not_ready = ""
+    await cluster.members(*cluster.workers)
+    await asyncio.sleep(0)
+
+
+def test_who_reads_already_goes_before_all_others() -> None:
+    resumed = ticket("resumed", 3, 9.0, tenant="greedy", priority=-1)
+    later = ticket("later", 4, 9.0)
+    resumed.resumed = later.resumed = True
+    queue = filled(RequestQueue(9), ticket("new", 1, 1.0, priority=5), later, resumed)
+    queue.charge("greedy", 1e9)
+    assert (len(queue), queue.tenants) == (3, 1)
+    assert drained(queue) == ["resumed", "later", "new"]
+    queue.push(resumed)
+    queue.remove(resumed)
+    assert queue.head() is None
+    assert len(queue) == 0
+
+
+def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
+    """64 pages of 16 tokens; an answer may have 400 tokens, and those before had 20."""
+    at = TestFleet()
+    prefill = at.add("p", Role.PREFILL)
+    decode = at.add("d", Role.DECODE, max_batch_requests=64)
+    config = RouterConfig("r", Path(), "m", "")
+    binder = Binder(config, CostPlacement(), at.fleet, at.clock)
+
+    def placed(count: int) -> int:
+        before = len(decode.request_ids)
+        for number in range(count):
+            new = Ticket(f"{before}-{number}", number, at.clock.now, 100, 400)
+            binder.enter(new)
+            if (pair := binder.bind(new)) is not None:
+                book(new, pair, prefill, decode)
+                prefill.unbook_prefill(new.wire_id)
+            binder.leave(new)
+        return len(decode.request_ids) - before
+
+    assert placed(3) == 2
+    for each in list(decode.request_ids):
+        decode.unbook_decode(each)
+    ended = Ticket("ended", 0, 0.0, 100, 400)
+    for _ in range(SEEN_MIN):
+        binder.ended(ended, 20)
+    assert placed(20) == 64 // 8
+    assert binder.bind(Ticket("never", 99, 0.0, 100, 1000)) is None

@@ -1,0 +1,84 @@
+"""Answers that outgrow a tiny pool: token for token as without preemption, on both kinds of engine and of workers."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from costs.answer_length import SEEN_MIN
+from tests.fake_engine import FakeEngine, answer_to, logprobs_of
+from tests.worker_pair import Heard, WorkerPair, until
+from wire.errors import ResourceExhausted
+from wire.messages import SamplingParams
+
+SAMPLINGS = [
+    SamplingParams(60),
+    SamplingParams(60, temperature=1.0, seed=7, logprobs=2),
+    SamplingParams(60, presence_penalty=0.5),
+]
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+class Sender:
+    """A router by hand: sends each request, and once more behind its tokens whenever it gave way."""
+
+    def __init__(self, pair: WorkerPair) -> None:
+        self.pair = pair
+        self.attempts: dict[str, int] = {}
+        lengths = pair.decode.worker.admission._room._lengths
+        for _ in range(SEEN_MIN):
+            lengths.learn(60, 1)
+
+    async def run(self, name: str, prompt: list[int], sampling: SamplingParams) -> Heard:
+        so_far = Heard()
+        for attempt in range(1, 100):
+            heard = await self._placed(name, prompt, sampling, attempt, so_far)
+            await until(lambda heard=heard: heard.finish or 0 <= heard.preempted_at <= len(heard.tokens))
+            heard.logprobs[:0] = so_far.logprobs
+            so_far, self.attempts[name] = heard, attempt
+            if heard.finish:
+                break
+        return so_far
+
+    async def _placed(
+        self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: Heard
+    ) -> Heard:
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    return self.pair.send(name, prompt, sampling, attempt, so_far.tokens)
+                except ResourceExhausted:
+                    await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("changes", [{}, {"both": True}, {"prefix_cache": False}], ids=str)
+async def test_answers_are_the_same(changes: dict[str, Any]) -> None:
+    async with WorkerPair(pages=64 if changes.get("both") else 26, prefill_pages=64, **changes) as pair:
+        if changes.get("both"):
+            pair.decode.worker.admission._room._credits._limit = 26
+        sender = Sender(pair)
+        asked = {f"q{n}": ([n + 3, *range(20, 25)], SAMPLINGS[n % 3]) for n in range(7)}
+        answers = await asyncio.gather(*(sender.run(name, *each) for name, each in asked.items()))
+        for (prompt, sampling), heard in zip(asked.values(), answers, strict=True):
+            assert heard.tokens == answer_to(prompt, sampling)
+            scores = [logprobs_of(token, 2) for token in heard.tokens] if sampling.logprobs else []
+            assert heard.logprobs == scores
+        preemptions = pair.decode.worker.load().preemptions
+        assert preemptions == sum(sender.attempts.values()) - len(asked) > 0
+        await pair.empty()
+
+
+async def test_a_router_that_leaves_takes_those_that_gave_way_with_it() -> None:
+    async with WorkerPair(pages=26, prefill_pages=64) as pair:
+        sender = Sender(pair)
+        running = [asyncio.create_task(sender.run(f"q{n}", [n + 3] * 5, SAMPLINGS[0])) for n in range(6)]
+        await until(lambda: pair.decode.worker.load().preemptions)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        pair.abort(*pair.heard, attempt=99)
+        await pair.empty()
