@@ -55,7 +55,7 @@ class SteadyDecodeHalf(DecodeHalf):
     def _take_pages(self) -> None:
         """For whom the next step needs one; there are enough."""
         for request in self._batch.without_page(self._batch.due()):
-            self._admission.grow(request)
+            self._admission.grow(request, list(self._batch.requests))
             self._batch.grown(request)
 
 
