@@ -1,9 +1,17 @@
 """What a step costs beside its computation: `python -m benchmarks.scheduling`.
 
-A real worker, both halves, its loop, cache, leases and outbox, over an engine that computes nothing and lets every step
-last as long as one of an 8B model on a large GPU. Counted is the CPU time of the loop's thread: to plan a step (who
-is in it, with which rows), and from launch to launch, which is that, and to hand out the results of the step before and
-to learn from its time. First all requests decode, then prompts join them, under each policy.
+A real worker, both halves, its loop, cache, leases and outbox, and the packer of a GPU's steps, over an engine that
+computes nothing and lets every step last as long as one of an 8B model did on a large GPU, where a kept run says how
+long that is. A router reads its stream. Counted is what the loop's thread does for a step:
+
+  plan     who is in it, with which rows
+  pack     from rows to the host memory that goes to the device, the draws' parameters included
+  results  tokens become answers and news, and the step's time a lesson
+  outbox   the news leave for the event loop
+
+and, beside it, what the event loop's thread does to send them (`send`). CPU time and time by the clock: they differ by
+what else runs on the machine, and by the other thread, as one of them runs at a time. First all requests decode,
+greedily and sampled; then prompts join them, under each policy.
 
 With asynchronous engines all of it happens while the device is at another step. The last line is one JSON object: µs a
 step, and that as a part of the step.
@@ -11,11 +19,14 @@ step, and that as a part of the step.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,20 +34,24 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-import worker.worker
-from benchmarks.results import run_facts, save_result
+from benchmarks.results import RESULTS, run_facts, save_result
 from costs.roofline import CPU, ModelSizes, Roofline
-from engine.batch import PendingStep, StepBatch, StepResult
+from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.config import EngineConfig
+from engine.sampler_cuda import PARAMS, DeviceSampler
+from engine.step_packer import StepLimits, StepPacker
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from kv_transfer.layout import KVLayout
+from wire import convert
 from wire.cost_parameters import UNMEASURED
 from wire.messages import Destination, ModelFacts, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
-from worker.loop import StepLoop
+from worker.outbox import Outbox, RouterStream
+from worker.scheduler import StepScheduler
+from worker.step_meter import StepMeter
 from worker.worker import Worker
 
 PAGE_TOKENS = 128
@@ -48,66 +63,91 @@ JOINING = 4
 MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
 ME = PeerRef("both-0", 1)
 ROUTER = "router"
+ROWS = (32, 128, 256)
+STEP_S = 9.3e-3
+"""Of a step that no kept run has measured."""
+PARTS = ("plan", "pack", "results", "outbox")
+"""Of the loop's thread."""
+LOW = 0.1
+"""Quantile that tells what a step costs when nothing else wants the cores."""
 _TOKEN = 5
 _LOOK_S = 0.02
 _HOURS = 1e4
 
 
+class Stopwatch:
+    """µs of CPU and by the clock of each call, by part; parts of one thread each."""
+
+    def __init__(self) -> None:
+        self.spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
+
+    @contextlib.contextmanager
+    def timing(self, part: str) -> Iterator[None]:
+        clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
+        yield
+        self.spent[part].append(((time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3))
+
+    @contextlib.contextmanager
+    def on(self, owner: type, method: str, part: str) -> Iterator[None]:
+        """Time what `owner` does in `method`, unless it was nothing."""
+        timed: Callable[..., Any] = getattr(owner, method)
+
+        @wraps(timed)
+        def call(*args: Any, **options: Any) -> Any:
+            clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
+            result = timed(*args, **options)
+            spent = (time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3
+            if part != "plan" or result is not None:
+                self.spent[part].append(spent)
+            return result
+
+        with patch.object(owner, method, call):
+            yield
+
+
 @dataclass
 class NoEngine:
-    """Computes nothing: all answers are one token again and again. A step lasts `step_s` seconds."""
+    """Packs every step and computes nothing: all answers are one token again and again. A step lasts `step_s` s."""
 
     pool: PagePool
-    step_s: float = 0.0
+    watch: Stopwatch
+    step_s: float
     asynchronous: bool = True
     facts: ModelFacts = MODEL
     page_tokens: int = PAGE_TOKENS
     cost_guess = UNMEASURED
     roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
-    launches: list[tuple[int, int]] = field(default_factory=list)
-    """Rows of each step, and the CPU time of the thread that launched it, in ns."""
-    begun: list[int] = field(default_factory=list)
-    """The same when each was begun to be planned."""
+    rows: list[int] = field(default_factory=list)
+    """Of each step."""
 
     def __post_init__(self) -> None:
         self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, self.page_tokens, 2))
+        self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), PAGE_TOKENS))
+        self._words = np.zeros(1 << 20, dtype=np.int64)
+        self._params = np.zeros((STEP_TOKENS, PARAMS))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return ()
 
     def launch(self, batch: StepBatch) -> PendingStep:
-        self.launches.append((len(batch.rows), time.thread_time_ns()))
+        with self.watch.timing("pack"):
+            sizes = self._packer.sizes(batch)
+            self._packer.pack(batch, sizes, self._words[: sizes.words])
+            draws = batch.draws
+            if not draws.greedy:
+                DeviceSampler.plan(draws, None, self._params[: len(draws)])
+        self.rows.append(len(batch))
         due = time.monotonic() + self.step_s
-        tokens = [None if row.draw is None else _TOKEN for row in batch.rows]
+        drawn = torch.full((len(draws),), _TOKEN)
 
         def result() -> StepResult:
             time.sleep(max(0.0, due - time.monotonic()))
-            return StepResult(tokens)
+            with self.watch.timing("drawn"):
+                return rows_of(drawn.tolist(), batch)
 
         return result
-
-
-class TimedLoop(StepLoop):
-    """Notes when it begins to plan a step."""
-
-    def _launch(self) -> Any:
-        engine = self._runner
-        assert isinstance(engine, NoEngine)
-        begun = time.thread_time_ns()
-        step = super()._launch()
-        if step is not None:
-            engine.begun.append(begun)
-        return step
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """µs of each step."""
-
-    plan: list[float]
-    whole: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +159,12 @@ class Plan:
     step_s: float
 
 
-async def measure(plan: Plan, policy: PolicyName, *, joining: bool) -> Times:
+async def measure(plan: Plan, policy: PolicyName, *, joining: bool, temperature: float = 0.0) -> Stopwatch:
     """Of `plan.steps` steps with all requests running, and prompts `joining` them or not."""
     answer = 4 * plan.steps + 400
     pages = plan.requests * (-(-(PROMPT + answer) // PAGE_TOKENS) + 1) + 2048
-    engine, fabric = NoEngine(PagePool(pages)), InMemoryFabric()
+    watch = Stopwatch()
+    engine, fabric = NoEngine(PagePool(pages), watch, plan.step_s), InMemoryFabric()
     config = WorkerConfig(
         ME.worker_id,
         Role.BOTH,
@@ -134,38 +175,51 @@ async def measure(plan: Plan, policy: PolicyName, *, joining: bool) -> Times:
         step_policy=policy,
         itl_target_s=2 * plan.step_s if joining else None,
     )
-    with patch.object(worker.worker, "StepLoop", TimedLoop):
+    with contextlib.ExitStack() as timed:
+        for owner, method, part in _TIMED:
+            timed.enter_context(watch.on(owner, method, part))
         tested = Worker(
             config, ME, engine, engine.layout, lambda notice: InMemoryTransport(fabric, engine.layout, ME, notice)
         )
-    tested.start()
-    try:
-        await _decode_all(tested, plan, answer)
-        engine.step_s = plan.step_s
-        first = len(engine.launches) + 2
-        joined = 0
-        while len(engine.launches) < first + plan.steps + 1:
-            while joining and tested.load().prefill_requests < JOINING:
-                joined += 1
-                _send(tested, f"p{joined}", JOINING_PROMPT, SamplingParams(max_tokens=1))
-            await asyncio.sleep(_LOOK_S)
-    finally:
-        await tested.close()
-        fabric.close()
-    counted = slice(first, first + plan.steps + 1)
-    launches = engine.launches[counted]
-    if min(rows for rows, _ in launches) < plan.requests:
-        raise RuntimeError("a request ended before the steps were counted")
-    ends = [end for _, end in launches]
-    return Times(
-        [(end - begun) / 1e3 for begun, end in zip(engine.begun[counted], ends, strict=False)],
-        [(later - earlier) / 1e3 for earlier, later in pairwise(ends)],
-    )
+        reader = asyncio.ensure_future(_read(tested.attach(ROUTER), watch))
+        tested.start()
+        try:
+            await _decode_all(tested, plan, SamplingParams(answer, temperature, ignore_eos=True))
+            await asyncio.sleep(2 * plan.step_s)
+            watch.spent.clear()
+            engine.rows.clear()
+            joined = 0
+            while len(watch.spent["outbox"]) < plan.steps:
+                while joining and tested.load().prefill_requests < JOINING:
+                    joined += 1
+                    _send(tested, f"p{joined}", JOINING_PROMPT, SamplingParams(max_tokens=1))
+                await asyncio.sleep(_LOOK_S)
+                if min(engine.rows[: plan.steps], default=plan.requests) < plan.requests:
+                    raise RuntimeError("a request ended before the steps were counted")
+        finally:
+            await tested.close()
+            fabric.close()
+            await reader
+    return watch
 
 
-async def _decode_all(tested: Worker, plan: Plan, answer: int) -> None:
+_TIMED = (
+    (StepScheduler, "plan", "plan"),
+    (StepScheduler, "apply", "applied"),
+    (StepMeter, "end", "learned"),
+    (Outbox, "publish", "outbox"),
+)
+
+
+async def _read(stream: RouterStream, watch: Stopwatch) -> None:
+    """As the servicer does, until the stream ends."""
+    async for message in stream.messages():
+        with watch.timing("send"):
+            convert.step_events_to_proto(message).SerializeToString()
+
+
+async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:
     """Until all requests are in the batch."""
-    sampling = SamplingParams(max_tokens=answer, ignore_eos=True)
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
     while tested.load().decode_requests < plan.requests:  # noqa: ASYNC110
@@ -182,41 +236,63 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
     tested.prefill(PrefillTask(ROUTER, ref, prompt, sampling, destination))
 
 
-def run(plan: Plan) -> dict[str, object]:
+def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
     """All cases, ready for JSON."""
-    cases = {"decode": (PolicyName.UNCHUNKED, False)} | {f"mixed {each}": (each, True) for each in PolicyName}
+    cases = {f"decode {each}": (each, PolicyName.UNCHUNKED, False, 0.0) for each in rows}
+    cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, False, 1.0) for each in rows}
+    cases |= {f"mixed {each} {rows[-1]}": (rows[-1], each, True, 0.0) for each in PolicyName}
     found: dict[str, object] = {}
-    for name, (policy, joining) in cases.items():
-        times = asyncio.run(measure(plan, policy, joining=joining))
-        found[name] = figures = _figures("plan_", times.plan, plan) | _figures("", times.whole, plan)
-        print(f"{name:22}", *(f"{key} {value:g}" for key, value in figures.items()), flush=True)
+    for name, (requests, policy, joining, temperature) in cases.items():
+        plan = Plan(requests, steps, measured_step_s(requests) if step_s is None else step_s)
+        watch = asyncio.run(measure(plan, policy, joining=joining, temperature=temperature))
+        found[name] = figures = _figures(watch, plan)
+        print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()), flush=True)
     return found
 
 
-def _figures(name: str, times: list[float], plan: Plan) -> dict[str, float]:
-    middle = statistics.median(times)
-    return {
-        f"{name}us": round(middle, 1),
-        f"{name}us_p99": round(statistics.quantiles(times, n=100)[98], 1),
-        f"{name}ratio": round(middle / 1e6 / plan.step_s, 4),
+def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
+    """Seconds of a decode step of so many rows in the newest kept run of an 8B model on a GPU; `STEP_S` if none has
+    it.
+    """
+    for file in sorted(folder.glob("engine-llama-3-8b-*-bfloat16.json"), reverse=True):
+        measured = json.loads(file.read_text(encoding="utf-8")).get(f"decode_ms_b{rows}")
+        if measured is not None:
+            return float(measured) / 1e3
+    return STEP_S
+
+
+def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
+    spent = {part: np.array(each[: plan.steps]) for part, each in watch.spent.items()}
+    spent["results"] = spent.pop("drawn") + spent.pop("applied") + spent.pop("learned")
+    whole = np.sum([spent[part] for part in PARTS], axis=0)
+    cpu, clock = whole.T.tolist()
+    figures = {f"{part}_us": round(statistics.median(spent[part][:, 0]), 1) for part in (*PARTS, "send")}
+    middle, low = statistics.median(cpu), float(np.quantile(cpu, LOW))
+    return figures | {
+        "us": round(middle, 1),
+        "us_low": round(low, 1),
+        "us_p99": round(float(np.quantile(cpu, 0.99)), 1),
+        "clock_us": round(statistics.median(clock), 1),
+        "clock_us_low": round(float(np.quantile(clock, LOW)), 1),
+        "step_ms": round(plan.step_s * 1e3, 3),
+        "ratio": round(middle / 1e6 / plan.step_s, 5),
+        "ratio_low": round(low / 1e6 / plan.step_s, 5),
     }
 
 
 def main() -> None:
     """Measure, print, and keep if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--requests", type=int, default=256, help="that decode")
+    parser.add_argument("--requests", type=int, nargs="+", default=ROWS, help="that decode")
     parser.add_argument("--steps", type=int, default=300, help="that are counted in each case")
-    parser.add_argument("--step-ms", type=float, default=9.3, help="how long the device is at a step")
+    parser.add_argument("--step-ms", type=float, help="how long the device is at a step; default: as a kept run says")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     chosen = parser.parse_args()
-    plan = Plan(chosen.requests, chosen.steps, chosen.step_ms / 1e3)
+    step_s = None if chosen.step_ms is None else chosen.step_ms / 1e3
     result = run_facts("cpu") | {
         "dtype": "none",
-        "requests": plan.requests,
-        "steps": plan.steps,
-        "step_ms": chosen.step_ms,
-        "cases": run(plan),
+        "steps": chosen.steps,
+        "cases": run(tuple(chosen.requests), chosen.steps, step_s),
     }
     if chosen.save:
         print(f"saved {save_result('scheduling', result)}")

@@ -1,17 +1,30 @@
 """The benchmark of steps without a device, at a toy size."""
 
 import asyncio
+import json
+from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduling import Plan, measure
+from benchmarks.scheduling import PARTS, STEP_S, Plan, _figures, measure, measured_step_s
 from wire.policy_name import PolicyName
 
 
 @pytest.mark.parametrize("joining", [False, True])
-def test_as_many_steps_are_counted_as_were_asked_for(joining: bool) -> None:
-    times = asyncio.run(measure(Plan(3, 5, 0.001), PolicyName.CHUNKED, joining=joining))
-    assert len(times.whole) == 5
-    assert len(times.plan) == 6
-    assert min(times.plan) > 0
-    assert sum(times.plan[1:]) < sum(times.whole)
+def test_every_part_of_every_step_is_counted(joining: bool) -> None:
+    plan = Plan(3, 5, 0.001)
+    watch = asyncio.run(measure(plan, PolicyName.CHUNKED, joining=joining, temperature=1.0))
+    assert all(len(watch.spent[part]) >= 5 for part in ("plan", "pack", "drawn", "applied", "learned", "outbox"))
+    assert watch.spent["send"]
+    figures = _figures(watch, plan)
+    assert min(figures[f"{part}_us"] for part in PARTS) > 0
+    assert figures["us_low"] <= figures["us"] <= figures["us_p99"]
+
+
+def test_steps_last_as_long_as_the_newest_kept_run_says(tmp_path: Path) -> None:
+    for day, measured in (("2026-01-01", {"decode_ms_b32": 5.0}), ("2026-01-02", {"decode_ms_b256": 15.0})):
+        file = tmp_path / f"engine-llama-3-8b-GPU-{day}-bfloat16.json"
+        file.write_text(json.dumps(measured), encoding="utf-8")
+    assert measured_step_s(256, tmp_path) == 0.015
+    assert measured_step_s(32, tmp_path) == 0.005
+    assert measured_step_s(7, tmp_path) == STEP_S
