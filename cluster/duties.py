@@ -84,7 +84,11 @@ class Duties:
             before = {each: duty for each, duty in self._wanted.items() if each not in self._away}
             missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
             if missing and before:
-                await self._open(before, {each: replace(duty, role=Role.BOTH) for each, duty in before.items()})
+                try:
+                    await self._open(before, {each: replace(duty, role=Role.BOTH) for each, duty in before.items()})
+                except DeadlineExceeded:
+                    self._away.discard(worker_id)
+                    raise
 
     async def is_back(self, worker_id: str) -> None:
         """It serves again: stand-ins do what they did before."""

@@ -65,8 +65,10 @@ class Operator:
             raise FailedPrecondition(f"{worker_id} was drained before; add --restart to start it again")
         if restart:
             keeper.restart()
-            await _until(keeper, Phase.SERVING, BACK_S)
-            await self._duties.is_back(worker_id)
+            try:
+                await _until(keeper, Phase.SERVING, BACK_S)
+            finally:
+                await self._duties.is_back(worker_id)
 
     def _serving(self, keeper: Keeper, *, force: bool) -> WorkerInfo:
         """The worker, if it may be drained."""

@@ -94,8 +94,8 @@ class WorkerLink:
 
     @property
     def live(self) -> bool:
-        """Whether it may be given work."""
-        return self.connected and not self.retired
+        """Whether it may be given work: it does not while it drains."""
+        return self.connected and not self.retired and self.info.open is not None
 
     @property
     def request_ids(self) -> set[str]:

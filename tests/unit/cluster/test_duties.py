@@ -258,6 +258,21 @@ async def test_another_worker_stands_in_for_the_last_of_its_kind() -> None:
     await workers.stop()
 
 
+async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED)
+    stage = Drained(workers)
+    workers.deaf.add("a")
+    monkeypatch.setattr(cluster.duties, "OPEN_S", 0.05)
+    with pytest.raises(DeadlineExceeded, match="a did not open"):
+        await stage.operator.drain_worker("b", 1.0, restart=False, force=False)
+    assert stage.keepers["b"].phase is Phase.SERVING
+    assert not stage.drained
+    workers.deaf.clear()
+    await stage.operator.set_mode(ModeChange("colocated"))
+    assert workers.roles == {"a": BOTH, "b": BOTH}
+    await workers.stop()
+
+
 async def test_a_worker_that_is_away_has_the_mode_of_now_when_it_is_back() -> None:
     workers = Workers({"a": P, "b": D, "c": D}, DISAGGREGATED)
     stage = Drained(workers)

@@ -86,6 +86,28 @@ async def test_without_an_open_half_nobody_is_ready(cluster: Cluster, stub: infe
     assert shown[cluster.prefill.worker_id] == ("", False)
 
 
+async def test_a_worker_that_drains_is_none_to_wait_for(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """Disaggregated, and one worker is left that takes work: it does both."""
+    cluster.controller.mode = Mode.DISAGGREGATED.value
+    left, leaving = await FakeWorker("both-0", Role.BOTH, token="secret").start(), cluster.decode
+    leaving.switches.step_s = 0.05
+    running = asyncio.create_task(run(stub))
+    await until(lambda: leaving.reservations, "it runs")
+    leaving.closing = leaving.role
+    cluster.workers.append(left)
+    cluster.extra.append(left)
+    await cluster.controller.set(left, leaving, cluster.prefill)
+    cluster.prefill.closing = cluster.prefill.role
+    await cluster.controller.set(left, leaving, cluster.prefill)
+    await until(lambda: len(cluster.router._dispatcher.pool.views()) == 1, "the router heard it")
+    assert await run(stub) == RIGHT
+    assert not running.done()
+    assert await running == RIGHT
+    assert len(left.prefills) == len(left.reservations) == 1
+
+
 async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
     workers = [await FakeWorker(f"both-{n}", Role.BOTH, token="secret").start() for n in range(2)]
     await cluster.members(*workers)
