@@ -155,7 +155,10 @@ async def _decode_all(tested: Worker, plan: Plan) -> None:
     """Until all requests are in the batch."""
     sampling = SamplingParams(max_tokens=plan.answer, ignore_eos=True)
     for number in range(plan.requests):
-        ref, prompt = RequestRef(f"r{number}", 1), tuple((number + each) % tested.facts.vocab_size for each in range(PROMPT))
+        ref, prompt = (
+            RequestRef(f"r{number}", 1),
+            tuple((number + each) % tested.facts.vocab_size for each in range(PROMPT)),
+        )
         lease = tested.reserve(Reservation(ROUTER, ref, prompt, sampling, ME)).lease
         tested.prefill(PrefillTask(ROUTER, ref, prompt, sampling, Destination(ME, "", lease)))
     while tested.load().decode_requests < plan.requests:  # noqa: ASYNC110

@@ -9,6 +9,7 @@ from cli.drain import drain
 from cli.generate import generate
 from cli.mode import mode
 from cli.status import status
+from cli.top import top
 from cli.up import up
 
 app = typer.Typer(
@@ -19,7 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, mode, drain, doctor, down):
+for command in (up, generate, chat, status, top, mode, drain, doctor, down):
     app.command()(command)
 
 

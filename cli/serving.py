@@ -71,7 +71,9 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
 
 def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> None:
     ends = cluster.endpoints
-    announced = state.announce(ends.grpc, ends.http, config.model_name, ends.controller, ends.token)
+    announced = state.announce(
+        ends.grpc, ends.http, config.model_name, ends.controller, ends.token, metrics=ends.metrics
+    )
     try:
         if first is not None:
             _answer(console, config, ends, first)
@@ -98,6 +100,7 @@ def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
         f"\n{config.model_name} is served at\n"
         f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
         f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
+        f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
         f"  logs    {config.log_folder}"
     )
 

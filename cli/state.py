@@ -23,7 +23,9 @@ class RunningCluster:
     model: str
     controller: str = ""
     token: str = ""
-    """Opens the controller's door."""
+    """Opens the controller's door, and all metrics."""
+    metrics: str = ""
+    """Where the whole cluster's metrics are, host:port."""
 
     @property
     def alive(self) -> bool:
@@ -44,10 +46,10 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "run"
 
 
-def announce(grpc: str, http: str, model: str, controller: str = "", token: str = "") -> Path:
+def announce(grpc: str, http: str, model: str, controller: str = "", token: str = "", *, metrics: str = "") -> Path:
     """Write this process's file, readable by this user alone; the caller removes it."""
     pid = os.getpid()
-    state = RunningCluster(pid, psutil.Process(pid).create_time(), grpc, http, model, controller, token)
+    state = RunningCluster(pid, psutil.Process(pid).create_time(), grpc, http, model, controller, token, metrics)
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder() / f"up-{pid}.json"
     partial = path.with_suffix(".partial")

@@ -1,0 +1,115 @@
+"""`tandem top` over doors that a test opens: one picture, from the figures of several processes."""
+
+import asyncio
+import io
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.top_view import picture
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.door import METRICS_PATH, MetricsDoor
+from telemetry.exposition import TEXT, Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+
+KEY = "operator"
+
+
+class Cluster:
+    """A router, a prefill worker that is down and a decode worker with a slow wire, two seconds apart."""
+
+    def __init__(self) -> None:
+        self.router = Board(lambda: {"model": "llama", "role": "router", "worker": "router"})
+        self.decode = Board(lambda: {"model": "llama", "role": "decode", "worker": "decode-0"})
+        self.controller = Board(lambda: {"model": "llama", "role": "controller", "worker": "controller"})
+        up = {("router", "router"): 1.0, ("prefill", "prefill-0"): 0.0, ("decode", "decode-0"): 1.0}
+        restarts = {("router", "router"): 0.0, ("prefill", "prefill-0"): 3.0, ("decode", "decode-0"): 0.0}
+        self.controller.read(
+            lambda: {f.PROCESS_UP: up, f.PROCESS_RESTARTS: restarts, f.TARGET_UP: {("decode", "decode-0"): 1.0}}
+        )
+        self.router.read(lambda: {f.REQUESTS_RUNNING: 5, f.REQUESTS_WAITING: 2, f.GOODPUT: {("quick",): 1.25}})
+        self.decode.read(
+            lambda: {
+                f.REQUESTS_RUNNING: 4, f.REQUESTS_WAITING: 0, f.KV_USAGE: 0.5, f.BANDWIDTH_UTILIZATION: 0.9,
+                f.FLOPS_UTILIZATION: 0.1, f.TRANSPORT_WARNINGS: 1, f.WORKER_READY: 1,
+            }
+        )  # fmt: skip
+        self.work(0)
+
+    def work(self, times: int) -> None:
+        router, decode = self.router, self.decode
+        router.spread(f.TIME_TO_FIRST_TOKEN).observe(0.25, times)
+        router.spread(f.INTER_TOKEN_LATENCY).observe(0.009, 10 * times)
+        router.count(f.GENERATION_TOKENS).add(11 * times)
+        router.count(f.REQUEST_SUCCESS, "stop").add(times)
+        router.count(f.SLO_REQUESTS, "quick", "met").add(times)
+        router.count(f.SLO_REQUESTS, "quick", "missed_itl").add(times / 2)
+        router.count(f.SLO_MISSED, "quick", "transfer").add(times / 2)
+        router.count(f.SLO_REQUESTS, "unused", "met")
+        decode.spread(f.STEP_SECONDS, "decode").observe(0.008, 10 * times)
+        decode.count(f.STEP_TOKENS, "decode").add(40 * times)
+
+    def text(self) -> str:
+        boards = (self.controller, self.router, self.decode)
+        return merge(Exposition(board).render()[0].decode() for board in boards)
+
+
+def test_a_picture() -> None:
+    cluster = Cluster()
+    before = Scrape(cluster.text(), 0.0)
+    cluster.work(4)
+    out = io.StringIO()
+    Console(file=out, width=200).print(picture(Stretch(before, Scrape(cluster.text(), 2.0))))
+    lines = {line.split()[0]: line.split() for line in out.getvalue().splitlines() if line.split()}
+    assert "2 of 3 processes up   5 running, 2 waiting   2.0 requests/s, 22 tokens/s" in " ".join(
+        out.getvalue().splitlines()[0].split(" ")
+    )
+    assert lines["quick"] == ["quick", "1.25", "4", "0", "2", "0", "0", "transfer", "2"]
+    assert "unused" not in lines
+    assert lines["first"] == ["first", "token", "250.0", "250.0", "299.0", "4"]
+    assert lines["between"][2:3] == ["9.0"]
+    assert lines["queue"] == ["queue", "-", "-", "-", "0"]
+    assert lines["decode-0"] == [
+        "decode-0", "decode", "slow", "wire", "4", "0", "80", "0", "8.0", "0", "50", "-", "90", "10", "0.0", "0",
+    ]  # fmt: skip
+    assert lines["prefill-0"][:3] == ["prefill-0", "prefill", "down"]
+    assert lines["prefill-0"][-1] == "3"
+
+
+@pytest.fixture
+def door() -> Iterator[str]:
+    """A metrics door in a loop of its own."""
+    cluster, loop = Cluster(), asyncio.new_event_loop()
+
+    async def page(_accept: str) -> tuple[bytes, str]:
+        cluster.work(1)
+        return cluster.text().encode(), TEXT
+
+    import threading
+
+    served = MetricsDoor({METRICS_PATH: page}, frozenset({KEY}))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield asyncio.run_coroutine_threadsafe(served.open("127.0.0.1"), loop).result()
+    asyncio.run_coroutine_threadsafe(served.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_once_prints_one_picture(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.top._FIRST_S", 0.01)
+    done = CliRunner().invoke(app, ["top", "--metrics", door, "--metrics-key", KEY, "--once"])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("2 of 3 processes up") == 1
+    assert "slow wire" in done.output
+
+
+def test_without_the_key_it_says_so(door: str) -> None:
+    done = CliRunner().invoke(app, ["top", "--metrics", door, "--once"])
+    assert done.exit_code == 4
+    assert "401 send 'Authorization: Bearer <metrics key>'" in done.output + done.stderr
