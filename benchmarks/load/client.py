@@ -58,7 +58,9 @@ class Ready:
 def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_class: str = "") -> Ready:
     """Greedy, and exactly as long as the workload says."""
     ids = prompt_ids(arrival.prompt, seed, vocab_size).tolist()
-    options = inference_pb2.GenerationOptions(max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True)
+    options = inference_pb2.GenerationOptions(
+        max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
+    )
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=ids), options=options, slo_class=slo_class
     )
