@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.reference import Expected, Reference
+from tests.e2e.reference import Reference
 
-NEW_TOKENS = 64
 PROMPT_LENGTHS = (
     5,
     7,
@@ -55,9 +54,3 @@ def prompts(model_folder: Path) -> list[tuple[int, ...]]:
 def reference(model_folder: Path) -> Reference:
     """transformers over the served model."""
     return Reference(model_folder)
-
-
-@pytest.fixture(scope="session")
-def expected(reference: Reference, prompts: list[tuple[int, ...]]) -> list[Expected]:
-    """Its continuation of each prompt."""
-    return [reference(prompt, NEW_TOKENS) for prompt in prompts]

@@ -1,8 +1,8 @@
-"""The yardstick: transformers' own greedy generation, one prompt at a time, and what counts as the same tokens."""
+"""The yardstick: what transformers says to a prompt, one at a time, and what counts as the same tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,29 +13,42 @@ TIE = 1e-3
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Greedy continuation of one prompt; `seconds[i]` is the token with the second best logit at token i, and
-    `gaps[i]` the distance of the two."""
+class Choices:
+    """What the reference would say at each place of an answer, after all that comes before it: the token with the best
+    logit, the one with the second best, and the distance of the two."""
 
-    prompt: tuple[int, ...]
-    tokens: tuple[int, ...]
+    best: tuple[int, ...]
     seconds: tuple[int, ...]
     gaps: tuple[float, ...]
 
 
-Continue = Callable[[tuple[int, ...], int], Expected]
-"""Continues a prompt greedily by so many tokens."""
+Read = Callable[[tuple[int, ...], tuple[int, ...]], Choices]
+"""The choices at each place of an answer to a prompt."""
 
 
 class Reference:
-    """transformers in float32."""
+    """transformers in float32. An answer it has read before costs nothing."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._read: dict[tuple[tuple[int, ...], tuple[int, ...]], Choices] = {}
 
-    def __call__(self, prompt: tuple[int, ...], tokens: int) -> Expected:
+    def __call__(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Choices:
+        """One pass over prompt and answer. An answer that is `best` everywhere is what `generate` gives: each of its
+        tokens is the greedy one after those before it."""
+        if (prompt, answer) not in self._read:
+            best = self._logits(prompt, answer).topk(2)
+            self._read[prompt, answer] = Choices(
+                tuple(best.indices[:, 0].tolist()),
+                tuple(best.indices[:, 1].tolist()),
+                tuple((best.values[:, 0] - best.values[:, 1]).tolist()),
+            )
+        return self._read[prompt, answer]
+
+    def generate(self, prompt: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+        """transformers' own greedy continuation, token by token."""
         ids = torch.tensor([prompt])
         out = self._model.generate(
             ids,
@@ -45,22 +58,19 @@ class Reference:
             do_sample=False,
             pad_token_id=0,
             eos_token_id=None,
-            output_logits=True,
-            return_dict_in_generate=True,
         )
-        best = [logits[0].topk(2) for logits in out.logits]
-        return Expected(
-            prompt,
-            tuple(out.sequences[0, len(prompt) :].tolist()),
-            tuple(int(two.indices[1]) for two in best),
-            tuple(float(two.values[0] - two.values[1]) for two in best),
-        )
+        return tuple(out[0, len(prompt) :].tolist())
 
     def logprobs(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> torch.Tensor:
         """Log softmax [tokens, vocab] at each token of an answer."""
+        return self._logits(prompt, tokens).log_softmax(-1)
+
+    def _logits(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> torch.Tensor:
+        """[tokens, vocab] at each token of an answer."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor([[*prompt, *tokens]])).logits[0]
-        return logits[len(prompt) - 1 : -1].log_softmax(-1)
+            out = self._model(torch.tensor([[*prompt, *answer]]), logits_to_keep=len(answer) + 1)
+        logits: torch.Tensor = out.logits[0, :-1]
+        return logits
 
     def penalized(
         self,
@@ -72,35 +82,34 @@ class Reference:
     ) -> tuple[int, ...]:
         """Greedy continuation under penalties, counted anew at each token."""
         answer: list[int] = []
+        new, past = list(prompt), None
         for _ in range(tokens):
             with torch.inference_mode():
-                logits = self._model(torch.tensor([[*prompt, *answer]])).logits[0, -1]
+                out = self._model(torch.tensor([new]), past_key_values=past, use_cache=True, logits_to_keep=1)
+                logits, past = out.logits[0, -1], out.past_key_values
                 for token in {*prompt, *answer}:
                     logits[token] *= 1 / repetition_penalty if logits[token] > 0 else repetition_penalty
                 for token in set(answer):
                     logits[token] -= frequency_penalty * answer.count(token) + presence_penalty
-            answer.append(int(logits.argmax()))
+            new = [int(logits.argmax())]
+            answer += new
         return tuple(answer)
 
 
-def compare(tokens: list[int], expected: Expected, reference: Continue) -> list[str]:
-    """Assert that `tokens` are the reference's; return a line for each tie that went the other way.
+def compare(prompt: tuple[int, ...], answer: Sequence[int], reference: Read) -> list[str]:
+    """Assert that `answer` is the reference's greedy one; return a line for each tie that went the other way.
 
-    After a tie two texts go on differently, so the rest is held against the reference continued from `tokens`.
+    After a tie two texts go on differently: the rest is held against what the reference says after that token.
     """
     ties: list[str] = []
-    prompt, want, start = expected.prompt, expected, 0
-    assert len(tokens) == len(expected.tokens), f"prompt of {len(prompt)} tokens"
-    while True:
-        rest = tokens[start:]
-        at = next((i for i, (got, token) in enumerate(zip(rest, want.tokens, strict=True)) if got != token), None)
-        if at is None:
-            return ties
-        where = f"prompt of {len(prompt)} tokens, token {start + at}"
-        assert want.gaps[at] < TIE, f"{where}: {rest[at]}, not {want.tokens[at]}"
-        assert rest[at] == want.seconds[at], f"{where}: {rest[at]} is neither of the two best"
-        ties.append(f"tie: {where}: the two best logits lie {want.gaps[at]:.1e} apart")
-        start += at + 1
-        if start == len(tokens):
-            return ties
-        want = reference((*prompt, *tokens[:start]), len(tokens) - start)
+    choices = reference(prompt, tuple(answer))
+    for number, (token, best, second, gap) in enumerate(
+        zip(answer, choices.best, choices.seconds, choices.gaps, strict=True)
+    ):
+        if token == best:
+            continue
+        where = f"prompt of {len(prompt)} tokens, token {number}"
+        assert gap < TIE, f"{where}: {token}, not {best}"
+        assert token == second, f"{where}: {token} is neither of the two best"
+        ties.append(f"tie: {where}: the two best logits lie {gap:.1e} apart")
+    return ties

@@ -45,7 +45,7 @@ def test_logprobs_are_those_of_transformers(
     length: int, client: openai.OpenAI, prompts: list[tuple[int, ...]], reference: Reference
 ) -> None:
     prompt = prompts[length]
-    tokens = reference(prompt, NEW_TOKENS).tokens
+    tokens = reference.generate(prompt, NEW_TOKENS)
     exact = reference.logprobs(prompt, tokens)
     reply = complete(client, prompt, logprobs=5).choices[0]
     assert len(reply.logprobs.tokens) == len(reply.logprobs.top_logprobs) == NEW_TOKENS
@@ -100,7 +100,7 @@ def test_penalties_give_the_tokens_of_a_plain_loop(
 ) -> None:
     prompt = prompts[0] * 4  # so that the answer would go on in circles
     wanted = reference.penalized(prompt, NEW_TOKENS, **penalties)
-    assert wanted != reference(prompt, NEW_TOKENS).tokens
+    assert wanted != reference.generate(prompt, NEW_TOKENS)
     exact = reference.logprobs(prompt, wanted)
     found = complete(client, prompt, logprobs=0, **penalties).choices[0].logprobs
     assert found.token_logprobs == pytest.approx([exact[n, t].item() for n, t in enumerate(wanted)], abs=TOLERANCE)

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.reference import Expected, Reference, compare
+from tests.e2e.reference import Choices, Reference, compare
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
 
-SHAPES = {
-    "pages of 16, chunks of 512": {"page_tokens": 16, "max_step_tokens": 512},
+Prompt = tuple[int, ...]
+NEW_TOKENS = 64
+PAGE_TOKENS = 16
+FIRST = {"page_tokens": PAGE_TOKENS, "max_step_tokens": 512}
+"""What the other tests of this folder ask for, too: they share its cluster."""
+SHAPES: dict[str, dict[str, Any]] = {
     "pages of 128, chunks of 64": {"page_tokens": 128, "max_step_tokens": 64},
-    "pages of 16, chunks of 64": {"page_tokens": 16, "max_step_tokens": 64},
     "pages of 128, chunks of 512, two and two": {
         "page_tokens": 128,
         "max_step_tokens": 512,
@@ -25,6 +28,9 @@ SHAPES = {
     "colocated, steps of 100": {"mode": "colocated", "step_policy": "chunked", "step_budget": 100},
     "two colocated, who decodes first": {"mode": "colocated", "workers": 2, "step_policy": "decode-priority"},
 }
+"""Every page size and every chunk size at least once; the first shape is tested with its caches."""
+COLOCATED_PROMPT_MAX = 600
+"""A prompt of that length is many mixed steps, and longer ones are no other ones."""
 
 
 async def ask(
@@ -56,71 +62,87 @@ async def ask_all(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_same_tokens(
-    shape: str,
-    running_cluster: Callable[..., Any],
-    expected: list[Expected],
-    reference: Reference,
-    capsys: pytest.CaptureFixture[str],
+def test_the_same_tokens_and_again_from_the_caches(
+    running_cluster: Callable[..., Any], prompts: list[Prompt], reference: Reference, tell: Callable[[str], None]
 ) -> None:
-    cluster = running_cluster(dtype="float32", **SHAPES[shape])
-    answers = asyncio.run(ask_all(cluster.grpc_address, [e.prompt for e in expected], len(expected[0].tokens)))
-    for wanted, (tokens, complete) in zip(expected, answers, strict=True):
-        assert complete.prompt_tokens == len(wanted.prompt)
-        assert complete.completion_tokens == len(tokens)
-        for tie in compare(tokens, wanted, reference):
-            with capsys.disabled():
-                print(f"\n{shape}: {tie}")
+    """Each prompt twice, and then with most of its answer behind it, as the next turn of a conversation has it."""
+    cluster = running_cluster(dtype="float32", **FIRST)
+    salt, answers = "conversation", []
+    for turn in range(3):
+        behind = NEW_TOKENS - 3 if turn == 2 else 0
+        said = [got[:behind] for got, _ in answers] or [[]] * len(prompts)
+        asked = [(*prompt, *begun) for prompt, begun in zip(prompts, said, strict=True)]
+        answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS - behind, salt))
+        for prompt, begun, whole, (got, complete) in zip(prompts, said, asked, answers, strict=True):
+            check(prompt, [*begun, *got], reference, tell)
+            assert complete.prompt_tokens == len(whole)
+            assert complete.completion_tokens == len(got)
+            if turn:
+                assert complete.cached_tokens == (len(prompt) - (0 if behind else 1)) // PAGE_TOKENS * PAGE_TOKENS
+                # The decode worker has what it has generated, too.
+                pages = -(-len(whole) // PAGE_TOKENS) - (len(whole) - 1) // PAGE_TOKENS
+                assert complete.timeline.transfer.pages == pages
     cluster.assert_idle_and_sound()
+
+
+def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[Prompt]) -> None:
+    cluster = running_cluster(dtype="float32", **FIRST)
+    (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4, salt="real"))
+    transfer = complete.timeline.transfer
+    pages = -(-len(prompts[12]) // PAGE_TOKENS)
+    assert transfer.backend == "UCX"
+    assert transfer.pages == pages
+    assert transfer.bytes == pages * 30 * 2 * 3 * PAGE_TOKENS * 64 * 4
+    assert complete.timeline.prefill_worker != complete.timeline.decode_worker
 
 
 @pytest.mark.timeout(600)
-def test_the_same_tokens_from_the_caches(
-    running_cluster: Callable[..., Any], expected: list[Expected], reference: Reference
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_same_tokens_in_every_shape(
+    shape: str,
+    running_cluster: Callable[..., Any],
+    prompts: list[Prompt],
+    reference: Reference,
+    tell: Callable[[str], None],
 ) -> None:
-    """Each prompt once more, and then with most of its answer behind it, as the next turn of a conversation has it."""
-    cluster = running_cluster(dtype="float32", **SHAPES["pages of 16, chunks of 512"])
-    tokens, salt = len(expected[0].tokens), "conversation"
-    answers: list[tuple[list[int], Any]] = []
-    for turn in range(3):
-        behind = tokens - 3 if turn == 2 else 0
-        said = [got[:behind] for got, _ in answers] or [[]] * len(expected)
-        asked = [(*wanted.prompt, *begun) for wanted, begun in zip(expected, said, strict=True)]
-        answers = asyncio.run(ask_all(cluster.grpc_address, asked, tokens - behind, salt))
-        for wanted, begun, prompt, (got, complete) in zip(expected, said, asked, answers, strict=True):
-            compare([*begun, *got], wanted, reference)
-            if turn:
-                assert complete.cached_tokens == (len(wanted.prompt) - (0 if behind else 1)) // 16 * 16
-                # The decode worker has what it has generated, too.
-                assert complete.timeline.transfer.pages == -(-len(prompt) // 16) - (len(prompt) - 1) // 16
+    settings = SHAPES[shape]
+    cluster = running_cluster(dtype="float32", **settings)
+    longest = COLOCATED_PROMPT_MAX if settings.get("mode") == "colocated" else max(map(len, prompts))
+    asked = [prompt for prompt in prompts if len(prompt) <= longest]
+    answers = asyncio.run(ask_all(cluster.grpc_address, asked, NEW_TOKENS))
+    for prompt, (tokens, complete) in zip(asked, answers, strict=True):
+        assert complete.prompt_tokens == len(prompt)
+        assert complete.completion_tokens == len(tokens)
+        check(prompt, tokens, reference, tell)
     cluster.assert_idle_and_sound()
 
 
-def counting(prompt: tuple[int, ...], tokens: int) -> Expected:
-    """A reference that counts on from the prompt's last token; 10 and its second best, 20, are a tie."""
-    numbers = tuple(range(prompt[-1] + 1, prompt[-1] + 1 + tokens))
-    gaps = tuple(1e-4 if number == 10 else 1.0 for number in numbers)
-    return Expected(prompt, numbers, tuple(number + 10 for number in numbers), gaps)
+def check(prompt: Prompt, answer: list[int], reference: Reference, tell: Callable[[str], None]) -> None:
+    """All tokens are there, and they are the reference's; ties are told."""
+    assert len(answer) == NEW_TOKENS
+    for tie in compare(prompt, answer, reference):
+        tell(tie)
+
+
+@pytest.mark.parametrize("number", [3, 12])
+def test_the_reference_reads_what_generate_writes(number: int, prompts: list[Prompt], reference: Reference) -> None:
+    answer = reference.generate(prompts[number], 16)
+    assert compare(prompts[number], answer, reference) == []
+    with pytest.raises(AssertionError, match="token 7: 17, not"):
+        compare(prompts[number], [*answer[:7], 17, *answer[8:]], reference)
+
+
+def counting(prompt: Prompt, answer: Prompt) -> Choices:
+    """A reference that counts on from the token before; 10 and its second best, 20, are a tie."""
+    best = tuple(token + 1 for token in (*prompt, *answer)[len(prompt) - 1 : -1])
+    gaps = tuple(1e-4 if number == 10 else 1.0 for number in best)
+    return Choices(best, tuple(number + 10 for number in best), gaps)
 
 
 def test_a_tie_is_told_and_the_rest_still_compared() -> None:
-    expected = counting((7,), 5)
-    assert compare([8, 9, 10, 11, 12], expected, counting) == []
-    (tie,) = compare([8, 9, 20, 21, 22], expected, counting)
+    assert compare((7,), [8, 9, 10, 11, 12], counting) == []
+    (tie,) = compare((7,), [8, 9, 20, 21, 22], counting)
     assert "prompt of 1 tokens, token 2" in tie
-    wrong = ([8, 9, 10, 11, 22], [8, 9, 20, 11, 12], [8, 9, 30, 31, 32], [8, 9, 20, 21, 32], [8, 9, 10])
-    for tokens in wrong:
+    for wrong in ([8, 9, 10, 11, 22], [8, 9, 20, 11, 12], [8, 9, 30, 31, 32], [8, 9, 20, 21, 32]):
         with pytest.raises(AssertionError):
-            compare(tokens, expected, counting)
-
-
-def test_the_transfer_is_real(running_cluster: Callable[..., Any], prompts: list[tuple[int, ...]]) -> None:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
-    (_, complete), *_ = asyncio.run(ask_all(cluster.grpc_address, [prompts[12]], 4, salt="real"))
-    transfer = complete.timeline.transfer
-    pages = -(-len(prompts[12]) // 16)
-    assert transfer.backend == "UCX"
-    assert transfer.pages == pages
-    assert transfer.bytes == pages * 30 * 2 * 3 * 16 * 64 * 4
-    assert complete.timeline.prefill_worker != complete.timeline.decode_worker
+            compare((7,), wrong, counting)
