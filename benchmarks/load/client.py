@@ -61,9 +61,7 @@ def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_cla
     options = inference_pb2.GenerationOptions(
         max_tokens=arrival.new_tokens, temperature=0, ignore_eos=True, slo_class=slo_class
     )
-    request = inference_pb2.GenerateRequest(
-        token_ids=inference_pb2.TokenIds(ids=ids), options=options, slo_class=slo_class
-    )
+    request = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=ids), options=options)
     return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
 
 
