@@ -1,0 +1,87 @@
+"""Hit rates of simulated caches on conversations, against references that know everything."""
+
+import random
+
+import pytest
+
+from router.placement import Mode
+from simulation.request import LoadRequest
+from tests.unit.simulation.stages import PAGE_TOKENS, cluster, request
+from wire.messages import Role
+
+BLOCK = 160
+ANSWER = 40
+
+
+def conversations(turns: int, count: int, *, together: bool = False) -> list[LoadRequest]:
+    """Each turn's prompt begins with the whole of the one before; one turn at a time, in no order, or a turn of all
+    conversations shortly after each other.
+    """
+    order = [number for _ in range(turns) for number in range(count)]
+    if not together:
+        random.Random(5).shuffle(order)
+    said: dict[int, int] = {}
+    made = []
+    for at, number in enumerate(order):
+        said[number] = turn = said.get(number, 0) + 1
+        blocks = (0, *(1000 * (number + 1) + each for each in range(turn)))
+        due_s = turn + number / 50 if together else float(at)
+        made.append(request(due_s, BLOCK * len(blocks), ANSWER, blocks=blocks, key=at))
+    return made
+
+
+def seen_before(requests: list[LoadRequest]) -> list[int]:
+    """Tokens of full pages that anybody has had before with the same beginning, less what must be computed anyway."""
+    seen: set[bytes] = set()
+    hits = []
+    for each in requests:
+        names = each.prompt.names[: (len(each.prompt) - 1) // PAGE_TOKENS]
+        hits.append(next((n for n, name in enumerate(names) if name not in seen), len(names)) * PAGE_TOKENS)
+        seen.update(each.prompt.names)
+    return hits
+
+
+def kept_of_late(requests: list[LoadRequest], pages: int) -> list[int]:
+    """The same with room for so many pages: the path that was used longest ago goes first, from its end."""
+    used: dict[bytes, tuple[int, int]] = {}
+    hits = []
+    for moment, each in enumerate(requests):
+        names = each.prompt.names
+        readable = names[: (len(each.prompt) - 1) // PAGE_TOKENS]
+        held = next((n for n, name in enumerate(readable) if name not in used), len(readable))
+        hits.append(held * PAGE_TOKENS)
+        stored = len(each.prompt) + each.new_tokens - 1
+        needed = -(-stored // PAGE_TOKENS) - held
+        reading = set(names[:held])
+        while pages - len(used) < needed:
+            del used[min((name for name in used if name not in reading), key=lambda name: used[name])]
+        full = [*names, *(b"answer %d %d" % (moment, n) for n in range(stored // PAGE_TOKENS - len(names)))]
+        used.update({name: (moment, -number) for number, name in enumerate(full)})
+    return hits
+
+
+@pytest.mark.parametrize(
+    ("mode", "roles"), [(Mode.COLOCATED, [Role.BOTH]), (Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE])]
+)
+def test_a_large_cache_has_all_that_was_seen(mode: Mode, roles: list[Role]) -> None:
+    asked = conversations(6, 8)
+    outcomes = cluster(mode, roles).run(asked)
+    assert [outcome.cached_tokens for outcome in outcomes] == seen_before(asked)
+    assert sum(seen_before(asked)) > 0.7 * sum(len(each.prompt) for each in asked)
+
+
+def test_a_small_cache_has_what_was_used_of_late() -> None:
+    asked = conversations(6, 8)
+    reference = kept_of_late(asked, 250)
+    outcomes = cluster(Mode.COLOCATED, [Role.BOTH], pages=250).run(asked)
+    assert [outcome.cached_tokens for outcome in outcomes] == reference
+    assert 0 < sum(reference) < 0.8 * sum(seen_before(asked)), "the cache is too small for all"
+
+
+@pytest.mark.parametrize("mode", [Mode.COLOCATED, Mode.ADAPTIVE])
+def test_the_router_finds_who_holds_a_conversation(mode: Mode) -> None:
+    """Four workers, and hits as if there was one cache but for what all begin with, which each has to compute once."""
+    asked = conversations(6, 8, together=True)
+    outcomes = cluster(mode, [Role.BOTH] * 4).run(asked)
+    assert sum(outcome.cached_tokens for outcome in outcomes) >= sum(seen_before(asked)) - 3 * BLOCK
+    assert len({outcome.decode_worker for outcome in outcomes}) > 1

@@ -1,0 +1,110 @@
+"""Whole requests through simulated workers: exact moments, the same each time, and nothing lost on the way."""
+
+import random
+from typing import Any
+
+import pytest
+
+from router.placement import Mode
+from router.slo import SloClass
+from simulation.request import Outcome
+from tests.unit.simulation.stages import NETWORK, cluster, moments, request
+from wire.messages import Role
+from wire.policy_name import PolicyName
+
+APART = (Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE])
+TOGETHER = (Mode.COLOCATED, [Role.BOTH])
+STAGES: list[tuple[Mode, list[Role], dict[str, Any]]] = [
+    (Mode.DISAGGREGATED, [Role.PREFILL, Role.PREFILL, Role.DECODE], {}),
+    (Mode.COLOCATED, [Role.BOTH, Role.BOTH], {}),
+    (Mode.COLOCATED, [Role.BOTH, Role.BOTH], {"step_policy": PolicyName.CHUNKED, "step_budget": 100}),
+    (Mode.ADAPTIVE, [Role.BOTH, Role.BOTH], {"step_policy": PolicyName.DECODE_PRIORITY}),
+]
+
+
+def load(seed: int, count: int = 60, rate: float = 60.0) -> list[Any]:
+    dice, at, made = random.Random(seed), 0.0, []
+    for number in range(count):
+        at += dice.expovariate(rate)
+        made.append(request(at, dice.randrange(1, 3000), dice.randrange(1, 120), key=number % 40))
+    return made
+
+
+def told(outcomes: list[Outcome]) -> list[Any]:
+    return [(o.asked.due_s, moments(o), o.prefill_worker, o.decode_worker, o.error, o.cached_tokens) for o in outcomes]
+
+
+def test_a_lone_request_takes_what_its_parts_take() -> None:
+    """1 ms to the queue, 1.5 ms for Reserve and Prefill, a step of 4 + 2 ms, 1 ms to the client. Then 1 ms for
+    AllotPages, 0.3 ms for all pages but one and 0.3 ms for the last, a step of 5 ms for each token.
+    """
+    (outcome,) = cluster(*APART).run([request(10.0, 100, 4)])
+    assert moments(outcome) == [9.5, 16.1, 21.1, 26.1]
+
+
+def test_where_nothing_is_sent_the_word_alone_takes_its_time() -> None:
+    (outcome,) = cluster(*TOGETHER).run([request(10.0, 100, 4)])
+    assert moments(outcome) == [9.5, 15.5, 20.5, 25.5]
+
+
+def test_an_answer_beside_a_prompt_waits_for_the_mixed_step() -> None:
+    """The second prompt is heard of in the first answer's second step, when the third is launched already: the fourth
+    computes it, in 4 + 20 + 1 ms, and the fifth has both answers or one, as the word takes 1 ms.
+    """
+    first, second = cluster(*TOGETHER).run([request(10.0, 100, 8), request(10.014, 1000, 1, key=1)])[::-1]
+    assert moments(first)[:3] == [9.5, 15.5, 20.5]
+    gaps = [round(b - a, 6) for a, b in zip(moments(first), moments(first)[1:], strict=False)]
+    assert gaps == [6.0, 5.0, 5.0, 25.0, 5.0, 5.0, 5.0]
+    assert moments(second) == [round(14.5 + 5.0 + 5.0 + 25.0 + 5.0 + 1.0 - 14.0 - 5.0, 6)]
+
+
+@pytest.mark.parametrize(("mode", "roles", "settings"), STAGES)
+def test_every_request_ends_once_and_leaves_nothing(mode: Mode, roles: list[Role], settings: dict[str, Any]) -> None:
+    stage, asked = cluster(mode, roles, **settings), load(1)
+    outcomes = stage.run(asked)
+    assert sorted(id(o.asked) for o in outcomes) == sorted(map(id, asked))
+    for outcome in outcomes:
+        assert not outcome.error
+        assert len(outcome.token_s(0.0)) == outcome.asked.new_tokens
+        assert moments(outcome) == sorted(moments(outcome))
+    for worker in stage.workers.values():
+        worker.cache.check_integrity()
+        counts = worker.pool.counts()
+        assert counts.free + counts.cached == counts.total
+        assert counts.promised == 0
+        assert worker.idle
+    assert not stage.router.flows
+    assert all(books.idle for books in stage.router.fleet.live)
+
+
+@pytest.mark.parametrize(("mode", "roles", "settings"), STAGES)
+def test_steps_taken_at_once_are_those_taken_one_by_one(
+    mode: Mode, roles: list[Role], settings: dict[str, Any]
+) -> None:
+    at_once = cluster(mode, roles, **settings).run(load(2))
+    one_by_one = cluster(mode, roles, jumps=False, **settings).run(load(2))
+    assert told(at_once) == told(one_by_one)
+
+
+def test_the_same_load_has_the_same_end() -> None:
+    runs = [told(cluster(Mode.ADAPTIVE, [Role.BOTH] * 3).run(load(seed))) for seed in (3, 3, 4)]
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+
+
+def test_who_cannot_be_served_in_time_is_told_so() -> None:
+    tight = SloClass("tight", ttft_s=0.05)
+    flood = [request(10.0, 2000, 2, key=number, slo=tight) for number in range(20)]
+    outcomes = cluster(*TOGETHER).run(flood)
+    refused = [outcome for outcome in outcomes if outcome.error]
+    assert {outcome.error for outcome in refused} == {"RESOURCE_EXHAUSTED"}
+    assert all(outcome.ended_s == 10.0 + NETWORK.door_s for outcome in refused)
+    assert 0 < len(refused) < 20
+
+
+def test_little_room_makes_requests_wait_and_loses_none() -> None:
+    """A pool for two of them."""
+    stage = cluster(*TOGETHER, pages=1024)
+    outcomes = stage.run([request(10.0, 3000, 100, key=number) for number in range(6)])
+    assert [outcome.error for outcome in outcomes] == [""] * 6
+    assert sorted(len(outcome.token_s(0.0)) for outcome in outcomes) == [100] * 6
