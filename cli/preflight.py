@@ -9,6 +9,8 @@ from cluster.config import GIB, ClusterConfig
 from wire.address import address_of, is_loopback
 from wire.errors import InvalidArgument
 
+LOOPBACK = "127.0.0.1"
+
 
 def check_doors(config: ClusterConfig) -> None:
     """InvalidArgument that names the option of an address that is not this machine's or of a port that is taken."""
@@ -17,13 +19,17 @@ def check_doors(config: ClusterConfig) -> None:
             "--host",
             f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
         )
-    for option, port in (("--grpc-port", config.grpc_port), ("--http-port", config.http_port)):
-        problem = port_problem(config.host, port)
+    for option, host, port in (
+        ("--grpc-port", config.host, config.grpc_port),
+        ("--http-port", config.host, config.http_port),
+        # Of a Ray that is joined, nobody knows the controller's address yet.
+        ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
+    ):
+        problem = port_problem(host, port)
         if problem is not None:
             raise InvalidArgument(
                 option,
-                f"cannot listen on {address_of(config.host, port)} ({problem}); "
-                "choose another port, or 0 for any free one",
+                f"cannot listen on {address_of(host, port)} ({problem}); choose another port, or 0 for any free one",
             )
 
 

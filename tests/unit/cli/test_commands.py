@@ -51,14 +51,15 @@ def test_down_clears_up_after_a_killed_cluster(tmp_path: Path) -> None:
     assert not killed.exists()
 
 
-@pytest.mark.parametrize("option", ["--grpc-port", "--http-port"])
+@pytest.mark.parametrize("option", ["--grpc-port", "--http-port", "--metrics-port"])
 def test_a_taken_port_names_its_option(option: str) -> None:
-    other = "--http-port" if option == "--grpc-port" else "--grpc-port"
+    ports = {"--grpc-port": "0", "--http-port": "0"}
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        result = CliRunner().invoke(app, ["up", option, str(port), other, "0"])
+        options = [each for pair in (ports | {option: str(port)}).items() for each in pair]
+        result = CliRunner().invoke(app, ["up", *options])
     assert result.exit_code == 2
     assert result.stderr.startswith(f"error: {option}: cannot listen on 127.0.0.1:{port}")
     assert result.stderr.count("\n") == 1
