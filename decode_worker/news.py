@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import overload
 
-from wire.messages import RoutedEvent, StepTokens
+from wire.messages import RoutedEvent, RoutedTokens
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,14 +13,14 @@ class StepNews(Sequence[RoutedEvent]):
     """Of a request at most once. As a sequence: all of it as events, made anew each time."""
 
     events: Sequence[RoutedEvent] = ()
-    tokens: Sequence[StepTokens] = ()
+    tokens: Sequence[RoutedTokens] = ()
     """Of requests of which there is nothing else to tell."""
 
     def __len__(self) -> int:
-        return sum(len(each.refs) for each in self.tokens) + len(self.events)
+        return sum(len(each.tokens) for each in self.tokens) + len(self.events)
 
     def __iter__(self) -> Iterator[RoutedEvent]:
-        plain = (RoutedEvent(each.router_id, event) for each in self.tokens for event in each.events())
+        plain = (RoutedEvent(each.router_id, event) for each in self.tokens for event in each.tokens.events())
         return chain(self.events, plain)
 
     @overload

@@ -16,7 +16,7 @@ from decode_worker.request import DecodeRequest
 from engine.draws import SETTINGS, Draws, History, settings_of
 from engine.seeded import start_of
 from engine.token_rows import FROM_HOST, TokenRows
-from wire.messages import RequestRef, SamplingParams, StepTokens
+from wire.messages import RoutedTokens, SamplingParams, StepTokens
 
 Places = NDArray[np.intp]
 
@@ -34,7 +34,8 @@ class Cohort:
     requests: Sequence[DecodeRequest]
     append: Sequence[Callable[[int], None]]
     """Adds a token to each answer."""
-    refs: Sequence[RequestRef]
+    request_ids: Sequence[str]
+    attempts: Sequence[int]
     routers: Sequence[str]
     owners: NDArray[np.intp]
     """Which of the routers each row's request is from."""
@@ -265,7 +266,8 @@ class RunningBatch:
             places,
             requests,
             [request.token_ids.append for request in requests],
-            [each.ref for each in reservations],
+            [each.ref.request_id for each in reservations],
+            [each.ref.attempt for each in reservations],
             list(routers),
             np.array([routers[router] for router in owners]),
             samplings,
@@ -302,15 +304,21 @@ class Landed:
         at = np.flatnonzero(self.special)
         return list(zip(self.rows[at].tolist(), self.indices[at].tolist(), self.token_ids[at].tolist(), strict=True))
 
-    def usual(self, cohort: Cohort) -> list[StepTokens]:
+    def usual(self, cohort: Cohort) -> list[RoutedTokens]:
         """All others, by router; `cohort` is the step's."""
-        found = []
+        usual, found = ~self.special, []
         for number, router in enumerate(cohort.routers):
-            at = np.flatnonzero((cohort.owners[self.rows] == number) & ~self.special)
-            if len(at):
-                refs = cohort.refs if len(at) == len(cohort) else [cohort.refs[row] for row in self.rows[at].tolist()]
-                found.append(StepTokens(router, refs, self.indices[at].tolist(), self.token_ids[at].tolist()))
+            mine = usual if len(cohort.routers) == 1 else usual & (cohort.owners[self.rows] == number)
+            if mine.any():
+                found.append(RoutedTokens(router, self._tokens(cohort, mine)))
         return found
+
+    def _tokens(self, cohort: Cohort, mine: NDArray[np.bool_]) -> StepTokens:
+        names, attempts, indices, tokens = cohort.request_ids, cohort.attempts, self.indices, self.token_ids
+        if np.count_nonzero(mine) < len(cohort):
+            rows, indices, tokens = self.rows[mine].tolist(), indices[mine], tokens[mine]
+            names, attempts = [names[row] for row in rows], [attempts[row] for row in rows]
+        return StepTokens(names, attempts, indices.tolist(), tokens.tolist())
 
 
 def _widened(column: NDArray[_Number], width: int, fill: int) -> NDArray[_Number]:

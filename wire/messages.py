@@ -255,16 +255,21 @@ class StepTokens:
     length, so that a step's usual news is one message, however many requests it is of.
     """
 
-    router_id: str
-    refs: Sequence[RequestRef]
+    request_ids: Sequence[str]
+    attempts: Sequence[int]
     indices: Sequence[int]
     """Each token's number in its answer, from 0."""
     token_ids: Sequence[int]
 
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.token_ids)
+
     def events(self) -> Iterator[RequestEvent]:
         """The same, request by request."""
-        for ref, index, token_id in zip(self.refs, self.indices, self.token_ids, strict=True):
-            yield RequestEvent(ref, index, (token_id,))
+        columns = zip(self.request_ids, self.attempts, self.indices, self.token_ids, strict=True)
+        for request_id, attempt, index, token_id in columns:
+            yield RequestEvent(RequestRef(request_id, attempt), index, (token_id,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +278,14 @@ class RoutedEvent:
 
     router_id: str
     event: RequestEvent
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The same of tokens."""
+
+    router_id: str
+    tokens: StepTokens
 
 
 @dataclass(frozen=True, slots=True)

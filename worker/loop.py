@@ -19,7 +19,7 @@ from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
-from wire.messages import RoutedEvent, StepTokens
+from wire.messages import RoutedEvent, RoutedTokens
 from worker.batch_growth import BatchGrowth
 from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
@@ -63,7 +63,7 @@ class StepLoop:
         meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
-        publish: Callable[[int, Sequence[RoutedEvent], Sequence[StepTokens]], None],
+        publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         """`deadline_s` is how long a step may take, from its schedule to its result, before it counts as stuck.

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from wire.messages import RequestEvent, RoutedEvent, StepEvents, StepTokens, WorkerLoad
+from wire.messages import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens, WorkerLoad
 from wire.prefixes import PrefixChanges
 
 PREFIX_BATCHES_MAX = 64
@@ -91,7 +91,7 @@ class Outbox:
         self._step = 0
         self._closed = False
 
-    def publish(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[StepTokens] = ()) -> None:
+    def publish(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[RoutedTokens] = ()) -> None:
         """Engine thread: what a step did. Never waits."""
         self._events.call_soon_threadsafe(self._take_step, step, events, tokens)
 
@@ -142,7 +142,7 @@ class Outbox:
         if not stream.attached:
             self.detach(stream)
 
-    def _take_step(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[StepTokens]) -> None:
+    def _take_step(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[RoutedTokens]) -> None:
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)
@@ -151,7 +151,7 @@ class Outbox:
         for some in tokens:
             stream = self._streams.get(some.router_id)
             if stream is not None:
-                stream.tokens.append(some)
+                stream.tokens.append(some.tokens)
         changes = self._changes()
         for stream in self._streams.values():
             if changes is not None and stream.prefixes:

@@ -112,7 +112,7 @@ class WorkerEnd:
     async def _read(self) -> None:
         try:
             async for message in self.stream:
-                for event in convert.step_events_from_proto(message).events:
+                for event in convert.step_events_from_proto(message).each():
                     self.answers[event.ref.request_id].take(event)
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             return

@@ -66,6 +66,8 @@ from wire.convert.work import (
     reservation_to_proto,
     step_events_from_proto,
     step_events_to_proto,
+    step_tokens_from_proto,
+    step_tokens_to_proto,
     token_logprobs_from_proto,
     token_logprobs_to_proto,
 )
@@ -121,6 +123,8 @@ __all__ = [
     "sampling_to_proto",
     "step_events_from_proto",
     "step_events_to_proto",
+    "step_tokens_from_proto",
+    "step_tokens_to_proto",
     "timeline_from_proto",
     "timeline_to_proto",
     "token_logprobs_from_proto",

@@ -25,6 +25,7 @@ from wire.messages import (
     RequestRef,
     Reservation,
     StepEvents,
+    StepTokens,
     TokenLogprobs,
     WorkerInspection,
     WorkerLoad,
@@ -220,12 +221,28 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
     )
 
 
+def step_tokens_to_proto(value: StepTokens) -> worker_pb2.StepTokens:
+    return worker_pb2.StepTokens(
+        request_ids=value.request_ids,
+        attempts=value.attempts,
+        indices=value.indices,
+        token_ids=value.token_ids,
+    )
+
+
+def step_tokens_from_proto(message: worker_pb2.StepTokens) -> StepTokens:
+    return StepTokens(
+        tuple(message.request_ids), tuple(message.attempts), tuple(message.indices), tuple(message.token_ids)
+    )
+
+
 def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
     return worker_pb2.StepEvents(
         step=value.step,
-        events=[event_to_proto(e) for e in value.each()],
+        events=[event_to_proto(e) for e in value.events],
         load=load_to_proto(value.load),
         prefixes=[prefix_changes_to_proto(each) for each in value.prefixes],
+        tokens=[step_tokens_to_proto(each) for each in value.tokens],
     )
 
 
@@ -235,6 +252,7 @@ def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
         tuple(event_from_proto(e) for e in message.events),
         load_from_proto(message.load),
         tuple(prefix_changes_from_proto(each) for each in message.prefixes),
+        tuple(step_tokens_from_proto(each) for each in message.tokens),
     )
 
 

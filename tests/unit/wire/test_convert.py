@@ -60,6 +60,9 @@ events = st.builds(
     st.lists(scores, max_size=2).map(tuple),
     uint32,
 )
+step_tokens = st.lists(st.tuples(text, uint32, uint32, uint32), min_size=1, max_size=3).map(
+    lambda rows: messages.StepTokens(*zip(*rows, strict=True))
+)
 seconds = st.floats(0, 9)
 costs = st.builds(cost_parameters.CostParameters, *[seconds] * 6, uint32, seconds, uint64)
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
@@ -145,9 +148,11 @@ CASES: dict[str, tuple[Any, type]] = {
             st.lists(events, max_size=3).map(tuple),
             loads,
             st.lists(prefix_changes, max_size=2).map(tuple),
+            st.lists(step_tokens, max_size=2).map(tuple),
         ),
         worker_pb2.StepEvents,
     ),
+    "step_tokens": (step_tokens, worker_pb2.StepTokens),
     "prefix_changes": (prefix_changes, worker_pb2.PrefixChanges),
     "prefix_list": (st.builds(prefixes.PrefixList, uint64, runs), worker_pb2.ListPrefixesResponse),
     "inspection": (

@@ -26,16 +26,30 @@ class AttachRequest(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., prefixes: _Optional[bool] = ...) -> None: ...
 
 class StepEvents(_message.Message):
-    __slots__ = ("step", "events", "load", "prefixes")
+    __slots__ = ("step", "events", "load", "prefixes", "tokens")
     STEP_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     step: int
     events: _containers.RepeatedCompositeFieldContainer[RequestEvent]
     load: WorkerLoad
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixChanges]
-    def __init__(self, step: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixChanges, _Mapping]]] = ...) -> None: ...
+    tokens: _containers.RepeatedCompositeFieldContainer[StepTokens]
+    def __init__(self, step: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RequestEvent, _Mapping]]] = ..., load: _Optional[_Union[WorkerLoad, _Mapping]] = ..., prefixes: _Optional[_Iterable[_Union[PrefixChanges, _Mapping]]] = ..., tokens: _Optional[_Iterable[_Union[StepTokens, _Mapping]]] = ...) -> None: ...
+
+class StepTokens(_message.Message):
+    __slots__ = ("request_ids", "attempts", "indices", "token_ids")
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_ids: _containers.RepeatedScalarFieldContainer[str]
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    indices: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_ids: _Optional[_Iterable[str]] = ..., attempts: _Optional[_Iterable[int]] = ..., indices: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PrefixChanges(_message.Message):
     __slots__ = ("sequence", "stored", "removed")
