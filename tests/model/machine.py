@@ -37,6 +37,8 @@ BACK_AFTER_S = (0.05, 0.2, 1.0, 4.0)
 """When a dead process is restarted, if no move restarts it earlier."""
 APART_S = (0.0, 0.0, 1.2 * QUARANTINE_S, WINDOW_S + 1.3 * QUARANTINE_S)
 """How long one that is taken for dead and the others hear nothing of each other."""
+GRACES_S = (0.0, 0.3, 5.0)
+"""How long a half that closes may finish what it has."""
 WAITS_S = (0.01, 0.1, 0.4, 1.2)
 STANDING = ((), ("writes",), ("notices",), ("messages",), ("engines",), ("writes", "notices"))
 """What stands still while all else is calm."""
@@ -292,6 +294,29 @@ class ClusterMachine(RuleBasedStateMachine):
         found = [message for message in self.at.network.waiting() if message.fragile]
         methods = sorted({str(message.key[2]) for message in found})
         return [message for message in found if message.key[2] == pick(methods, which)]
+
+
+class FlippingMachine(ClusterMachine):
+    """Workers change their roles, too, in the place of half of some other moves: whoever plays without that, and finds
+    the mutants, makes the same moves as ever.
+    """
+
+    def repeat(self, which: int, much: int) -> bool:
+        return super().repeat(which, much // 2) if much % 2 else self.flip(which, much // 2)
+
+    def disown(self, which: int, much: int) -> bool:
+        return super().disown(which, much // 2) if much % 2 else self.flip(which, much // 2)
+
+    def flip(self, which: int, much: int) -> bool:
+        """One takes another role, with much time for what it has, or little, or none. Somebody prefills and somebody
+        decodes afterwards, as the controller sees to.
+        """
+        worker_id, role = pick(list(self.at.workers), which), pick(list(Role), much)
+        roles = [role, *(other for name, other in self.at.roles.items() if name != worker_id)]
+        if not (any(each.prefills for each in roles) and any(each.decodes for each in roles)):
+            return False
+        self.at.flip(worker_id, role, pick(GRACES_S, much // 4))
+        return True
 
 
 def pick(found: Sequence[T], which: int) -> T:

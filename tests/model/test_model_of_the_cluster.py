@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.model.checks import Broken
-from tests.model.machine import ROLES, ClusterMachine
+from tests.model.machine import ROLES, ClusterMachine, FlippingMachine
 from tests.model.mutants import MUTANTS, Mutant
 from tests.model.stories import STORIES, Story
 from tests.model.world import World
@@ -32,12 +32,14 @@ MOVES_A_RUN = 200
 RUNS = 105
 """A few runs have fewer moves: together they have 20,000."""
 MOVES = 20_000
+FLIPPING_RUNS = 12
+"""Beside these, with roles that change."""
 SEED = 2
 RUNS_FOR_A_MUTANT = 300
 """Most are found within five."""
 
 
-def play(runs: int, number: int, *phases: Phase) -> Counter[str]:
+def play(runs: int, number: int, *phases: Phase, machine: type[ClusterMachine] = ClusterMachine) -> Counter[str]:
     """So many runs of the seed `number`, until one fails; what happened in them."""
     ClusterMachine.seen = Counter()
     rules = settings(
@@ -50,7 +52,7 @@ def play(runs: int, number: int, *phases: Phase) -> Counter[str]:
         suppress_health_check=list(HealthCheck),
     )
     try:
-        run_state_machine_as_test(seed(number)(ClusterMachine), settings=rules)
+        run_state_machine_as_test(seed(number)(machine), settings=rules)
     except Exception as error:
         error.add_note(f"again: TANDEM_MODEL_SEED={number} TANDEM_MODEL_RUNS={runs}")
         raise
@@ -76,6 +78,13 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["reads shared"] > 200, "steps that read pages of others"
         assert seen["tokens from the cache"] > 1000
         print(seen)
+
+
+@pytest.mark.timeout(1200)
+def test_the_cluster_holds_while_workers_change_their_roles() -> None:
+    seen = play(FLIPPING_RUNS, SEED, machine=FlippingMachine)
+    assert seen["flipped"] > 50
+    assert seen["answered"] > 50
 
 
 @pytest.mark.timeout(1200)

@@ -128,9 +128,10 @@ class WorkerProcess:
         return True
 
     def info(self) -> WorkerInfo:
+        duty = self.worker.duty
         return WorkerInfo(
-            self.me, self.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
-            BATCH, STEP_TOKENS, "cpu", "in-memory",
+            self.me, duty.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
+            BATCH, STEP_TOKENS, "cpu", "in-memory", duty=duty.duty, closing=duty.closing,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ from tests.model.workers import (
     ThreadByHand,
     WorkerProcess,
 )
-from wire.messages import PeerRef, Role, SamplingParams, WorkerInfo
+from wire.messages import Duty, PeerRef, Role, SamplingParams, WorkerInfo
 
 LATE_S = 0.9 * QUARANTINE_S
 """How long writes of a dead process may go on to land, and those of one that is taken for dead, from when each began:
@@ -91,7 +91,7 @@ class World:
         self.fabric.writers = {}
         self.fabric.posted = self._posted
         self._disowned: set[tuple[PeerRef, PeerRef]] = set()
-        self.roles = roles
+        self.roles = dict(roles)
         self.workers: dict[str, WorkerProcess] = {}
         self.graveyard: list[WorkerProcess] = []
         self._parts = Parts(self.loop, self.fabric, asynchronous, window_s)
@@ -176,6 +176,23 @@ class World:
             self._bound(each)
         self.loop.call_later(back_after_s, self._own_again, one, other)
 
+    def flip(self, worker_id: str, role: Role, grace_s: float) -> None:
+        """The worker is told another role, which is that of its next run too; the router hears of it some time."""
+        self.seen["flipped"] += 1
+        self.roles[worker_id] = role
+        one = self.workers[worker_id]
+        one.process.run(one.worker.assume, one.me, Duty(role), grace_s)
+
+    def _changed(self, one: WorkerProcess) -> None:
+        self.seen["changes told"] += 1
+        key = ("controller", one.process.name, "changed", self.seen["changes told"])
+        self._news(key, partial(self._hear_of_change, one))
+
+    def _hear_of_change(self, one: WorkerProcess) -> None:
+        member = self.controller.members.get(one.me.worker_id)
+        if one.process.alive and member is not None and member.peer == one.me:
+            self.controller.process.run(self.controller.admit, one.info())
+
     def handing_over(self) -> list[tuple[str, str]]:
         """(decode worker, prefill worker) of prompts of which a part is written, and another not computed yet."""
         pairs = [
@@ -214,6 +231,7 @@ class World:
         address = self._addresses.take(again=lambda known: reuse and self.network.door(known) is None)
         made = WorkerProcess(self._parts, me, self.roles[worker_id], address)
         self.workers[worker_id] = made
+        made.worker.duty.on_change = partial(self._changed, made)
         self.network.listen(address, made.process, made.servicer)
         if incarnation == 1:
             self._hear_of_start(made)

@@ -39,7 +39,11 @@ async def test_refusals_by_the_old_role_are_no_failures(
         calls = worker.prefills if half is Role.PREFILL else worker.reservations
         calls.clear()
         waiting = asyncio.create_task(run(stub))
+        await until(lambda calls=calls: len(calls) > 1, "it was refused")  # type: ignore[misc]
+        (request,) = cluster.router._dispatcher.live_requests()
+        since = request.waiting_since
         await until(lambda calls=calls: len(calls) > most, "it was refused often")  # type: ignore[misc]
+        assert request.waiting_since == since, "a refusal does not prolong the longest wait"
         worker.switches.closed = frozenset()
         assert await waiting == RIGHT
         assert cluster.router._dispatcher.waiting == 0
