@@ -101,6 +101,7 @@ class Admission:
             tenant=ask.tenant,
             slo=self._classes[ask.options.slo_class or self._config.default_slo_class],
             digests=digests,
+            n=_or(ask.options.n, 1),
         )
 
     def close(self) -> None:
@@ -169,6 +170,7 @@ class Admission:
         _check_range("logprobs", options.logprobs, 0, LOGPROBS_MAX)
         _check_range("top_logprobs", options.top_logprobs, 0, LOGPROBS_MAX)
         _check_range("seed", options.seed, 0, 2**64 - 1)
+        _check_range("n", options.n, 1, self._config.max_choices)
         _check_range("priority", options.priority, -_INT32_MAX - 1, _INT32_MAX)
         if options.top_p is not None and not 0.0 < options.top_p <= 1.0:
             raise InvalidArgument("top_p", f"is {options.top_p:g}, it must be greater than 0 and at most 1")

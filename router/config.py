@@ -51,6 +51,8 @@ class RouterConfig:
     cluster's own token does, else nothing is asked."""
     patience_s: float = 30.0
     """How long requests without a target for their first token wait behind others', at most, in seconds."""
+    max_choices: int = 16
+    """Most answers to one request (n); each counts like a request of its own."""
     default_max_tokens: int = 512
     """Answer length when the client names none, in tokens, clipped to what fits behind the prompt."""
     max_stop_strings: int = 16

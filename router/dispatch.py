@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from router.answer import Answer, Ending
 from router.answer_text import AnswerText, TokenText
 from router.binder import Binder, book
+from router.choices import Choices, choice_of
 from router.config import RouterConfig
 from router.foresight import Foresight
 from router.metrics import RouterMetrics
@@ -62,7 +63,9 @@ class Dispatcher:
         self._tokens = tokens
         self._on_readiness = on_readiness
         self._live: dict[str, RoutedRequest] = {}
-        self._by_client_id: dict[str, RoutedRequest] = {}
+        self._by_client_id: dict[str, list[RoutedRequest]] = {}
+        self._held = 0
+        """Requests that wait for the first answer of theirs."""
         self._arrivals = 0
         self._pump_scheduled = False
         self._draining = False
@@ -80,9 +83,9 @@ class Dispatcher:
 
     # ---- what the doors call ----
 
-    def submit(self, admitted: Admitted) -> Answer:
-        """Queue a request and return its answer-to-be; refuses at once when nobody could serve it, the queue is full,
-        or what its class promises cannot be held. The caller closes the answer.
+    def submit(self, admitted: Admitted) -> Choices:
+        """Queue a request and return its answers-to-be; refuses at once when nobody could serve it, the queue is full,
+        or what its class promises cannot be held. The caller closes them.
         """
         try:
             return self._submit(admitted)
@@ -90,35 +93,37 @@ class Dispatcher:
             self.metrics.refused(admitted.slo.name, error)
             raise
 
-    def _submit(self, admitted: Admitted) -> Answer:
+    def _submit(self, admitted: Admitted) -> Choices:
         if admitted.request_id in self._by_client_id:
             raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
         if self._draining:
             raise self._leaving()
         if not self.pool.ready:
             raise self._nobody()
-        request = self._new_request(admitted)
-        self._binder.enter(request.ticket)
-        self._live[request.wire_id] = request
-        self._by_client_id[admitted.request_id] = request
+        requests = [self._new_request(choice_of(admitted, index)) for index in range(admitted.n)]
+        first, *others = requests
+        self._binder.enter(first.ticket, more=len(others), held=self._held)
+        first.held = tuple(others)
+        self._held += len(others)
+        self._live |= {request.wire_id: request for request in requests}
+        self._by_client_id[admitted.request_id] = requests
         self._schedule_pump()
-        return request.answer
+        return Choices([request.answer for request in requests])
 
     def abort(self, request_id: str) -> bool:
         """End a running request by its client's id: its answer completes with finish reason `abort`."""
-        request = self._by_client_id.get(request_id)
-        if request is None:
-            return False
-        self.finish(request, FinishReason.ABORT, "")
-        return True
+        requests = self._by_client_id.get(request_id, [])
+        for request in requests[::-1]:
+            self.finish(request, FinishReason.ABORT, "")
+        return bool(requests)
 
     @property
     def waiting(self) -> int:
-        return len(self._binder)
+        return len(self._binder) + self._held
 
     @property
     def running(self) -> int:
-        return len(self._live) - len(self._binder)
+        return len(self._live) - self.waiting
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new, let what runs end for `grace_s` seconds, then fail the rest."""
@@ -182,10 +187,23 @@ class Dispatcher:
         self._binder.leave(request.ticket)
         self._binder.ended(request.ticket, request.assembler.count)
         del self._live[request.wire_id]
-        del self._by_client_id[request.admitted.request_id]
+        if all(each.ended for each in self._by_client_id[request.admitted.request_id]):
+            del self._by_client_id[request.admitted.request_id]
         if not self._live:
             self._emptied.set()
         self._leave_workers(request)
+        self.release(request)
+
+    def release(self, request: RoutedRequest) -> None:
+        """Its prompt is cached where it can be, or it is over: the other answers begin, in its place in the queue."""
+        held, request.held = request.held, ()
+        self._held -= len(held)
+        for each in held:
+            if not each.ended:
+                each.waiting_since = time.monotonic()
+                each.ticket.start_by_s, each.ticket.slo = request.ticket.start_by_s, request.ticket.slo
+                self._binder.enter_again(each.ticket)
+                self._schedule_pump()
 
     def requeue(self, request: RoutedRequest) -> None:
         """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""

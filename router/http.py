@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -16,10 +17,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.admission import Admission, check_size
-from router.answer import Answer, Ending
+from router.answer import Ending
+from router.choices import Choices
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
-from router.openai_replies import ReplyShape, error_body, error_event, error_headers, json_error, model_card
+from router.openai_replies import ReplyShape, Whole, error_body, error_event, error_headers, json_error, model_card
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.tenants import tenant_of
 from router.token_scores import TokenScore
@@ -98,27 +100,27 @@ class _Door:
         received = EdgeStamp.now(Edge.RECEIVED)
         call = parse(await _read_body(request, self.config.max_request_bytes), received)
         tenant = tenant_of(request.headers.get("authorization", ""), self.config.api_keys)
-        answer = self.dispatcher.submit(await self.admission.admit(replace(call.ask, tenant=tenant)))
+        choices = self.dispatcher.submit(await self.admission.admit(replace(call.ask, tenant=tenant)))
         shape = ReplyShape(
             chat=chat,
-            request_id=answer.request_id,
+            request_id=choices.request_id,
             model=self.config.model_name,
             created=received.unix_nanos // 10**9,
             include_usage=call.include_usage,
             logprobs=call.ask.options.alternatives is not None,
         )
-        watch = asyncio.create_task(_close_on_disconnect(request.receive, answer))
+        watch = asyncio.create_task(_close_on_disconnect(request.receive, choices))
         stream: _AnswerStream | None = None
         try:
             if not call.stream:
-                return Response(await _collect(answer, shape), media_type=_JSON)
-            beginning = _AnswerStream(answer, shape, watch)
+                return Response(await _collect(choices, shape), media_type=_JSON)
+            beginning = _AnswerStream(choices, shape, watch)
             await beginning.begin()
             stream = beginning
             return stream
         finally:
             if stream is None:  # a stream that began lets go itself, at its end
-                _let_go(answer, watch)
+                _let_go(choices, watch)
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
@@ -138,41 +140,47 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-async def _close_on_disconnect(receive: Receive, answer: Answer) -> None:
+async def _close_on_disconnect(receive: Receive, choices: Choices) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    answer.close()
+    choices.close()
 
 
-def _let_go(answer: Answer, watch: asyncio.Task[None]) -> None:
+def _let_go(choices: Choices, watch: asyncio.Task[None]) -> None:
     watch.cancel()
-    answer.close()
+    choices.close()
 
 
-async def _collect(answer: Answer, shape: ReplyShape) -> bytes:
-    texts: list[str] = []
-    scores: list[TokenScore] = []
-    while not isinstance(event := await answer.next(), Ending):
-        texts.append(event.text)
-        scores.extend(event.scores)
-    return shape.whole("".join(texts), scores, event)
+async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
+    texts: dict[int, list[str]] = defaultdict(list)
+    scores: dict[int, list[TokenScore]] = defaultdict(list)
+    endings: dict[int, Ending] = {}
+    while not choices.over:
+        index, event = await choices.next()
+        if isinstance(event, Ending):
+            endings[index] = event
+        else:
+            texts[index].append(event.text)
+            scores[index].extend(event.scores)
+    return shape.whole([Whole("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)])
 
 
 class _AnswerStream(Response):
     """Server-sent events. Headers go out with the first event, so a request that fails before has its own status."""
 
-    def __init__(self, answer: Answer, shape: ReplyShape, watch: asyncio.Task[None]) -> None:
+    def __init__(self, choices: Choices, shape: ReplyShape, watch: asyncio.Task[None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
-        self._answer = answer
+        self._choices = choices
         self._shape = shape
         self._watch = watch
         self._first = b""
+        self._endings: dict[int, Ending] = {}
         self._over = False
 
     async def begin(self) -> None:
         """Wait for the first event; raises the request's error."""
-        self._first = self._shape.opening() + await self._next()
+        self._first = self._shape.opening(len(self._choices)) + await self._next()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -184,14 +192,16 @@ class _AnswerStream(Response):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            _let_go(self._answer, self._watch)
+            _let_go(self._choices, self._watch)
 
     async def _next(self) -> bytes:
-        event = await self._answer.next()
-        if isinstance(event, Ending):
-            self._over = True
-            return self._shape.closing(event)
-        return self._shape.piece(event.text, event.scores)
+        index, event = await self._choices.next()
+        if not isinstance(event, Ending):
+            return self._shape.piece(index, event.text, event.scores)
+        self._endings[index] = event
+        last = self._shape.ending(index, event)
+        self._over = self._choices.over
+        return last + self._shape.closing(self._endings) if self._over else last
 
     async def _next_or_error(self) -> bytes:
         try:

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from router.answer import Ending
@@ -24,6 +25,15 @@ DONE = b"data: [DONE]\n\n"
 """The last event of a stream that ended well."""
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One answer that is complete."""
+
+    text: str
+    scores: Sequence[TokenScore]
+    ending: Ending
+
+
 class ReplyShape:
     """Chat completions and text completions differ in names only."""
 
@@ -35,46 +45,57 @@ class ReplyShape:
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", "created": created, "model": model}
-        # One event a token and stream: everything but the text is made once.
-        usage = {"usage": None} if include_usage else {}
-        before, after = _dumps({**self._stream_head(), "choices": [self._choice("\x00", None)], **usage}).split(
-            '"\\u0000"'
-        )
-        self._before, self._after = f"data: {before}", f"{after}\n\n"
+        # One event a token and stream: everything but the text is made once for each choice.
+        self._around: list[tuple[str, str]] = []
 
-    def opening(self) -> bytes:
-        """The first event of a stream."""
+    def opening(self, choices: int = 1) -> bytes:
+        """The first events of a stream, one for each choice."""
+        usage = {"usage": None} if self._include_usage else {}
+        for index in range(choices):
+            whole = _dumps({**self._stream_head(), "choices": [self._choice(index, "\x00", None)], **usage})
+            before, after = whole.split('"\\u0000"')
+            self._around.append((f"data: {before}", f"{after}\n\n"))
         if not self._chat:
             return b""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._event([choice])
+        begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(self._event([{"index": index, **begun}]) for index in range(choices))
 
-    def piece(self, text: str, scores: Sequence[TokenScore]) -> bytes:
+    def piece(self, index: int, text: str, scores: Sequence[TokenScore]) -> bytes:
         """The event that carries the next text and log probabilities; empty if there are none of either."""
         if self._logprobs and (text or scores):
-            return self._event([{**self._choice(text, None), "logprobs": self._scores(scores)}])
+            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(scores)}])
         if not text:
             return b""
-        return f"{self._before}{json.dumps(text)}{self._after}".encode()
+        before, after = self._around[index]
+        return f"{before}{json.dumps(text)}{after}".encode()
 
-    def closing(self, ending: Ending) -> bytes:
-        """The last events of a stream: finish reason, usage if asked for, DONE."""
-        events = self._event([self._choice(None if self._chat else "", _FINISH[ending.finish_reason])])
-        if self._include_usage:
-            events += _sse({**self._stream_head(), "choices": [], "usage": _usage(ending)})
-        return events + DONE
+    def ending(self, index: int, ending: Ending) -> bytes:
+        """The last event of a choice: its finish reason."""
+        return self._event([self._choice(index, None if self._chat else "", _FINISH[ending.finish_reason])])
 
-    def whole(self, text: str, scores: Sequence[TokenScore], ending: Ending) -> bytes:
-        """The body of an answer that is not streamed."""
-        finish = _FINISH[ending.finish_reason]
-        logprobs = self._scores(scores) if self._logprobs else None
-        choice: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
+    def closing(self, endings: Mapping[int, Ending]) -> bytes:
+        """The last events of a stream, behind those of its choices: usage if asked for, DONE."""
+        if not self._include_usage:
+            return DONE
+        ends = [endings[index] for index in sorted(endings)]
+        return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
+
+    def whole(self, choices: Sequence[Whole]) -> bytes:
+        """The body of answers that are not streamed."""
         kind = "chat.completion" if self._chat else "text_completion"
-        return _dumps({**self._head, "object": kind, "choices": [choice], "usage": _usage(ending)}).encode()
+        made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
+        usage = _usage([each.ending for each in choices])
+        return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
+
+    def _whole_choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        finish = _FINISH[whole.ending.finish_reason]
+        logprobs = self._scores(whole.scores) if self._logprobs else None
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+        else:
+            choice["text"] = whole.text
+        return choice
 
     def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
         return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
@@ -86,8 +107,8 @@ class ReplyShape:
     def _stream_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
 
-    def _choice(self, text: str | None, finish: str | None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish}
+    def _choice(self, index: int, text: str | None, finish: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
         if self._chat:
             choice["delta"] = {} if text is None else {"content": text}
         else:
@@ -132,12 +153,15 @@ def _param(error: TandemError) -> str | None:
     return "model" if isinstance(error, NotFound) else None
 
 
-def _usage(ending: Ending) -> dict[str, Any]:
+def _usage(endings: Sequence[Ending]) -> dict[str, Any]:
+    """The prompt counts once, as the first answer found it."""
+    first = endings[0]
+    completion = sum(ending.completion_tokens for ending in endings)
     return {
-        "prompt_tokens": ending.prompt_tokens,
-        "completion_tokens": ending.completion_tokens,
-        "total_tokens": ending.prompt_tokens + ending.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": ending.cached_tokens},
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": first.prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
     }
 
 

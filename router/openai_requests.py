@@ -16,7 +16,6 @@ from wire.timeline import EdgeStamp
 
 _WITHOUT_EFFECT = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "logit_bias": ({},),
 }
 _NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
@@ -112,6 +111,7 @@ def _call(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         seed=fields.integer("seed"),
+        n=fields.integer("n"),
         stop=_stop(fields),
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),

@@ -78,10 +78,14 @@ class RequestQueue:
         """How many have something waiting."""
         return len(self._lines)
 
-    def full_for(self, tenant: str) -> bool:
-        """Whether `tenant` has as much waiting as one may."""
+    def full_with(self, others: int) -> bool:
+        """Whether it is full with so many others."""
+        return len(self._waiting) + others >= self._limit
+
+    def full_for(self, tenant: str, others: int = 0) -> bool:
+        """Whether `tenant` has as much waiting as one may, `others` of its own counted in."""
         line = self._lines.get(tenant)
-        return line is not None and line.count >= self._tenant_limit
+        return (line.count if line is not None else 0) + others >= self._tenant_limit
 
     def ahead_s(self, tenant: str, start_by_s: float) -> float:
         """Seconds of prompts that would be computed before one of `tenant` that must start by then, about: no more

@@ -40,6 +40,8 @@ class Options:
     top_logprobs: int | None = None
     """The same under the name that OpenAI's chat gives it; counts where both are given."""
     seed: int | None = None
+    n: int | None = None
+    """How many answers."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -101,6 +103,8 @@ class Admitted:
     slo: SloClass = BEST_EFFORT
     digests: tuple[bytes, ...] = ()
     """Names of the prompt's full pages, () = unknown."""
+    n: int = 1
+    """How many answers (`router/choices.py`)."""
 
     def ticket(self, wire_id: str, sequence: int, now: float) -> Ticket:
         """What policies know of it when it arrives."""
@@ -160,6 +164,8 @@ class RoutedRequest:
     """Whether its end is in the metrics."""
     generated: bool = False
     """Whether its workers have finished it and hold nothing of it."""
+    held: tuple[RoutedRequest, ...] = ()
+    """Further answers to the same request, which begin when this one's prompt is cached."""
     ended: bool = False
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 
 from router.admission import Admission, check_size
-from router.answer import Answer, Ending, Piece
+from router.answer import Ending, Piece
 from router.chat_template import ChatTurn
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
@@ -115,22 +115,23 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return tenant_of(header, self._config.api_keys)
 
     async def _answer(self, ask: Ask, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        answer = self._dispatcher.submit(await self._admission.admit(ask))
+        choices = self._dispatcher.submit(await self._admission.admit(ask))
         # A cancelled call may leave this generator suspended until it is collected; the context tells at once.
-        context.add_done_callback(lambda _: answer.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
+        context.add_done_callback(lambda _: choices.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         try:
-            while not isinstance(event := await answer.next(), Ending):
-                yield _chunk(answer, event)
-            yield _complete(answer, event)
+            while not choices.over:
+                index, event = await choices.next()
+                made = _complete(event) if isinstance(event, Ending) else _chunk(event)
+                yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
         finally:
-            answer.close()
+            choices.close()
 
 
-def _chunk(answer: Answer, piece: Piece) -> inference_pb2.GenerateResponse:
+def _chunk(piece: Piece) -> dict[str, Any]:
     chunk = inference_pb2.Chunk(
         text=piece.text, token_ids=piece.token_ids, logprobs=[_score(score) for score in piece.scores]
     )
-    return inference_pb2.GenerateResponse(request_id=answer.request_id, chunk=chunk)
+    return {"chunk": chunk}
 
 
 def _score(score: TokenScore) -> inference_pb2.TokenScore:
@@ -141,7 +142,7 @@ def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
     return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
 
 
-def _complete(answer: Answer, ending: Ending) -> inference_pb2.GenerateResponse:
+def _complete(ending: Ending) -> dict[str, Any]:
     complete = inference_pb2.Complete(
         finish_reason=convert.finish_to_proto(ending.finish_reason),
         matched_stop=ending.matched_stop,
@@ -150,7 +151,7 @@ def _complete(answer: Answer, ending: Ending) -> inference_pb2.GenerateResponse:
         cached_tokens=ending.cached_tokens,
         timeline=convert.timeline_to_proto(ending.timeline),
     )
-    return inference_pb2.GenerateResponse(request_id=answer.request_id, complete=complete)
+    return {"complete": complete}
 
 
 def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
@@ -170,6 +171,7 @@ def _options(message: inference_pb2.GenerationOptions) -> Options:
         top_p=given("top_p"),
         min_p=given("min_p"),
         seed=given("seed"),
+        n=given("n"),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,

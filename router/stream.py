@@ -28,6 +28,8 @@ class RequestOwner(Protocol):
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError) -> None: ...
 
+    def release(self, request: RoutedRequest) -> None: ...
+
     def requeue(self, request: RoutedRequest) -> None: ...
 
     def settle(self, request: RoutedRequest) -> None: ...
@@ -144,6 +146,8 @@ class EventStream:
     def _admitted(self, request: RoutedRequest) -> None:
         """The decode worker has the request for good: its lease needs no heartbeat."""
         request.lease = None
+        if request.held:
+            self._owner.release(request)
         if request.decode is not None:
             request.decode.leases.drop(request.wire_id)
         self._handed_over(request)

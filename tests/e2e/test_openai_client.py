@@ -70,6 +70,23 @@ def test_seed(client: openai.OpenAI, model: str) -> None:
     assert len({once(seed) for seed in range(2, 6)}) > 1
 
 
+def test_several_answers(client: openai.OpenAI, model: str) -> None:
+    prompt = "Once upon a time there was a lighthouse keeper who had never seen the sea by day, and"
+
+    def texts(n: int, **sampling: float) -> list[str]:
+        answer = client.completions.create(model=model, prompt=prompt, max_tokens=16, n=n, **sampling)  # type: ignore[call-overload]
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        assert answer.usage
+        assert answer.usage.prompt_tokens < 30
+        return [choice.text for choice in answer.choices]
+
+    assert texts(3, temperature=0) == 3 * texts(1, temperature=0)
+    seeded = texts(3, temperature=1.0, seed=5)
+    assert len(set(seeded)) == 3
+    assert seeded == texts(3, temperature=1.0, seed=5)
+    assert seeded[:1] == texts(1, temperature=1.0, seed=5)
+
+
 def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=model, prompt="x", max_tokens=0)

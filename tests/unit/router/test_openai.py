@@ -127,7 +127,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "top_k": 10**100}, "top_k"),
     ("chat/completions", {**CHAT, "seed": -1}, "seed"),
     ("chat/completions", {**CHAT, "stop": [1]}, "stop"),
-    ("chat/completions", {**CHAT, "n": 2}, "n"),
+    ("chat/completions", {**CHAT, "n": 99}, "n"),
     ("chat/completions", {**CHAT, "logprobs": 3}, "logprobs"),
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ("chat/completions", {**CHAT, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),

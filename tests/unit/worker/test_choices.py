@@ -1,0 +1,38 @@
+"""Further answers to a prompt that both workers have: full pages are shared, read-only, and the last one is private."""
+
+import pytest
+
+from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
+from tests.worker_pair import WorkerPair, until
+from wire.messages import SamplingParams
+from wire.timeline import Edge
+
+TWENTY = SamplingParams(20)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
+def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEngine, "asynchronous", request.param)
+
+
+@pytest.mark.parametrize("tail", [0, 1, PAGE_TOKENS - 1])
+async def test_full_pages_are_shared_and_the_last_is_private(tail: int) -> None:
+    """Each answer is drawn from all that its pages hold, and the engine refuses to write to a page that others read.
+    Each answer writes other tokens behind the prompt, so a shared last page would show in the others.
+    """
+    full = 5
+    prompt = list(range(30, 30 + full * PAGE_TOKENS + tail))
+    async with WorkerPair(pages=128, max_step_tokens=64) as pair:
+        first = pair.send("c0", prompt, TWENTY)
+        await until(lambda: Edge.DECODE_ADMITTED in first.edges)
+        computed = sum(len(row.token_ids) for batch in pair.prefill.engine.batches for row in batch.rows)
+        samplings = [SamplingParams(20, presence_penalty=0.1 * n) for n in (1, 2)]
+        others = [pair.send(f"c{n}", prompt, each) for n, each in enumerate(samplings, 1)]
+        await until(lambda: all(each.finish and each.pages for each in (first, *others)))
+        assert first.tokens == answer_to(prompt, TWENTY)
+        for heard, sampling in zip(others, samplings, strict=True):
+            assert heard.tokens == answer_to(prompt, sampling) != first.tokens
+            assert heard.pages == 1
+        again = sum(len(row.token_ids) for batch in pair.prefill.engine.batches for row in batch.rows) - computed
+        assert again == 2 * (tail or PAGE_TOKENS)
+        await pair.empty()
