@@ -281,9 +281,10 @@ class Handoff:
         )
 
     def _stats(self) -> TransferStats:
-        moved = sum(write.result().bytes for write in self._writes)
+        done = [write.result() for write in self._writes]
+        moved, nanos = sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
         pages = self._request.pages_needed - self._skipped
-        return TransferStats(moved, pages, self._backend, time.time_ns() - self._first_post)
+        return TransferStats(moved, pages, self._backend, nanos)
 
     def _emit_event(self, event: RequestEvent) -> None:
         self._emit(RoutedEvent(self._request.task.router_id, event))

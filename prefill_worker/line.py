@@ -36,7 +36,7 @@ class Waiting:
     tokens: int = 0
     """Of all of them, not launched yet; those that turn out to be cached are still counted."""
     context: int = 0
-    """Tokens of the oldest that are computed or cached: what its next chunk attends to."""
+    """Tokens of the oldest or the shortest, whichever are more, that are computed or cached: what a chunk attends to."""
 
 
 class PromptLine:
@@ -72,8 +72,9 @@ class PromptLine:
         rest = [request for request in self if request.remaining and not request.withdrawn]
         if not rest:
             return Waiting()
-        oldest = min(rest, key=_ARRIVAL)
-        return Waiting(len(rest), sum(request.remaining for request in rest), oldest.launched)
+        # These two get most of a step: a policy that counted with the shorter context would make it too long.
+        context = max(min(rest, key=_ARRIVAL).launched, min(rest, key=_REMAINING).launched)
+        return Waiting(len(rest), sum(request.remaining for request in rest), context)
 
     def plan(
         self, budget: int, max_rows: int, start: Callable[[PrefillRequest], Start]

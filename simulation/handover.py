@@ -54,7 +54,7 @@ class VirtualHandover:
         self.over = False
         self._sending: int | None = None
         self._sent = 0
-        self._first_post = self._last_landing = 0.0
+        self._moving_s = self._last_landing = 0.0
         self._bytes = 0
 
     def abort(self) -> None:
@@ -115,9 +115,10 @@ class VirtualHandover:
     def _post(self, end: int) -> float:
         """Pages up to number `end` → when they will have landed."""
         size = (end - self._sent) * self._here.page_bytes
-        self._first_post = self._first_post or self._clock.now
         self._sent, self._bytes = end, self._bytes + size
-        return self._here.wire.write(self._clock.now, size)
+        landing = self._here.wire.write(self._clock.now, size)
+        self._moving_s += landing - self._clock.now
+        return landing
 
     def _send_last(self, destination: Destination) -> None:
         if not self.over:
@@ -126,8 +127,7 @@ class VirtualHandover:
     def _deliver_there(self, destination: Destination) -> None:
         if self.over:
             return
-        nanos = round((self._clock.now - self._first_post) * 1e9)
-        stats = TransferStats(self._bytes, self._sending or 0, "virtual", nanos)
+        stats = TransferStats(self._bytes, self._sending or 0, "virtual", round(self._moving_s * 1e9))
         self._there(destination).notice(self._notice(destination, self._request.pages_needed - (self._sending or 0)))
         with self._here.visit():
             self._end()

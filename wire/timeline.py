@@ -42,7 +42,10 @@ class EdgeStamp:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What one request's KV transfer moved: bytes, pages, by which back end, and for how long (ns)."""
+    """What one request's KV transfer moved: bytes, pages, by which back end, and for how long (ns).
+
+    That is the time of all its writes: between two of them nothing moves, for as long as the next chunk is computed.
+    """
 
     bytes: int
     pages: int

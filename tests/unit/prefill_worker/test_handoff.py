@@ -156,6 +156,7 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     (routed,) = scene.events
     assert routed.event.transfer is not None
     assert (routed.event.transfer.bytes, routed.event.transfer.pages) == (300, 3)
+    assert routed.event.transfer.duration_nanos == 3, "the writes alone, not the chunks that were computed between them"
 
 
 async def test_what_decode_holds_is_not_sent() -> None:

@@ -134,7 +134,7 @@ def test_what_waits() -> None:
     first = prompts.add("first", 100)
     prompts.add("second", 50)
     prompts.step(20)
-    assert prompts.line.waiting() == Waiting(prompts=2, tokens=130, context=5)
+    assert prompts.line.waiting() == Waiting(prompts=2, tokens=130, context=15), "the shortest is the further one"
     first.withdrawn = True
     assert prompts.line.waiting() == Waiting(prompts=1, tokens=35, context=15)
     assert prompts.step() == {"second": 16}
