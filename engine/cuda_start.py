@@ -105,7 +105,7 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     trials |= stepper.draws.trials(probe.tensor.dtype)
-    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, probe.pages * probe.page_tokens)
+    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     run_side_by_side(trials, probe.tensor.device)
 

@@ -159,7 +159,7 @@ class ModelRunner:
         if progress is not None:
             progress("compiling kernels", 0.0)
         sampling = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9)
-        tokens = min(self.page_tokens, _WARM_UP_TOKENS)
+        tokens = min(self.page_tokens, _WARM_UP_TOKENS, self.facts.max_context)
         for row in (StepRow([0] * tokens, 0, [0], None), StepRow([0], 0, [0], Draw(sampling, 0))):
             self.run(StepBatch([row]))
         self.cache.tensor[0].zero_()

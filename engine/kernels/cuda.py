@@ -60,6 +60,8 @@ class CudaKernels(Kernels):
 
     @property
     def prompts_capturable(self) -> bool:
+        # Asked before anything is captured, which a thread that still uses the device would spoil.
+        self._gated_soon.result()
         return isinstance(self._prefill, FlashPrefill)
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:

@@ -1,6 +1,7 @@
 """All GPU kernels together, in whole models: the logits of the plain ones. In Triton's interpreter, or on a GPU."""
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.cuda import CudaKernels
+from engine.kernels.gated_product import GatedProduct, PlainGated
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.models.config import load_model_config
@@ -50,3 +52,23 @@ def test_logits_of_the_plain_kernels(folder: Path) -> None:
     for rows in steps:
         step = StepBatch(rows)
         torch.testing.assert_close(ours.logits(step), plain.logits(step), rtol=2e-5, atol=2e-5)
+
+
+class _Slow(Future[GatedProduct]):
+    """A choice that is made once somebody waits for it."""
+
+    def result(self, timeout: float | None = None) -> GatedProduct:
+        if not self.done():
+            self.set_result(PlainGated(pdl=False))
+        return super().result(timeout)
+
+
+def test_no_library_is_still_compiling_when_graphs_are_to_be_captured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels = CudaKernels(load_model_config(folder), device, torch.float32, 16, max_decode_rows=4)
+    compiling = _Slow()
+    monkeypatch.setattr(kernels, "_gated_soon", compiling)
+    assert not kernels.prompts_capturable
+    assert compiling.done()

@@ -41,6 +41,12 @@ def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
         ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=page_bytes - 1))
 
 
+@pytest.mark.parametrize("context", [1, 10, 17])
+def test_a_context_shorter_than_a_page(tmp_path: Path, context: int) -> None:
+    short = write_tiny_model(tmp_path / "short", "llama3", max_position_embeddings=context)
+    assert ModelRunner.load(tiny_engine_config(short)).facts.max_context == context
+
+
 def test_cache_is_zero_aligned_and_described(runner: ModelRunner) -> None:
     cache = runner.cache
     assert cache.tensor.shape == (cache.pages + 1, 3, 2, 2, 16, 16)

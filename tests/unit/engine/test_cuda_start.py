@@ -1,0 +1,48 @@
+"""The prompt that a start on a GPU compiles ahead. Nothing is launched here."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine import cuda_start
+from engine.batch import StepBatch
+from engine.compile_ahead import Trial
+from engine.config import EngineConfig
+from engine.models.shapes import shape_config
+from engine.step_packer import StepPacker, step_limits
+
+CPU = torch.device("cpu")
+PAGE = 16
+
+
+@pytest.mark.parametrize(("context", "step", "tokens"), [(100, 64, 64), (100, 500, 100), (96, 500, 96)])
+def test_the_prompt_that_is_compiled_ahead_fits_into_the_context(
+    context: int, step: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 tokens as well, where the pages of one row have room for 112."""
+    shape = replace(shape_config("qwen3-0.6b"), max_context=context, layers=1)
+    config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
+    model = cast(Any, SimpleNamespace(config=shape))
+    probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
+    packer = StepPacker(step_limits(shape, probe))
+    sizes = []
+
+    def logits(batch: StepBatch) -> None:
+        sizes.append(packer.sizes(batch))
+
+    draws = SimpleNamespace(trials=lambda dtype: {})
+    stepper = SimpleNamespace(draws=draws, logits=logits)
+
+    def run_all(trials: Mapping[str, Trial], device: torch.device) -> None:
+        for trial in trials.values():
+            trial()
+
+    monkeypatch.setattr(cuda_start, "_make_stepper", lambda *_: stepper)
+    monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
+    cuda_start._compile(config, model, probe)
+    assert [each.tokens for each in sizes] == [tokens]
