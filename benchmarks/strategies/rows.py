@@ -37,7 +37,7 @@ def strategies(workers: int) -> tuple[Strategy, ...]:
             )
             for prefill in range(1, workers)
         ),
-        Strategy(ADAPTIVE, ADAPTIVE, {"mode": "adaptive", "workers": workers}),
+        Strategy(ADAPTIVE, ADAPTIVE, {"mode": "adaptive", "workers": workers, "step_policy": "decode-priority"}),
     )
 
 
