@@ -44,7 +44,7 @@ def main() -> None:
     process = WorkerProcess(WorkerConfig("w", Role.BOTH, engine, step_deadline_s=STEP_DEADLINE_S), 1)
     process.start()
     assert process._engine is not None
-    break_prompts(process._engine.stepper, fault)
+    break_steps(process._engine.stepper, fault)
     heard = asyncio.run_coroutine_threadsafe(ask(process._worker), process._events)
     reply = {"ended": end_of(process), **describe(heard)}
     print(json.dumps(reply), flush=True)
@@ -52,15 +52,15 @@ def main() -> None:
     os._exit(0)
 
 
-def break_prompts(stepper: Any, fault: Any) -> None:
-    """Decode steps are graphs; everything else goes this way."""
-    forward = stepper._forward
+def break_steps(stepper: Any, fault: Any) -> None:
+    """However a step is launched, as a graph or kernel by kernel."""
+    compute = stepper._compute
 
     def broken(*arguments: Any) -> Any:
         fault()
-        return forward(*arguments)
+        return compute(*arguments)
 
-    stepper._forward = broken
+    stepper._compute = broken
 
 
 async def ask(worker: Any) -> RequestEvent:
