@@ -63,6 +63,15 @@ class _Link:
     prefixes: PrefixFeed
 
 
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """Whose news, of which of its steps, and when that was."""
+
+    worker: VirtualWorker
+    number: int
+    moment_s: float
+
+
 @dataclass(slots=True)
 class VirtualRouter:
     """One router; `on_end` hears of every request once."""
@@ -228,28 +237,26 @@ class VirtualRouter:
         for event in news.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
-                self._take_event(flow, flow.pair, worker, event, news.number, moment)
+                self._take_event(flow, flow.pair, event, _Heard(worker, news.number, moment))
         if not news.load.decode_requests and not news.load.prefill_tokens:
             self.clock.after(LOAD_FRESH_S, link.books.expire)
         self.pump()
 
-    def _take_event(
-        self, flow: Flow, pair: Pair, worker: VirtualWorker, event: RequestEvent, number: int, moment: float
-    ) -> None:
+    def _take_event(self, flow: Flow, pair: Pair, event: RequestEvent, heard: _Heard) -> None:
         if event.transfer is not None and pair.decode is not None:
             self.fleet.learn_transfer(self._links[pair.decode].books, event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.token_ids and event.first_index == flow.ticket.answered:
             self._links[pair.prefill].books.prompt_computed(flow.ticket.wire_id)
-            flow.outcome.firsts_s.append(moment)
+            flow.outcome.firsts_s.append(heard.moment_s)
             flow.began, flow.tokens = None, event.first_index + 1
             if event.first_index == 0:
                 flow.outcome.cached_tokens = event.cached_tokens
         elif event.token_ids:
             if flow.began is None:
-                flow.began = number - (event.first_index - flow.ticket.answered - 1)
-            self._close_piece(flow, worker, number, event)
+                flow.began = heard.number - (event.first_index - flow.ticket.answered - 1)
+            self._close_piece(flow, heard.worker, heard.number, event)
         if event.finish_reason is FinishReason.LENGTH:
             self._unbook(flow, pair)
             self._end(flow, "")

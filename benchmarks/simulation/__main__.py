@@ -9,71 +9,61 @@ import argparse
 import json
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.load import sweep
 from benchmarks.load.command import without_curves
-from benchmarks.load.slo import standard_cells
+from benchmarks.load.slo import SloCell, standard_cells
+from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.against import as_lines, compare
-from benchmarks.simulation.stage import Hardware, hardware, simulate, unloaded_step
-from benchmarks.strategies.part import Load
-from benchmarks.strategies.rows import Strategy, chosen, strategies
+from benchmarks.simulation.stage import Stage, hardware
+from benchmarks.strategies.part import Load, joined
+from benchmarks.strategies.rows import ADAPTIVE, Strategy, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from simulation.network import Network
-from wire.errors import TandemError
+from wire.errors import InvalidArgument, TandemError
+
+ADAPTIVE_ROW, ALL, NONE = "adaptive", "all", "none"
 
 
-def simulate_row(
-    row: Strategy, offer: Offer, machine: Hardware, network: Network, step_s: float, arguments: argparse.Namespace
-) -> list[Load]:
-    """The loads of one row under one workload, by rising rate up to the knee."""
-    loads: list[Load] = []
-    first = offer.first_rate * arguments.workers
-    while (rate := sweep.next_rate(first, [_goodput(load) for load in loads])) is not None:
-        try:
-            loads.append(_load(row, offer, rate, len(loads), machine, network, step_s, arguments))
-        except TandemError:
-            if not loads:
-                raise
-            break  # the trace is over: every row ends at the same rate
-    return loads
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """Simulates rows of the table; goes to other processes."""
 
+    stage: Stage
+    cells: Sequence[SloCell]
+    arguments: argparse.Namespace
 
-def _load(
-    row: Strategy,
-    offer: Offer,
-    rate: float,
-    number: int,
-    machine: Hardware,
-    network: Network,
-    step_s: float,
-    arguments: argparse.Namespace,
-) -> Load:
-    """With `--ask cell`, each cell is judged in a load of its own whose requests name its class."""
-    workload = replace(offer.source.at(rate, arguments.seconds, arguments.seed), seed=arguments.seed + number)
-    cells = standard_cells(step_s)
+    def loads(self, row: Strategy, offer: Offer) -> list[Load]:
+        """Of one row under one workload, by rising rate up to the knee, or as far as a trace goes."""
+        loads: list[Load] = []
+        first = offer.first_rate * self.arguments.workers
+        while (rate := sweep.next_rate(first, [_goodput(load) for load in loads])) is not None:
+            try:
+                loads.append(self._load(row, offer, rate))
+            except InvalidArgument:
+                if not loads:
+                    raise
+                break
+        return loads
 
-    def under(slo: SloClass) -> Load:
-        report, cluster = simulate(machine, row.settings, workload, cells, slo, network, arguments.drain_seconds)
+    def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
+        """With a load for each cell if its requests name classes, as in `benchmarks.strategies`."""
+        asks = self.arguments.ask == ALL or (self.arguments.ask == ADAPTIVE_ROW and row.kind == ADAPTIVE)
+        classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if asks else [BEST_EFFORT]
+        workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
+        return joined({slo.name: self._of_class(row, workload, slo) for slo in classes})
+
+    def _of_class(self, row: Strategy, workload: Workload, slo: SloClass) -> Load:
+        report, cluster = self.stage.simulate(row.settings, workload, self.cells, slo)
         foresight = cluster.router.foresight
         errors = {name: round(getattr(foresight, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
         busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
         return {**report.as_result(), "foresight": errors, "busy": busy}
-
-    load = under(BEST_EFFORT)
-    if arguments.ask == "cell":
-        each = {slo.name: under(slo) for slo in DEFAULT_CLASSES if slo.has_targets}
-        load["goodput"] = {name: asked["goodput"][name] for name, asked in each.items()}
-        load["asked"] = {name: {key: asked[key] for key in _ASKED} for name, asked in each.items()}
-    return load
-
-
-_ASKED = ("ttft_ms", "gap_ms", "errors", "served_by", "foresight", "busy")
 
 
 def _goodput(load: Load) -> sweep.Goodput:
@@ -91,7 +81,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ask", choices=("none", "cell"), default="none", help="which class requests name")
+    parser.add_argument("--ask", choices=(ADAPTIVE_ROW, ALL, NONE), default=ADAPTIVE_ROW, help="rows that name classes")
     parser.add_argument("--costs", type=Path, default=None, help="JSON with the fields of CostParameters")
     parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
     parser.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each worker")
@@ -109,12 +99,13 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     rows = chosen(strategies(arguments.workers), arguments.only)
     wanted = [each for each in arguments.workloads.split(",") if each]
     found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
-    step_s = unloaded_step(machine, network)
-    one = partial(simulate_row, machine=machine, network=network, step_s=step_s, arguments=arguments)
+    stage = Stage(machine, network, arguments.drain_seconds)
+    step_s = stage.unloaded_step()
+    simulated = Simulated(stage, standard_cells(step_s), arguments)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
-        running = {offer.name: [pool.submit(one, row, offer) for row in rows] for offer in found}
+        running = {offer.name: [pool.submit(simulated.loads, row, offer) for row in rows] for offer in found}
         for name, futures in running.items():
             measured = {row: future.result() for row, future in zip(rows, futures, strict=True)}
             tables[name] = table = figures(make_rows(measured))

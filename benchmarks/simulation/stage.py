@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.report import LoadReport, make_report
 from benchmarks.load.slo import SloCell
-from benchmarks.load.workload import Arrival, Workload
+from benchmarks.load.workload import Arrival, Block, Workload
 from benchmarks.simulation.chunks import Chunks
 from cluster.config import ClusterConfig
 from cluster.roles import plan
@@ -19,7 +19,7 @@ from engine.models.config import ModelConfig
 from engine.models.shapes import shape_config
 from router.config import RouterConfig
 from router.placement import Mode
-from router.slo import SloClass
+from router.slo import BEST_EFFORT, SloClass
 from simulation.cluster import VirtualCluster
 from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
@@ -142,21 +142,34 @@ def make_requests(workload: Workload, page_tokens: int, slo: SloClass) -> list[L
     return requests
 
 
-def simulate(
-    machine: Hardware,
-    settings: Mapping[str, object],
-    workload: Workload,
-    cells: Sequence[SloCell],
-    slo: SloClass,
-    network: Network,
-    drain_s: float,
-) -> tuple[LoadReport, VirtualCluster]:
-    """A load through a fresh cluster → the report a measured one gets, and the cluster as it was left."""
-    fitted = workload.fitted(machine.model.max_context)
-    cluster = make_cluster(machine, settings, network, classes=() if slo.name in _DEFAULT_NAMES else (slo,))
-    requests = make_requests(fitted, machine.page_tokens, slo)
-    outcomes = cluster.run(requests, fitted.seconds + drain_s)
-    return make_report(fitted, records(requests, outcomes, network, fitted.seconds + drain_s), cells, 1.0), cluster
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where loads are simulated; answers may take `drain_s` seconds after the last request was due."""
+
+    machine: Hardware
+    network: Network
+    drain_s: float = 30.0
+
+    def simulate(
+        self, settings: Mapping[str, object], workload: Workload, cells: Sequence[SloCell], slo: SloClass = BEST_EFFORT
+    ) -> tuple[LoadReport, VirtualCluster]:
+        """A load through a fresh cluster → the report a measured one gets, and the cluster as it was left."""
+        fitted = workload.fitted(self.machine.model.max_context)
+        cluster = make_cluster(
+            self.machine, settings, self.network, classes=() if slo.name in _DEFAULT_NAMES else (slo,)
+        )
+        requests = make_requests(fitted, self.machine.page_tokens, slo)
+        end_s = fitted.seconds + self.drain_s
+        outcomes = cluster.run(requests, end_s)
+        return make_report(fitted, records(requests, outcomes, self.network, end_s), cells, 1.0), cluster
+
+    def unloaded_step(self) -> float:
+        """Seconds of a decode step when there is nothing else to do: the mean gap of a lone answer behind its first."""
+        settings = {"mode": "disaggregated", "prefill": 1, "decode": 1}
+        lone = Workload("lone", 1.0, 1.0, 0, (Arrival(0.0, (Block(0, LONE_PROMPT),), LONE_TOKENS),))
+        report, _ = self.simulate(settings, lone, ())
+        moments = report.records[0].token_s[1:]
+        return (moments[-1] - moments[0]) / (len(moments) - 1)
 
 
 _DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
@@ -194,18 +207,3 @@ def records(
             )
         )
     return found
-
-
-def unloaded_step(machine: Hardware, network: Network) -> float:
-    """Seconds of a decode step when there is nothing else to do: the mean gap of a lone answer behind its first."""
-    settings = {"mode": "disaggregated", "prefill": 1, "decode": 1}
-    arrival = Workload("lone", 1.0, 1.0, 0, (_lone(),))
-    report, _ = simulate(machine, settings, arrival, (), ClusterConfig(Path("any")).slo_classes[-1], network, 60.0)
-    moments = report.records[0].token_s[1:]
-    return (moments[-1] - moments[0]) / (len(moments) - 1)
-
-
-def _lone() -> Arrival:
-    from benchmarks.load.workload import Block
-
-    return Arrival(0.0, (Block(0, LONE_PROMPT),), LONE_TOKENS)
