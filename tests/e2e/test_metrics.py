@@ -57,6 +57,15 @@ def ask(cluster: Any, tokens: int, **fields: Any) -> None:
         assert list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
 
 
+def outcome(cluster: Any, tokens: int, **fields: Any) -> str:
+    """`done`, or the status of a refusal."""
+    try:
+        ask(cluster, tokens, **fields)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "done"
+
+
 @dataclass
 class Traffic:
     before: Scraped
@@ -101,30 +110,48 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
     assert traffic.grown("engine_step_tokens_total", half="decode") == tokens - requests
     assert traffic.grown("request_queue_time_seconds_count") == requests
     handed_over = sum(tokens > 1 for tokens in ANSWER_TOKENS)
-    assert traffic.grown("kv_transfer_seconds_count", role="prefill") == handed_over
-    assert traffic.grown("kv_transfer_bytes_total", role="prefill") > 0
+    assert traffic.grown("kv_transfer_seconds_count") == handed_over
+    assert traffic.grown("kv_transfer_bytes_total") > 0
     assert traffic.grown("request_transfer_time_seconds_count") == handed_over
     assert traffic.grown("kv_transfer_failures_total") == 0
-    assert traffic.grown("prefix_cache_hits_tokens_total", role="prefill") > 0
+    assert traffic.grown("prefix_cache_hits_tokens_total") > 0
     assert traffic.grown("placements_total") == requests
     assert traffic.after.total("goodput_requests_per_second", slo_class="best_effort") > 0
 
 
+def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any]) -> None:
+    """Whatever this machine could keep of its promises: each request is in one outcome, and refusals are shed."""
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    before = scrape(cluster)
+    seen = [outcome(cluster, 3, slo_class=name) for name in ("strict", "balanced", "quick") for _ in range(2)]
+    growth = Traffic(before, scrape(cluster), cluster).grown
+    judged = sum(growth("slo_requests_total", outcome=each) for each in ("met", "missed_ttft", "missed_itl"))
+    assert judged == seen.count("done")
+    assert growth("slo_requests_total", outcome="shed") == seen.count("RESOURCE_EXHAUSTED")
+    assert growth("slo_requests_total", outcome="met") == judged + seen.count("RESOURCE_EXHAUSTED") - growth(
+        "slo_missed_total"
+    )
+    for name in ("strict", "balanced", "quick"):
+        assert growth("slo_requests_total", slo_class=name) == 2
+
+
 def test_gauges_make_sense(traffic: Traffic) -> None:
-    after = traffic.after
-    for role in ("prefill", "decode"):
-        pages = after.total("kv_pages", role=role) - after.total("kv_pages", role=role, state="promised")
-        sizes = {member.worker_id: member.pages_total for member in traffic.cluster.members()}
-        assert pages == sizes[f"{role}-0"]
-        assert 0 < after.total("model_bandwidth_utilization_ratio", role=role) < 10
-        assert 0 < after.total("model_flops_utilization_ratio", role=role) < 10
-        assert after.total("worker_ready", role=role) == 1
-        assert after.total("process_up", role=role) == 1
-    assert after.total("metrics_target_up") == 3
-    assert after.total("process_restarts_total") == 0
+    after, cluster = traffic.after, traffic.cluster
+    for member in cluster.members():
+        me = {"worker": member.worker_id, "role": member.role}
+        pages = after.total("kv_pages", **me) - after.total("kv_pages", state="promised", **me)
+        assert pages == member.pages_total
+        assert 0 < after.total("model_bandwidth_utilization_ratio", **me) < 10
+        assert 0 < after.total("model_flops_utilization_ratio", **me) < 10
+        assert after.total("worker_ready", **me) == after.total("process_up", **me) == 1
+        assert after.total("worker_info", device=member.device, dtype="float32", **me) == 1
+        assert after.total("kv_transport_info", **me) == 1
+        assert after.total("engine_graph_steps_total", graph="hit", **me) == 0
+    assert all(labels["transport"].startswith("UCX write") for labels, _ in after.samples["tandem_kv_transport_info"])
+    kept = (cluster.router(), *cluster.workers())
+    assert after.total("metrics_target_up") == after.total("process_up") == len(kept) == 3
+    assert after.total("process_restarts_total") == sum(each.restarts for each in kept)
     assert after.total("num_requests_running", role="router") == after.total("num_requests_waiting", role="router") == 0
-    transports = {labels["transport"] for labels, _ in after.samples["tandem_kv_transport_info"]}
-    assert all(transport.startswith("UCX write") for transport in transports)
 
 
 def test_cardinality_is_bounded(traffic: Traffic) -> None:
