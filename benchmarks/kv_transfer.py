@@ -140,6 +140,7 @@ async def handovers(client: Client, settings: Settings) -> Figures:
         f"prefill_without_transfer_ms_{prompt}": _median(alone),
         "prefill_with_over_without_transfer": round(statistics.median(prefill) / statistics.median(alone), 4),
         "decode_step_ms": _median([gap for a in answers for gap in a.gaps_ms[1:]]),
+        f"last_pages_sent_ms_{prompt}": _median([a.ms(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED) for a in answers]),
         "handovers_ms": [round(each, 3) for each in handover],
     }
     print(json.dumps(found), flush=True)

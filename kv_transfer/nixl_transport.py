@@ -32,7 +32,7 @@ from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 
-LISTEN_S = 0.3e-3
+LISTEN_S = 0.15e-3
 REST_S = 0.1
 LOOK_GAP_S = 0.1
 """Looks that lie further apart do not count as listening."""
