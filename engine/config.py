@@ -28,6 +28,6 @@ class EngineConfig:
     random_weights: bool = False
     """Whether weights are drawn at random instead of read: the model's folder then needs nothing but config.json."""
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU are replayed as CUDA graphs; off only to measure what they bring."""
+    """Whether steps on a GPU are replayed as CUDA graphs, where one fits; off only to measure what they bring."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""

@@ -1,9 +1,12 @@
 """From loaded weights to an engine that is ready on a GPU: measure, size the cache, capture the graphs."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache, page_bytes
@@ -22,6 +25,7 @@ from engine.step_packer import StepPacker, step_limits
 from engine.token_draws import TokenDraws
 from engine.weights.checkpoint import Progress
 from wire.ending import pages_for
+from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -57,9 +61,10 @@ def start_on_gpu(
 ) -> tuple[PagedCache, CudaStepper]:
     """The cache, as large as the settings allow, and the stepper over it with its graphs captured.
 
-    InvalidArgument, naming the setting to change, if there is not enough memory.
+    InvalidArgument, naming the setting to change, if there is not enough memory, or if the GPU is too small for the
+    model's kernels.
     """
-    with naming_the_setting(device):
+    with naming_the_setting(device), _refusing_small_gpus(device):
         probe = _one_row(config, model, page_tokens, dtype, device)
         _compile(config, model, probe)
         steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
@@ -72,6 +77,19 @@ def start_on_gpu(
         stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
+
+
+@contextlib.contextmanager
+def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
+    """Tiles are measured on the largest GPUs; those of the same generation for other purposes hold less."""
+    try:
+        yield
+    except OutOfResources as error:
+        raise InvalidArgument(
+            "device",
+            f"{device} is too small for this model's kernels: they need {error.required} of {error.name}, it has"
+            f" {error.limit}; use a data center's GPU (A100, H100, H200 or newer), or cpu.",
+        ) from error
 
 
 def _one_row(

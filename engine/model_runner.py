@@ -134,7 +134,10 @@ class ModelRunner:
             return self.stepper.launch(batch)
 
     def logits(self, batch: StepBatch) -> Tensor:
-        """As `run`, but the logits [rows with a draw, vocab] themselves, in the model's dtype, on the device."""
+        """As `run`, but the logits [rows with a draw, vocab] themselves, in the model's dtype, on the device.
+
+        They are good until the next step.
+        """
         with torch.inference_mode():
             logits = self.stepper.logits(batch)
             if logits is None:

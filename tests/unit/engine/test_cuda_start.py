@@ -1,4 +1,4 @@
-"""The prompt that a start on a GPU compiles ahead. Nothing is launched here."""
+"""A start on a GPU: what is compiled ahead, and what it refuses. Nothing is launched here."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine import cuda_start
 from engine.batch import StepBatch
@@ -15,6 +16,7 @@ from engine.compile_ahead import Trial
 from engine.config import EngineConfig
 from engine.models.shapes import shape_config
 from engine.step_packer import StepPacker, step_limits
+from wire.errors import InvalidArgument
 
 CPU = torch.device("cpu")
 PAGE = 16
@@ -46,3 +48,13 @@ def test_the_prompt_that_is_compiled_ahead_fits_into_the_context(
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
     assert [each.tokens for each in sizes] == [tokens]
+
+
+def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise OutOfResources(147_968, 101_376, "shared memory")
+
+    monkeypatch.setattr(cuda_start, "_one_row", too_large)
+    nothing = cast(Any, None)
+    with pytest.raises(InvalidArgument, match=r"cpu is too small .* 147968 of shared memory, it has 101376; use"):
+        cuda_start.start_on_gpu(EngineConfig(Path()), nothing, PAGE, torch.float32, CPU, progress=None)
