@@ -191,6 +191,7 @@ class Handoff:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
         self._skipped = needed - len(remote)
         sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
+        token_hash = hash_token_ids(self._request.task.prompt_token_ids)  # takes long, so while chunks are computed
         sent = await self._write_while_computing(destination, permission, sums)
         if not self._goes_on():
             return
@@ -198,7 +199,6 @@ class Handoff:
         if sent < last:
             await self._post(destination, permission, sent, last, None)
         sums.begin(self._request.pages, sent, needed)
-        token_hash = hash_token_ids(self._request.task.prompt_token_ids)
         await self._quiet()
         notice = self._notice(destination, token_hash, await self._summed(sums))
         await self._post(destination, permission, last, needed, notice)

@@ -152,6 +152,10 @@ class Outbox:
             stream = self._streams.get(some.router_id)
             if stream is not None:
                 stream.tokens.append(some.tokens)
+        # Behind what the step's end sets going: hand-overs post their last pages before this thread writes messages.
+        self._events.call_soon(self._send_step)
+
+    def _send_step(self) -> None:
         changes = self._changes()
         for stream in self._streams.values():
             if changes is not None and stream.prefixes:
