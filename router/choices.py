@@ -44,13 +44,14 @@ class Choices:
 
     def __init__(self, answers: Sequence[Answer]) -> None:
         self.request_id = answers[0].request_id
-        self._answers = answers
+        self.answers = answers
+        """In the order of their numbers."""
         self._open = dict.fromkeys(range(len(answers)))
         self._reading: dict[int, asyncio.Task[Piece | Ending]] = {}
 
     def __len__(self) -> int:
         """How many answers."""
-        return len(self._answers)
+        return len(self.answers)
 
     @property
     def over(self) -> bool:
@@ -61,7 +62,7 @@ class Choices:
         """The next piece of any answer that is not over, or its ending; raises the first `TandemError` of any of them,
         `Cancelled` once it is closed.
         """
-        index, event = await (self._alone() if len(self._answers) == 1 else self._any())
+        index, event = await (self._alone() if len(self.answers) == 1 else self._any())
         if isinstance(event, Ending):
             del self._open[index]
         return index, event
@@ -74,16 +75,16 @@ class Choices:
                 task.exception()  # looked at, or asyncio logs it
             task.cancel()
         # The first goes last: the others may wait for it.
-        for answer in reversed(self._answers):
+        for answer in reversed(self.answers):
             answer.close()
 
     async def _alone(self) -> tuple[int, Piece | Ending]:
-        return 0, await self._answers[0].next()
+        return 0, await self.answers[0].next()
 
     async def _any(self) -> tuple[int, Piece | Ending]:
         for index in self._open:
             if index not in self._reading:
-                self._reading[index] = asyncio.ensure_future(self._answers[index].next())
+                self._reading[index] = asyncio.ensure_future(self.answers[index].next())
         reading = self._reading
         await asyncio.wait(reading.values(), return_when=asyncio.FIRST_COMPLETED)
         # In the order in which they were asked: who was read goes behind the others.

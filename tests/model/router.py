@@ -9,6 +9,7 @@ from pathlib import Path
 
 from router.answer import Answer, Ending
 from router.answer_text import TextJob
+from router.choices import Choices
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.placement import LeastLoaded
@@ -160,15 +161,16 @@ class RouterProcess:
         now = EdgeStamp.now(Edge.RECEIVED)
         admitted = Admitted(client.name, tuple(client.prompt), client.sampling, (), 0, (now,))
         try:
-            client.answer = self.dispatcher.submit(admitted)
+            choices = self.dispatcher.submit(admitted)
+            (client.answer,) = choices.answers
         except TandemError as error:
             client.error = error
         else:
-            asyncio.get_running_loop().create_task(self._read(client, client.answer))
+            asyncio.get_running_loop().create_task(self._read(client, choices))
 
-    async def _read(self, client: Client, answer: Answer) -> None:
+    async def _read(self, client: Client, choices: Choices) -> None:
         try:
-            while not isinstance(piece := await answer.next(), Ending):
+            while not isinstance(piece := (await choices.next())[1], Ending):
                 client.tokens += piece.token_ids
             if not client.left:
                 client.ending = piece
@@ -176,7 +178,7 @@ class RouterProcess:
             if not client.left:
                 client.error = error
         finally:
-            answer.close()
+            choices.close()
 
 
 def finish_reason(client: Client) -> FinishReason:
