@@ -206,7 +206,7 @@ async def measure(plan: Plan, policy: PolicyName, *, joining: bool, temperature:
 _TIMED = (
     (StepScheduler, "plan", "plan"),
     (StepScheduler, "apply", "applied"),
-    (StepMeter, "end", "learned"),
+    (StepMeter, "learn", "learned"),
     (Outbox, "publish", "outbox"),
 )
 

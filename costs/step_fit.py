@@ -6,8 +6,9 @@ Recursive least squares of relative errors (a step of 4 ms counts as much as one
   - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
   - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
     become usual, and the fit follows faster
-  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike, and
-    the scheduler has other things to do
+  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike
+  - after the first steps some are learned from together, as the scheduler has other things to do: to note a step takes
+    microseconds, to solve for the coefficients a hundred
 
 Recursive least squares with exponential forgetting: Ljung and Söderström, Theory and Practice of Recursive
 Identification, 1983. Bounds on the residuals: Huber, Robust Estimation of a Location Parameter, 1964.
@@ -32,7 +33,11 @@ GOOD_ERROR = 0.05
 OUTLIER = 4.0
 """Times the usual relative error, beyond which an error counts no more than that."""
 LEARN_EVERY = 8
-"""One in so many steps without prompts is learned from while predictions are good."""
+"""One in so many steps without prompts is learned from while predictions are good; so many steps are learned from at
+once.
+"""
+AT_ONCE = 64
+"""The first steps, each of which is learned from when it ends."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
@@ -51,7 +56,7 @@ class StepFit:
 
     def __init__(self, guess: CostParameters = UNMEASURED) -> None:
         self.parameters = replace(guess, error=0.0, observed=0)
-        """The newest, never changed in place."""
+        """The newest that are told, never changed in place."""
         values, scale = _values(guess), _values(UNMEASURED)
         scale[:2] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
@@ -62,10 +67,16 @@ class StepFit:
         self._usual = 1.0
         self._alike = 0
         """Steps that were not learned from since one was."""
+        self._cost = StepCost(self.parameters)
+        self._error = 0.0
+        self._observed = 0
+        self._rows: list[list[float]] = []
+        """Of the equations row · coefficients = target that are not solved yet, in parts of the reference."""
+        self._targets: list[float] = []
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """A step with this work took so long; one with nothing in it, or no time, tells nothing."""
-        predicted = StepCost(self.parameters).seconds(work)
+        predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
             return
         # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
@@ -74,40 +85,46 @@ class StepFit:
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
         self._alike = 0 if work.prefill_tokens or self._usual > GOOD_ERROR else (self._alike + 1) % LEARN_EVERY
         if not self._alike:
-            self._learn(self._parts(work) / reference, predicted / reference + min(max(surprise, -edge), edge))
+            self._rows.append([amount / reference for amount in self._amounts(work)])
+            self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
+        self._observed += 1
+        error = min(abs(predicted - seconds) / seconds, 1.0)
+        self._error += max(_ERROR_PART, 1 / self._observed) * (error - self._error)
+        if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
+            self._learn()
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
-        self._tell(min(abs(predicted - seconds) / seconds, 1.0))
 
-    def _learn(self, row: _Vector, target: float) -> None:
-        """`row` · coefficients should be `target`."""
+    def _learn(self) -> None:
+        """From what was noted, and tell."""
+        known = self.parameters
+        base, prompt_base, token, pair, row, context = _seconds(known)
+        if self._rows:
+            self._solve(np.array(self._rows) * self._scale, np.array(self._targets))
+            self._rows, self._targets = [], []
+            base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
+        self.parameters = CostParameters(
+            base, prompt_base, token, pair, row, context, known.free_tokens, self._error, self._observed
+        )
+        self._cost = StepCost(self.parameters)
+
+    def _solve(self, rows: _Vector, targets: _Vector) -> None:
+        """`rows` · coefficients should be `targets`."""
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
-        keep = np.where(row > 0, np.sqrt(1 - forget), 1.0)
+        keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
         information *= keep[:, None] * keep
         information += np.diag((1 - keep * keep) * _GUESS_INFORMATION)
-        wanted = information @ self._free + target * row
-        information += row[:, None] * row
+        wanted = information @ self._free + targets @ rows
+        information += rows.T @ rows
         found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
         self._free = found
         self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)
 
-    def _tell(self, error: float) -> None:
-        known = self.parameters
-        observed = known.observed + 1
-        mean = known.error + max(_ERROR_PART, 1 / observed) * (error - known.error)
-        if self._alike:
-            base, prompt_base, token, pair, row, context = _seconds(known)
-        else:
-            base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
-        self.parameters = CostParameters(
-            base, prompt_base, token, pair, row, context, known.free_tokens, mean, observed
-        )
-
-    def _parts(self, work: StepWork) -> _Vector:
-        """Seconds that each coefficient of 1 stands for."""
+    def _amounts(self, work: StepWork) -> tuple[float, ...]:
+        """Of each part, in the coefficients' order."""
         prompts = work.prefill_tokens
         free = max(0, self.parameters.free_tokens - work.decode_rows)
-        amounts = (
+        return (
             1.0,
             1.0 if prompts else 0.0,
             max(0, prompts - free),
@@ -115,7 +132,6 @@ class StepFit:
             work.decode_rows,
             work.decode_context_tokens,
         )
-        return np.array(amounts) * self._scale
 
 
 def _values(parameters: CostParameters) -> _Vector:

@@ -175,7 +175,7 @@ class StepLoop:
 
     def _postprocess(self, step: _Step) -> None:
         result = step.result()
-        self._meter.end(step.work, step.began)
+        seconds = self._meter.end(step.began)
         with self._hands:
             if self._given_up:
                 return
@@ -183,3 +183,4 @@ class StepLoop:
             news = self._scheduler.apply(step.work, result)
             self._publish(self.steps, news.events, news.tokens)
             self._prefill.announce()
+        self._meter.learn(step.work, seconds)

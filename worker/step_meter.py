@@ -57,9 +57,13 @@ class StepMeter:
         """Now: give it back with the step's end."""
         return self._clock()
 
-    def end(self, work: StepWork, began: float) -> None:
-        """The results of a step with this work are here."""
+    def end(self, began: float) -> float:
+        """The results of a step are here → how many seconds it took; `learn` of it when nobody waits any more."""
         now = self._clock()
         seconds, self._last_end = now - max(began, self._last_end), now
+        return seconds
+
+    def learn(self, work: StepWork, seconds: float) -> None:
+        """A step with this work took so long."""
         self._fit.observe(work, seconds)
         self.tell(work, seconds)

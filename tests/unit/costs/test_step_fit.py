@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from costs.step_cost import CostParameters, StepCost, StepWork
-from costs.step_fit import StepFit
+from costs.step_fit import AT_ONCE, LEARN_EVERY, StepFit
 
 TRUE = CostParameters(
     base_s=4e-3, prompt_base_s=4e-4, token_s=2.4e-5, pair_s=4e-10, row_s=8e-6, context_s=3e-8, free_tokens=160
@@ -128,3 +128,14 @@ def test_nothing_tells_nothing() -> None:
     fit.observe(StepWork(decode_rows=1), 0.0)
     assert fit.parameters is before
     assert StepFit(replace(GUESS, error=0.5, observed=7)).parameters == before
+
+
+def test_later_steps_are_learned_from_together() -> None:
+    fit = StepFit(GUESS)
+    play(fit, TRUE, mixed, AT_ONCE)
+    told = fit.parameters
+    play(fit, TRUE, mixed, LEARN_EVERY - 1, seed=1)
+    assert fit.parameters is told
+    play(fit, TRUE, mixed, 1, seed=2)
+    assert fit.parameters.observed == AT_ONCE + LEARN_EVERY
+    assert fit.parameters.token_s != told.token_s

@@ -3,7 +3,16 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from wire.messages import RequestEvent, RequestRef, RoutedEvent, StepEvents, WorkerLoad
+from wire.messages import (
+    FinishReason,
+    RequestEvent,
+    RequestRef,
+    RoutedEvent,
+    RoutedTokens,
+    StepEvents,
+    StepTokens,
+    WorkerLoad,
+)
 from wire.prefixes import PrefixChanges
 from worker.outbox import PREFIX_BATCHES_MAX, Outbox, RouterStream
 
@@ -12,6 +21,11 @@ LOAD = WorkerLoad(0, 0, 0, 0, 8)
 
 def event(name: str) -> RequestEvent:
     return RequestEvent(RequestRef(name, 1))
+
+
+def tokens(index: int, *names: str) -> StepTokens:
+    """One more token, number `index`, for each of these requests."""
+    return StepTokens(names, [1] * len(names), [index] * len(names), range(100 + index, 100 + index + len(names)))
 
 
 class Office:
@@ -58,6 +72,49 @@ async def test_a_slow_reader_gets_several_steps_as_one_message() -> None:
         office.outbox.publish(step, [RoutedEvent("1", event(str(step)))])
     await asyncio.sleep(0)
     assert await anext(messages) == StepEvents(3, (event("1"), event("2"), event("3")), LOAD)
+
+
+async def test_tokens_of_a_step_go_to_their_router_behind_its_events() -> None:
+    office = Office()
+    (one, _), (two, _) = await read(office.outbox.attach("1")), await read(office.outbox.attach("2"))
+    some, others, lost = tokens(3, "a", "b"), tokens(5, "c"), tokens(0, "d")
+    routed = [RoutedTokens("1", some), RoutedTokens("2", others), RoutedTokens("3", lost)]
+    office.outbox.publish(7, [RoutedEvent("2", event("z"))], routed)
+    assert await anext(one) == StepEvents(7, (), LOAD, tokens=(some,))
+    second = await anext(two)
+    assert second == StepEvents(7, (event("z"),), LOAD, tokens=(others,))
+    assert [each.ref.request_id for each in second.each()] == ["z", "c"]
+
+
+async def test_a_slow_reader_gets_tokens_before_what_came_later() -> None:
+    """The end of an answer must not overtake its tokens, nor later tokens the ones before."""
+    office = Office()
+    messages, _ = await read(office.outbox.attach("1"))
+    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a", "b"))])
+    office.outbox.publish(2, [], [RoutedTokens("1", tokens(4, "a", "b"))])
+    end = RequestEvent(RequestRef("a", 1), 5, (9,), FinishReason.STOP)
+    office.outbox.publish(3, [RoutedEvent("1", end)], [RoutedTokens("1", tokens(5, "b"))])
+    office.outbox.publish(4, [], [RoutedTokens("1", tokens(6, "b"))])
+    await asyncio.sleep(0)
+    message = await anext(messages)
+    assert message.step == 4
+    assert message.tokens == (tokens(5, "b"), tokens(6, "b"))
+    heard = [(each.ref.request_id, each.first_index, each.finish_reason) for each in message.each()]
+    assert [index for name, index, _ in heard if name == "a"] == [3, 4, 5]
+    assert [index for name, index, _ in heard if name == "b"] == [3, 4, 5, 6]
+    assert [reason for name, _, reason in heard if name == "a"] == [None, None, FinishReason.STOP]
+
+
+async def test_an_event_between_steps_comes_behind_tokens_that_wait() -> None:
+    office = Office(grace_s=60.0)
+    office.outbox.expect("1")
+    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
+    await asyncio.sleep(0)
+    office.outbox.post(RoutedEvent("1", RequestEvent(RequestRef("a", 1), 4, preempted=True)))
+    office.outbox.publish(2, [], [RoutedTokens("1", tokens(3, "b"))])
+    await asyncio.sleep(0)
+    _, first = await read(office.outbox.attach("1"))  # takes over what the stream that was expected had
+    assert [(each.ref.request_id, each.first_index) for each in first.each()] == [("a", 3), ("a", 4), ("b", 3)]
 
 
 async def test_a_router_is_gone_with_its_stream() -> None:

@@ -38,7 +38,7 @@ def play(marks: list[tuple[float, float]]) -> list[float]:
         clock.now = launched
         began = meter.begin()
         clock.now = ended
-        meter.end(WORK, began)
+        meter.learn(WORK, meter.end(began))
     return seen.seconds
 
 
@@ -68,7 +68,7 @@ def test_predictions_follow_what_was_measured() -> None:
     for _ in range(50):
         began = meter.begin()
         clock.now += 0.003
-        meter.end(WORK, began)
+        meter.learn(WORK, meter.end(began))
         clock.now += 1.0
     assert meter.cost().seconds(WORK) == pytest.approx(0.003, rel=0.05)
     assert meter.parameters.observed == 50
