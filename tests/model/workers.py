@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from costs.answer_length import SEEN_MIN
 from engine.config import EngineConfig
 from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
@@ -104,10 +105,17 @@ class WorkerProcess:
         )
         self._prolong = self.worker.admission.prolong
         self.worker.admission.prolong = self._watch_renewals  # type: ignore[method-assign]
+        self._expect_short_answers()
         self._abort = self.worker.admission.abort
         self.worker.admission.abort = self._watch_abort  # type: ignore[method-assign]
         self.servicer = WorkerServicer(self.worker, self.worker.drain)
         self.worker.start()
+
+    def _expect_short_answers(self) -> None:
+        """So that most outgrow what was expected of them, and some give way to others."""
+        for limit in (1, 2, 4, 8):
+            for _ in range(SEEN_MIN):
+                self.worker.admission._room._lengths.learn(limit, 1)
 
     @property
     def loop(self) -> LoopByHand:
