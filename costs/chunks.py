@@ -1,6 +1,6 @@
 """How prompts share steps with decode rows, as worker and router both count on it."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from costs.step_cost import StepCost
 from wire.messages import Duty
@@ -16,8 +16,17 @@ SPARE_STEPS = 2.0
 """Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
+def gap_target(cost: StepCost, asked_s: float | None, rows: int, context_tokens: int) -> float:
+    """How long a step with so many decode rows may take, in seconds: what was asked for, else `SPARE_STEPS`. Where
+    decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
+    """
+    if asked_s is not None:
+        return asked_s
+    target_s, decoding_s = SPARE_STEPS * cost.decode_step_seconds(1, 0), cost.decode_step_seconds(rows, context_tokens)
+    return target_s if decoding_s <= target_s else SPARE_STEPS * decoding_s
+
+
+class Chunks(NamedTuple):
     """Prompts go on with `tokens` in one step, after `pause` steps without any."""
 
     tokens: int
@@ -34,7 +43,7 @@ def chunks(cost: StepCost, duty: Duty | None, most: int, beside: tuple[int, int]
     if duty.step_policy is PolicyName.CHUNKED:
         tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
     else:
-        target_s = duty.itl_target_s or SPARE_STEPS * cost.decode_step_seconds(1, 0)
+        target_s = gap_target(cost, duty.itl_target_s, rows, context)
         tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)
     if tokens >= PIECE:
         return Chunks(min(tokens, most - rows))

@@ -7,7 +7,7 @@ differ in whom they let wait. Without decode rows nobody is disturbed, and witho
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, SPARE_STEPS
+from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, gap_target
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
@@ -53,7 +53,7 @@ class DecodePriority(StepPolicy):
     """As many prompt tokens as keep the predicted step within the inter-token target, none if decoding alone is not."""
 
     def __init__(self, cost: Cost, itl_target_s: float | None, max_step_tokens: int) -> None:
-        """No target: `SPARE_STEPS`."""
+        """No target: see `costs.chunks.gap_target`."""
         self._cost = cost
         self._target_s = itl_target_s
         self._most = max_step_tokens
@@ -68,9 +68,7 @@ class DecodePriority(StepPolicy):
     def _fitting(self, decode_work: StepWork, waiting: Waiting) -> int:
         """The largest number of tokens, by bisection: seconds grow with them."""
         cost = self._cost()
-        target = self._target_s
-        if target is None:
-            target = SPARE_STEPS * cost.decode_step_seconds(1, 0)
+        target = gap_target(cost, self._target_s, decode_work.decode_rows, decode_work.decode_context_tokens)
         fits, too_many = 0, min(self._most - decode_work.decode_rows, waiting.tokens) + 1
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2

@@ -49,3 +49,13 @@ def test_what_each_policy_gives(duty: Duty | None, rows: int, expected: Chunks) 
 def test_without_a_target_prompts_may_double_an_unloaded_step() -> None:
     given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, (ROWS, CONTEXT), 1000.0)
     assert given.tokens == H200.tokens_within(2 * H200.decode_step_seconds(1, 0), ROWS, CONTEXT, 1000.0) > 64
+
+
+def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
+    """A target that was asked for holds; the one that is only guessed saves nobody any more."""
+    many, context = 60, 180_000
+    decoding_s = H200.decode_step_seconds(many, context)
+    assert decoding_s > 2 * H200.decode_step_seconds(1, 0)
+    assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, (many, context), 500.0).tokens > 300
+    asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
+    assert chunks(H200, asked, 2048, (many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
