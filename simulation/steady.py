@@ -50,13 +50,7 @@ class SteadyDecodeHalf(DecodeHalf):
                 self._batch.skip(paged)
                 steps -= paged
             else:
-                self._take_pages()
-
-    def _take_pages(self) -> None:
-        """For whom the next step needs one; there are enough."""
-        for request in self._batch.without_page(self._batch.due()):
-            self._admission.grow(request, list(self._batch.requests))
-            self._batch.grown(request)
+                self._with_pages(self._batch.due())
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, steps: int) -> SteadyRun:
