@@ -13,6 +13,7 @@ import torch
 from engine.batch import Draw, PendingStep, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
+from engine.kernels.triton_linear_plan import FLOAT_STREAMED_TOKENS
 from engine.model_runner import ModelRunner
 from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
@@ -85,6 +86,15 @@ def test_same_tokens_as_the_plain_kernels_on_the_cpu(on_gpu: ModelRunner, model_
 def test_alone_as_in_company(on_gpu: ModelRunner) -> None:
     together = greedy(on_gpu, PROMPTS)
     assert [greedy(on_gpu, [prompt])[0] for prompt in PROMPTS] == together
+
+
+def test_alone_as_in_company_where_a_library_multiplies(on_gpu: ModelRunner) -> None:
+    """The first is streamed alone and the library's together, the second the library's both times, beside others."""
+    lengths = (40, 300, 400, 600)
+    assert lengths[0] <= FLOAT_STREAMED_TOKENS < lengths[1]
+    prompts = [[(11 * i * i + 53 * s + i) % 40_000 for i in range(n)] for s, n in enumerate(lengths)]
+    together = greedy(on_gpu, prompts)
+    assert [greedy(on_gpu, [prompt])[0] for prompt in prompts] == together
 
 
 def test_seeded_draws_alone_as_in_company(on_gpu: ModelRunner) -> None:

@@ -1,4 +1,6 @@
-"""Steps of prompts as CUDA graphs: as right as the plain kernels, whatever the step lacks of the graph's size."""
+"""Steps of prompts as CUDA graphs: as right as the plain kernels, whatever the step lacks of the graph's size, and
+their tokens are drawn from the rows, by the draws and after the histories that the steps name.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,38 @@ from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.sampler import sample, score
 from wire.messages import SamplingParams
+
+from .scheduled_steps import Request, Schedule, launch_ahead, logits_again
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
 SHARE = 17
 """Pages of a row."""
+PROMPTS = [5, 130, 17, 64, 90, 33, 103, 70, 70, 9, 15, 200]
+SCHEDULE: Schedule = [
+    [(number, PROMPTS[number]) for number in range(8)],
+    [(8, 40), (9, 9), (10, 15)],
+    [(number, 1) for number in (0, 1, 2, 3, 4, 5, 6, 7, 9, 10)],
+    [(8, 30)],
+    [(number, 1) for number in reversed(range(11))],
+    [(number, 1) for number in range(11)],
+    [(11, 72)],
+    [(11, 128)],
+    *[[(number, 1) for number in range(12)]] * 3,
+]
+"""Eight prompts that fill a graph of 512 tokens; then, in another graph before anybody has read their tokens, a chunk
+and two prompts, whose tokens the step after finds on the device; a chunk that ends between two decode steps, in a graph
+that it does not fill; a step that draws nothing."""
+ASKED = [
+    SamplingParams(1, temperature=0.0),
+    SamplingParams(1, temperature=0.0, frequency_penalty=1.2, presence_penalty=0.4, logprobs=5),
+    SamplingParams(1, temperature=0.9, top_k=40, top_p=0.95, seed=11, logprobs=0),
+    SamplingParams(1, temperature=0.8, repetition_penalty=1.3, frequency_penalty=0.5, top_p=0.9, seed=3),
+    SamplingParams(1, temperature=1.0, seed=5, logprobs=20),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +55,7 @@ def runners(model_folder: Path) -> dict[str, ModelRunner]:
     exact = replace(config, dtype="float32", page_tokens=128)
     return {
         "graphs": ModelRunner.load(config),
+        "eager": ModelRunner.load(replace(config, cuda_graphs=False)),
         "plain": ModelRunner.load(replace(config, page_tokens=128), kernels=ReferenceKernels()),
         "exact": ModelRunner.load(exact, kernels=ReferenceKernels()),
     }
@@ -76,6 +104,52 @@ def test_a_chunk_behind_what_is_stored(runners: dict[str, ModelRunner]) -> None:
     errors = {name: (found[name] - found["exact"]).abs() for name in ("graphs", "plain")}
     assert errors["graphs"].isfinite().all()
     assert errors["graphs"].max() <= 2 * errors["plain"].max()
+
+
+@pytest.mark.parametrize("asked", [ASKED, ASKED[:1]], ids=["every kind of draw", "greedy alone"])
+@pytest.mark.parametrize("name", ["graphs", "eager"])
+def test_each_token_is_drawn_from_its_own_logits(
+    runners: dict[str, ModelRunner], name: str, asked: list[SamplingParams]
+) -> None:
+    """Steps one ahead give what the sampler's definition gives for the logits of the same steps one by one."""
+    runner = runners[name]
+    runner.cache.tensor.fill_(float("nan"))
+    use: Any = runner.graph_use
+    hits, misses = use.hits, use.misses
+    requests = requests_that(asked)
+    launch_ahead(runner, requests, SCHEDULE)
+    assert (use.hits - hits, use.misses - misses) == ((len(SCHEDULE), 0) if name == "graphs" else (0, len(SCHEDULE)))
+    runner.cache.tensor.fill_(float("nan"))
+    for draw, number, logits in logits_again(runner, requests, SCHEDULE):
+        request, where = requests[number], f"request {number}, token {draw.index}"
+        drawn = sample(logits[None], [draw])
+        assert request.answer[draw.index] == int(drawn), where
+        (wanted,) = score(logits[None], [draw], drawn) or [None]
+        scores = request.scores[draw.index]
+        assert (scores is None) == (wanted is None), where
+        if scores is not None and wanted is not None:
+            assert scores.top_ids == wanted.top_ids, where
+            assert (scores.chosen, *scores.top) == pytest.approx((wanted.chosen, *wanted.top), abs=1e-3), where
+
+
+def test_what_is_drawn_from_is_as_right_as_without_graphs(runners: dict[str, ModelRunner]) -> None:
+    """The whole schedule, decode steps behind prompts included, every side fed with the same tokens."""
+    requests = requests_that(ASKED)
+    launch_ahead(runners["graphs"], requests, SCHEDULE)
+    found = {}
+    for name in ("graphs", "eager", "exact"):
+        runners[name].cache.tensor.fill_(float("nan"))
+        again = logits_again(runners[name], requests, SCHEDULE)
+        found[name] = torch.stack([logits for _, _, logits in again]).log_softmax(dim=-1)
+    errors = {name: (found[name] - found["exact"]).abs() for name in ("graphs", "eager")}
+    assert errors["graphs"].isfinite().all()
+    assert errors["graphs"].max() <= 2 * errors["eager"].max()
+    assert errors["graphs"].mean() <= 2 * errors["eager"].mean()
+
+
+def requests_that(asked: list[SamplingParams]) -> list[Request]:
+    """All of `PROMPTS`, each of which asks for one of these in turn."""
+    return [Request(prompt(length, row), asked[row % len(asked)]) for row, length in enumerate(PROMPTS)]
 
 
 def test_steps_that_no_graph_takes(runners: dict[str, ModelRunner]) -> None:

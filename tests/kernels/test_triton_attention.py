@@ -92,6 +92,11 @@ def test_batches_of_every_size(batch: int, dtype: torch.dtype) -> None:
     check(decode_step([1 + 97 * row % 1500 for row in range(batch)], SHAPES["gqa"], page_tokens=16, seed=batch), dtype)
 
 
+def test_a_large_batch_of_short_rows(dtype: torch.dtype) -> None:
+    """The interpreter takes milliseconds a row, however short it is."""
+    check(decode_step([1 + row % 3 for row in range(257)], heads(2, 1, 64), page_tokens=2), dtype)
+
+
 @pytest.mark.parametrize("splits", [1, 2, 7, 40])
 @pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
 def test_any_number_of_splits(shape: AttentionShape, splits: int, dtype: torch.dtype) -> None:
