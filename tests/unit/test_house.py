@@ -21,6 +21,7 @@ ROOMS = [
     "simulation",
     "cli",
     "benchmarks",
+    "deploy",
 ]
 
 

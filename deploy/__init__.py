@@ -1,0 +1,1 @@
+"""What operators take: Grafana's dashboards, Prometheus' rules."""

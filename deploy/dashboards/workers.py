@@ -1,0 +1,185 @@
+"""How are workers, their KV pages and their hardware?"""
+
+from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
+from deploy.dashboards.promql import of_workers, rate, series, share, total
+from telemetry import families as f
+from telemetry.family import Family
+
+_PROCESSES = '{namespace=~"$namespace",model=~"$model",worker!=""}'
+"""Of every process of a cluster; Prometheus' own have no `worker`."""
+
+
+def _rates(title: str, unit: Unit, family: Family, about: str = "") -> Panel:
+    return Panel(title, unit, (Query(rate(of_workers(family), "worker"), "{{worker}}"),), about, width=6)
+
+
+def _now(title: str, unit: Unit, family: Family, about: str = "") -> Panel:
+    return Panel(title, unit, (Query(total(of_workers(family), "worker"), "{{worker}}"),), about, width=6)
+
+
+_LIFE = Row(
+    "Who lives",
+    (
+        Panel(
+            "Processes up",
+            Unit.NUMBER,
+            (Query(total(series(f.PROCESS_UP), "role"), "{{role}}"),),
+            "By the controller.",
+            Kind.NUMBER,
+            width=6,
+        ),
+        _now("Ready", Unit.NUMBER, f.WORKER_READY, "0: it takes nothing new; its log and `tandem status` say why."),
+        Panel(
+            "Restarts",
+            Unit.NUMBER,
+            (Query(total(series(f.PROCESS_RESTARTS), "worker"), "{{worker}}"),),
+            "Since the cluster began.",
+            width=6,
+        ),
+        _now("Pool sound", Unit.NUMBER, f.POOL_SOUND, "0: a defect; restart the worker and report its log."),
+        Panel(
+            "What they are",
+            Unit.NUMBER,
+            (Query(total(of_workers(f.WORKER_INFO), "worker", "role", "device", "dtype")),),
+            kind=Kind.TABLE,
+            width=12,
+        ),
+        Panel(
+            "How KV moves",
+            Unit.NUMBER,
+            (Query(total(of_workers(f.TRANSPORT), "worker", "transport")),),
+            kind=Kind.TABLE,
+            width=12,
+        ),
+    ),
+)
+
+_ENGINE = Row(
+    "Engines",
+    (
+        _rates("Busy", Unit.SHARE, f.STEP_BUSY, "Part of the time in which the engine computes."),
+        _now(
+            "Memory bandwidth used",
+            Unit.SHARE,
+            f.BANDWIDTH_UTILIZATION,
+            "Of the device's ceiling, while it computes. Near 1, a decode worker does what its device can.",
+        ),
+        _now(
+            "Arithmetic used",
+            Unit.SHARE,
+            f.FLOPS_UTILIZATION,
+            "Of the device's ceiling, while it computes. Near 1, a prefill worker does what its device can.",
+        ),
+        _now("Error of predicted step times", Unit.SHARE, f.STEP_COST_ERROR, "Recent mean; placement relies on them."),
+        _rates("Bytes read by steps", Unit.BYTES_A_SECOND, f.STEP_BYTES, "Weights and KV, by the steps' shape."),
+        _rates("Operations of steps", Unit.FLOPS, f.STEP_FLOPS, "By the steps' shape."),
+        Panel(
+            "Steps in CUDA graphs",
+            Unit.SHARE,
+            (
+                Query(
+                    share(
+                        rate(of_workers(f.GRAPH_STEPS, graph="hit"), "worker"),
+                        rate(of_workers(f.GRAPH_STEPS), "worker"),
+                    ),
+                    "{{worker}}",
+                ),
+            ),
+            "0 on CPUs.",
+            width=6,
+        ),
+        _rates("Tokens computed for nobody", Unit.A_SECOND, f.GRAPH_PADDED_TOKENS, "Padding of CUDA graphs."),
+    ),
+)
+
+_KV = Row(
+    "KV pages",
+    (
+        _now("In use", Unit.SHARE, f.KV_USAGE, "Or promised; cached pages are room."),
+        Panel(
+            "Pages by state",
+            Unit.NUMBER,
+            (
+                Query(
+                    total(of_workers(f.KV_PAGES, state="free|owned|shared|cached|advertised|quarantined"), "state"),
+                    "{{state}}",
+                ),
+            ),
+            "All of them; promised ones are among free and cached.",
+            width=6,
+            stacked=True,
+        ),
+        Panel(
+            "In quarantine",
+            Unit.NUMBER,
+            (Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}}"),),
+            "A prefill worker that has lost its lease may still write them.",
+            width=6,
+        ),
+        Panel(
+            "Prefix cache",
+            Unit.A_SECOND,
+            (Query(rate(of_workers(f.PREFIX_EVENTS), "worker", "event"), "{{worker}} {{event}}"),),
+            "Many stored and removed at once: the cache is too small.",
+            width=6,
+        ),
+    ),
+)
+
+_HOSTS = Row(
+    "Processes",
+    (
+        Panel(
+            "CPU",
+            Unit.NUMBER,
+            (Query(rate(f"process_cpu_seconds_total{_PROCESSES}", "worker"), "{{worker}}"),),
+            "Cores in use.",
+        ),
+        Panel(
+            "Memory",
+            Unit.BYTES,
+            (Query(total(f"process_resident_memory_bytes{_PROCESSES}", "worker"), "{{worker}}"),),
+            "Resident, shared pages included.",
+        ),
+        Panel(
+            "Open files",
+            Unit.NUMBER,
+            (Query(total(f"process_open_fds{_PROCESSES}", "worker"), "{{worker}}"),),
+        ),
+    ),
+)
+
+
+def _gpu(title: str, unit: Unit, metric: str, about: str = "") -> Panel:
+    return Panel(title, unit, (Query(metric, "{{Hostname}} GPU {{gpu}}"),), about, width=6)
+
+
+_HARDWARE = Row(
+    "Hardware (NVIDIA's dcgm-exporter)",
+    (
+        _gpu("Tensor cores busy", Unit.SHARE, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "Compare with the arithmetic used."),
+        _gpu("Memory busy", Unit.SHARE, "DCGM_FI_PROF_DRAM_ACTIVE", "Compare with the memory bandwidth used."),
+        _gpu("GPU memory in use", Unit.BYTES, "DCGM_FI_DEV_FB_USED * 1048576"),
+        Panel(
+            "NVLink",
+            Unit.BYTES_A_SECOND,
+            (
+                Query("DCGM_FI_PROF_NVLINK_TX_BYTES", "{{Hostname}} GPU {{gpu}} sent"),
+                Query("DCGM_FI_PROF_NVLINK_RX_BYTES", "{{Hostname}} GPU {{gpu}} received"),
+            ),
+            width=6,
+        ),
+        _gpu("Clock", Unit.HERTZ, "DCGM_FI_DEV_SM_CLOCK * 1000000", "A clock that falls under load is heat or power."),
+        _gpu("Power", Unit.WATTS, "DCGM_FI_DEV_POWER_USAGE"),
+        _gpu("Temperature", Unit.CELSIUS, "DCGM_FI_DEV_GPU_TEMP"),
+        _gpu("Last error", Unit.NUMBER, "DCGM_FI_DEV_XID_ERRORS", "NVIDIA's number (Xid); 0: none."),
+    ),
+    folded=True,
+)
+
+DASHBOARD = Dashboard(
+    "workers",
+    "Tandem: workers, KV and hardware",
+    "How are workers, their KV pages and what they run on?",
+    (_LIFE, _ENGINE, _KV, _HOSTS, _HARDWARE),
+)

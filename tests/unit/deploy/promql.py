@@ -1,0 +1,73 @@
+"""Which metrics and labels a PromQL expression asks for, and which there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from telemetry.families import FAMILIES
+from telemetry.family import Kind
+
+PROCESS = {"namespace", "model", "role", "worker"}
+"""Labels of every series; `namespace` and what discovery adds come with the scrape."""
+DCGM_LABELS = {"Hostname", "gpu"}
+_WORDS = {"by", "without", "on", "ignoring", "group_left", "group_right", "and", "or", "unless", "bool", "offset"}
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_GROUPING = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_SELECTOR = re.compile(r"([A-Za-z_:][\w:]*)\s*\{([^}]*)\}")
+_NAME = re.compile(r"(?<![\w$.:])([A-Za-z_:][\w:]*)(?![\w:]*\s*\()")
+
+
+def known() -> dict[str, set[str]]:
+    """Every series that a cluster exports, and the labels it has."""
+    found = {}
+    for family in FAMILIES:
+        labels = {*PROCESS, *family.labels}
+        if family.kind is Kind.HISTOGRAM:
+            found[f"{family.full_name}_bucket"] = labels | {"le"}
+            found[f"{family.full_name}_count"] = found[f"{family.full_name}_sum"] = labels
+        else:
+            found[family.full_name] = labels
+    registry = CollectorRegistry(auto_describe=False)
+    for metric in ProcessCollector(registry=registry).collect():
+        for sample in metric.samples:
+            found[sample.name] = set(PROCESS)
+    return found
+
+
+def selected(expression: str) -> list[tuple[str, set[str]]]:
+    """Each metric that is asked for, with the labels it is selected by."""
+    bare = _STRING.sub('""', expression)
+    found = [(name, _labels(inside)) for name, inside in _SELECTOR.findall(bare)]
+    rest = re.sub(r"\[[^\]]*\]", "", _GROUPING.sub("", _SELECTOR.sub("", bare)))
+    return found + [(name, set()) for name in _NAME.findall(rest) if name not in _WORDS]
+
+
+def grouped(expression: str) -> set[str]:
+    """Labels that an expression groups or joins by."""
+    inside = _GROUPING.findall(_STRING.sub('""', expression))
+    return {label.strip() for each in inside for label in each.split(",") if label.strip()}
+
+
+def strangers(expression: str, series: dict[str, set[str]]) -> list[str]:
+    """What an expression asks for that `series` does not have."""
+    asked = selected(expression)
+    wrong = [name for name, _ in asked if name not in series]
+    wrong += [f"{name}{{{label}}}" for name, labels in asked if name in series for label in labels - series[name]]
+    have: set[str] = set().union(*(series.get(name, set()) for name, _ in asked))
+    return wrong + [f"by ({label})" for label in grouped(expression) - have]
+
+
+def _labels(inside: str) -> set[str]:
+    return set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inside))
+
+
+def walk(panels: Iterable[dict]) -> Iterable[dict]:
+    """All panels but rows, those of folded rows too."""
+    for panel in panels:
+        if panel["type"] == "row":
+            yield from walk(panel["panels"])
+        else:
+            yield panel
