@@ -58,12 +58,17 @@ class StepCost:
 
     def seconds(self, work: StepWork) -> float:
         """Of one step, >= 0; 0 for a step with nothing in it."""
-        p = self.parameters
         if not work.prefill_tokens:
             return self.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
-        charged = _beyond(work.prefill_tokens, p.free_tokens - work.decode_rows)
-        prompts = p.prompt_base_s + p.token_s * charged + p.pair_s * work.prefill_pairs
-        return p.base_s + p.row_s * work.decode_rows + p.context_s * work.decode_context_tokens + prompts
+        return self.mixed_step_seconds(
+            work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_context_tokens
+        )
+
+    def mixed_step_seconds(self, tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
+        """Of one step with prompt tokens, their attention pairs, and decode rows that attend to `context_tokens`."""
+        p = self.parameters
+        prompts = p.prompt_base_s + p.token_s * _beyond(tokens, p.free_tokens - rows) + p.pair_s * pairs
+        return p.base_s + p.row_s * rows + p.context_s * context_tokens + prompts
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
         """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""

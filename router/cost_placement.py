@@ -61,7 +61,7 @@ class CostPlacement(Placement):
         match = _match(need, fleet)
         workers = _first(fleet.prefills, lambda worker: can_prefill(worker, need), 1)
         workers += [each for each in _holders(fleet, match, 1) if each not in workers and can_prefill(each, need)]
-        prompts = _prompts(need, workers, match)
+        prompts = _prompts(need, workers, _Held(match))
         if not prompts:
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
@@ -90,23 +90,25 @@ class CostPlacement(Placement):
                 decodes.append(worker)
         if self._mode is Mode.ADAPTIVE or len(fleet.live) == 1:
             prefills += [worker for worker in decodes if worker not in prefills and takes_prompt(worker)]
-        prompts = _prompts(need, prefills, match)
+        held = _Held(match)
+        prompts = _prompts(need, prefills, held)
         if not need.decodes:
             return _without_answer(prompts)
-        return self._pair(need, fleet, prompts, self._answers(need, decodes, match))
+        return self._pair(need, fleet, prompts, self._answers(need, decodes, held))
 
     def _cheapest_alone(self, need: Need, fleet: Fleet, takes: _Takes) -> Pair | None:
         """One worker for it all."""
         match = _match(need, fleet)
         workers = _first(fleet.decodes, takes, self._best)
         workers += [each for each in _holders(fleet, match, self._hits) if each not in workers and takes(each)]
-        return self._pair(need, fleet, _prompts(need, workers, match), self._answers(need, workers, match))
+        held = _Held(match)
+        return self._pair(need, fleet, _prompts(need, workers, held), self._answers(need, workers, held))
 
-    def _answers(self, need: Need, decodes: list[WorkerBooks], match: PrefixMatch) -> list[AnswerForecast]:
+    def _answers(self, need: Need, decodes: list[WorkerBooks], held: _Held) -> list[AnswerForecast]:
         longest = need.kv_tokens + 1 - need.prompt_tokens
         answer = min(float(longest), self._answer)
         context = need.prompt_tokens + int(answer) // 2
-        return [AnswerForecast(each, _held(each, match), context, answer, need.slo) for each in decodes]
+        return [AnswerForecast(each, held[each], context, answer, need.slo) for each in decodes]
 
     def _pair(
         self, need: Need, fleet: Fleet, prompts: list[PromptForecast], answers: list[AnswerForecast]
@@ -116,14 +118,16 @@ class CostPlacement(Placement):
         pairs, locals_ = self._allowed(fleet)
         for answer in answers:
             worker, missing = answer.worker, max(1, need.prompt_tokens - answer.cached)
-            whole_s = worker.transfer.seconds(fleet.kv_bytes(missing, worker.page_tokens))
-            slack_s = need.slo.worst_gap_s - answer.step_s
+            if pairs:
+                whole_s = worker.transfer.seconds(fleet.kv_bytes(missing, worker.page_tokens))
+                slack_s = need.slo.worst_gap_s - answer.step_s
             for prompt in prompts:
-                total = prompt.cost_s + answer.cost_s
                 if prompt.worker is worker:
                     if not locals_:
                         continue
+                    total = prompt.cost_s + answer.cost_s
                 elif pairs:
+                    total = prompt.cost_s + answer.cost_s
                     exposed_s = _exposed(prompt, whole_s, missing)
                     total += exposed_s if exposed_s <= slack_s else exposed_s + MISS_S
                 else:
@@ -151,9 +155,9 @@ def _match(need: Need, fleet: Fleet) -> PrefixMatch:
     return fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
 
 
-def _prompts(need: Need, workers: Iterable[WorkerBooks], match: PrefixMatch) -> list[PromptForecast]:
+def _prompts(need: Need, workers: Iterable[WorkerBooks], held: _Held) -> list[PromptForecast]:
     late_s = need.slo.ttft_s - need.waited_s
-    return [PromptForecast(each, need.prompt_tokens, _held(each, match), late_s) for each in workers]
+    return [PromptForecast(each, need.prompt_tokens, held[each], late_s) for each in workers]
 
 
 def _first(ranking: Iterable[WorkerBooks], takes: _Takes, count: int) -> list[WorkerBooks]:
@@ -172,8 +176,16 @@ def _holders(fleet: Fleet, match: PrefixMatch, count: int) -> list[WorkerBooks]:
     return [worker for worker in workers if worker is not None]
 
 
-def _held(worker: WorkerBooks, match: PrefixMatch) -> int:
-    return match.pages(worker.slot) * worker.page_tokens
+class _Held(dict[WorkerBooks, int]):
+    """Tokens of a prompt that workers hold, each looked up once."""
+
+    def __init__(self, match: PrefixMatch) -> None:
+        super().__init__()
+        self._match = match
+
+    def __missing__(self, worker: WorkerBooks) -> int:
+        found = self[worker] = self._match.pages(worker.slot) * worker.page_tokens
+        return found
 
 
 def _exposed(prompt: PromptForecast, whole_s: float, missing: int) -> float:

@@ -53,6 +53,8 @@ class LongGaps:
     def broken_by(self, steps: int) -> int:
         """Answers that so many long steps more would cost their target."""
         levels, passed = self._levels, self.passed
+        if not levels or levels[0] >= passed + steps:
+            return 0
         return bisect_left(levels, passed + steps) - bisect_left(levels, passed)
 
 

@@ -117,16 +117,17 @@ def takes_prefill(worker: WorkerBooks, need: Need, steps_ahead: int) -> bool:
 
 def can_prefill(worker: WorkerBooks, need: Need) -> bool:
     """Whether it could take the prompt if nothing else were there."""
-    fits = pages_for(need.prompt_tokens, worker.page_tokens) <= worker.pages_total
-    return fits and worker.prefills and not worker.refusing
+    if not worker.prefills or worker.refusing:
+        return False
+    return pages_for(need.prompt_tokens, worker.page_tokens) <= worker.pages_total
 
 
 def takes_decode(worker: WorkerBooks, need: Need) -> bool:
     """Whether there is room for the expected answer, in the batch and in pages, and ever for the longest one."""
-    room = worker.decode_requests < worker.max_batch_requests
+    if worker.decode_requests >= worker.max_batch_requests or not worker.decodes or worker.refusing:
+        return False
     fits = pages_for(need.room_tokens, worker.page_tokens) <= worker.pages_total - worker.pages_used
-    ends = pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total
-    return room and fits and ends and worker.decodes and not worker.refusing
+    return fits and pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total
 
 
 class LeastLoaded(Placement):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from wire.errors import InvalidArgument
@@ -33,6 +33,8 @@ class SloClass:
     worst_gap_s: float = math.inf
     """Of every gap."""
     overload: Overload = Overload.REJECT
+    has_targets: bool = field(init=False, repr=False, compare=False)
+    """Whether anything is promised."""
 
     def __post_init__(self) -> None:
         """InvalidArgument says what is wrong."""
@@ -42,15 +44,11 @@ class SloClass:
         if not (all(target > 0 for target in targets) and 0 < self.itl_percent < 100):
             message = f"class {self.name!r} needs targets above 0 and a percentile above 0 and below 100"
             raise InvalidArgument("slo_classes", message)
+        object.__setattr__(self, "has_targets", min(targets) < math.inf)
 
     def __hash__(self) -> int:
         """By name: books count by class, many times a request."""
         return hash(self.name)
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether anything is promised."""
-        return min(self.ttft_s, self.itl_s, self.itl_steps, self.worst_gap_s) < math.inf
 
     def gap_target(self, idle_step_s: float) -> float:
         """The target between tokens where a decode step of one request takes `idle_step_s`, in seconds."""

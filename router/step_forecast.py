@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 
 from costs.chunks import chunks
-from costs.step_cost import StepWork, chunk_pairs
+from costs.step_cost import chunk_pairs
 from router.long_gaps import chance_of_more, spare_gaps
 from router.slo import SloClass
 from router.worker_books import WorkerBooks
 
 MISS_S = 60.0
 """What a broken target counts beside seconds that somebody waits: more than any wait that placement could save."""
+
+
+_NOTHING = 0.0, 0, 0.0
 
 
 class PromptForecast:
@@ -33,7 +36,7 @@ class PromptForecast:
         self.computed = fresh = tokens - cached
         self.last_chunk = (fresh - 1) % worker.max_step_tokens + 1
         waiting, waiting_pairs = worker.prefill_tokens, worker.prefill_pairs
-        queue_s, queue_steps, _ = _run(worker, waiting, waiting_pairs)
+        queue_s, queue_steps, _ = _run(worker, waiting, waiting_pairs) if waiting else _NOTHING
         pairs = waiting_pairs + chunk_pairs(fresh, cached)
         self.ttft_s, steps, longest_s = _run(worker, waiting + fresh, pairs)
         self.compute_s = self.ttft_s - queue_s
@@ -64,7 +67,8 @@ class AnswerForecast:
         broken: float = int(step_s > min(slo.gap_target(worker.idle_step_s), slo.worst_gap_s))
         if not broken and slo.has_targets:
             # Prompts go on to come where some have come of late.
-            broken = chance_of_more(spare_gaps(slo, tokens), worker.long_per_s(slo) * tokens * step_s)
+            often = worker.long_per_s(slo)
+            broken = chance_of_more(spare_gaps(slo, tokens), often * tokens * step_s) if often else 0.0
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
@@ -74,17 +78,17 @@ def _run(worker: WorkerBooks, tokens: int, pairs: float) -> tuple[float, int, fl
     """Seconds and steps until `tokens` of prompts are computed beside the decode rows, and the longest step."""
     if tokens <= 0:
         return 0.0, 0, 0.0
-    rows, context = worker.decode_requests, worker.decode_context
-    each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, (rows, context), pairs / tokens)
-    if tokens <= each.tokens:
-        seconds = worker.cost.seconds(StepWork(tokens, pairs, rows, context))
-        return seconds + each.pause * worker.step_s, 1, seconds
-    full, rest = divmod(tokens, each.tokens)
-    longest = worker.cost.seconds(StepWork(each.tokens, pairs / tokens * each.tokens, rows, context))
+    cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
+    each, pause = chunks(cost, worker.info.duty, worker.max_step_tokens, (rows, context), pairs / tokens)
+    if tokens <= each:
+        seconds = cost.mixed_step_seconds(tokens, pairs, rows, context)
+        return seconds + pause * worker.step_s, 1, seconds
+    full, rest = divmod(tokens, each)
+    longest = cost.mixed_step_seconds(each, pairs / tokens * each, rows, context)
     steps = full + (rest > 0)
-    seconds = full * longest + steps * each.pause * worker.step_s
+    seconds = full * longest + steps * pause * worker.step_s
     if rest:
-        seconds += worker.cost.seconds(StepWork(rest, pairs / tokens * rest, rows, context))
+        seconds += cost.mixed_step_seconds(rest, pairs / tokens * rest, rows, context)
     return seconds, steps, longest
 
 
@@ -92,7 +96,7 @@ def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) 
     """The longest step of a prompt of `tokens` where nobody decodes, if one did."""
     each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, (1, 0), pairs_per_token)
     most = min(tokens, each.tokens)
-    return worker.cost.seconds(StepWork(most, most * pairs_per_token, 1, 0))
+    return worker.cost.mixed_step_seconds(most, most * pairs_per_token, 1, 0)
 
 
 def _broken_by_prompts(worker: WorkerBooks, gap_s: float, steps: int) -> int:

@@ -104,7 +104,7 @@ class WorkerBooks:
         self._prompts: dict[str, PromptWork] = {}
         self._tokens = 0
         self._pairs = 0.0
-        self._answers: dict[str, tuple[AnswerWork, int]] = {}
+        self._answers: dict[str, tuple[AnswerWork, int, SloLoad]] = {}
         self._gaps: dict[SloClass, LongGaps] = {}
         self._pages = 0
         self._context = 0
@@ -140,15 +140,14 @@ class WorkerBooks:
 
     def book_decode(self, request_id: str, work: AnswerWork) -> None:
         """An answer of at most this size is going to be decoded there."""
-        gaps = self.gaps(work.slo)
-        self._answers[request_id] = work, gaps.add(work.spare)
-        self._pages += work.pages
-        self._context += work.context
         slo_load = self.slo_loads.get(work.slo)
         if slo_load is None:
-            slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, gaps, self.idle_step_s)
+            slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, self.gaps(work.slo), self.idle_step_s)
             self.tightest_s = min(self.tightest_s, slo_load.target_s)
         slo_load.count += 1
+        self._answers[request_id] = work, slo_load.gaps.add(work.spare), slo_load
+        self._pages += work.pages
+        self._context += work.context
         self._settle_answers()
 
     def unbook_decode(self, request_id: str) -> None:
@@ -156,12 +155,11 @@ class WorkerBooks:
         known = self._answers.pop(request_id, None)
         if known is None:
             return
-        work, level = known
-        self.gaps(work.slo).remove(level)
+        work, level, slo_load = known
+        slo_load.gaps.remove(level)
+        slo_load.count -= 1
         self._pages -= work.pages
         self._context -= work.context
-        slo_load = self.slo_loads[work.slo]
-        slo_load.count -= 1
         if not slo_load.count:
             del self.slo_loads[work.slo]
             self._settle_tightest()
@@ -214,7 +212,8 @@ class WorkerBooks:
 
     def long_per_s(self, slo: SloClass) -> float:
         """How many steps a second were too long for that class, of late."""
-        return self.gaps(slo).per_s(self._clock())
+        gaps = self.gaps(slo)
+        return gaps.per_s(self._clock()) if gaps.passed else 0.0
 
     @property
     def request_ids(self) -> set[str]:
