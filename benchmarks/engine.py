@@ -4,6 +4,7 @@ Same model, dtype and threads on both sides, in one process. The two sides take 
 noisy for one as for the other, and the medians of the turns are compared. Decode excludes the prefill on both sides.
 
 On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/engine_gpu.py.
+There `--profile`, which needs no `--device`, shows where a step's time goes.
 
 The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: how many times
 faster the engine is. These are float32's; bfloat16's have the suffix `_bf16`.
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.bandwidth import read_bandwidth
-from benchmarks.command_line import errors_in_words
+from benchmarks.command_line import errors_in_words, need_gpu
 from benchmarks.results import run_facts, save_result
 from cli.default_model import NAME, find_default_model
 from engine.batch import Draw, StepBatch, StepRow
@@ -212,7 +213,7 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; options that count on the other device are refused, not ignored."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="(cpu; with --profile cuda)")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     gpu = parser.add_argument_group("with --device cuda")
     gpu.add_argument("--shape", choices=shape_names(), help="whose shape the random weights have (llama-3-8b)")
@@ -230,6 +231,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     cpu.add_argument("--prefill-tokens", type=int, help=f"({DEFAULTS.prefill})")
     cpu.add_argument("--rounds", type=int, help=f"({DEFAULTS.rounds})")
     chosen = parser.parse_args(arguments)
+    if chosen.device is None:
+        chosen.device = "cpu" if chosen.profile is None else "cuda"
     ours, others = (_GPU_OPTIONS, _CPU_OPTIONS) if chosen.device == "cuda" else (_CPU_OPTIONS, _GPU_OPTIONS)
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]:
         other = "cpu" if chosen.device == "cuda" else "cuda"
@@ -247,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if chosen.device == "cpu":
             _run_on_cpu(chosen)
             return
+        if chosen.profile:
+            need_gpu()
         parse_device(chosen.device)
         # Triton need not be there where no GPU is.
         from benchmarks import engine_gpu

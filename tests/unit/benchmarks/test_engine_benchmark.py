@@ -87,7 +87,8 @@ def test_results_are_kept_under_a_name_that_tells_them_apart(tmp_path: Path) -> 
         (["--device", "cuda", "--dtype", "both", "--rounds", "5"], "--dtype, --rounds"),
         (["--device", "cuda", "--prompt-tokens", "9"], "--prompt-tokens"),
         (["--shape", "llama-3-8b", "--eager"], "--shape, --eager"),
-        (["--profile"], "--profile"),
+        (["--device", "cpu", "--profile"], "--profile"),
+        (["--profile", "trace.json", "--threads", "2"], "--threads"),
     ],
 )
 def test_options_of_the_other_device_are_refused(
@@ -104,9 +105,18 @@ def test_each_device_has_its_own_defaults() -> None:
     assert (on_gpu.shape, on_gpu.eager, on_gpu.profile, on_gpu.dtype) == ("llama-3-8b", False, None, None)
 
 
+def test_a_profile_is_a_gpu_s() -> None:
+    chosen = parse_arguments(["--profile", "--shape", "qwen3-0.6b"])
+    assert (chosen.device, chosen.profile, chosen.shape) == ("cuda", Path("trace.json"), "qwen3-0.6b")
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--model", "nowhere"], "nowhere does not exist"), (["--device", "cuda"], "PyTorch sees 0 CUDA devices")],
+    [
+        (["--model", "nowhere"], "nowhere does not exist"),
+        (["--device", "cuda"], "PyTorch sees 0 CUDA devices"),
+        (["--profile"], "measures a CUDA GPU and PyTorch sees none; run it on a machine with one"),
+    ],
 )
 def test_what_cannot_be_measured_is_said_in_one_sentence(
     arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
