@@ -65,7 +65,7 @@ def check_page(config: ClusterConfig) -> None:
     """InvalidArgument if a worker's KV cache would not hold one page of the model, whose folder is checked already."""
     import torch
 
-    from engine.cache.paged_cache import page_bytes
+    from engine.cache.paged_cache import cache_bytes
     from engine.config import EngineConfig
     from engine.device import parse_dtype, parse_page_tokens
     from engine.models.config import load_model_config
@@ -77,7 +77,7 @@ def check_page(config: ClusterConfig) -> None:
     )
     device, shape = torch.device(config.device), load_model_config(config.model)
     page_tokens = parse_page_tokens(engine, device)
-    needed = page_bytes(shape, page_tokens, parse_dtype(engine, device, shape))
+    needed = cache_bytes(shape, 1, page_tokens, parse_dtype(engine, device, shape))
     if config.worker_kv_cache_bytes < needed:
         raise InvalidArgument(
             "--kv-cache-gib",

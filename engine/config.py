@@ -17,8 +17,8 @@ class EngineConfig:
     page_tokens: int | None = None
     """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
     kv_cache_bytes: int | None = None
-    """Size of the KV page pool, rounded down to whole pages; None = 1 GiB on CPU, on a GPU what is left of
-    `memory_fraction`."""
+    """Size of the KV page pool and of one page beside it, rounded down to whole pages; None = 1 GiB on CPU, on a GPU
+    what is left of `memory_fraction`."""
     memory_fraction: float = 0.9
     """Part of the GPU's memory this process may use for everything, 0 to 1: less where processes share a GPU."""
     max_step_tokens: int = 2048

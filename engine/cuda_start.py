@@ -9,7 +9,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from engine.batch import Draw, StepBatch, StepRow
-from engine.cache.paged_cache import PagedCache, page_bytes
+from engine.cache.paged_cache import PagedCache, cache_bytes
 from engine.compile_ahead import Trial, run_side_by_side
 from engine.config import EngineConfig
 from engine.cuda_graphs import DecodeGraphs, graph_sizes
@@ -97,7 +97,7 @@ def _one_row(
 ) -> PagedCache:
     """A cache for the longest row of a step, to try steps on."""
     row_tokens = min(config.max_step_tokens, model.config.max_context)
-    capacity = pages_for(row_tokens, page_tokens) * page_bytes(model.config, page_tokens, dtype)
+    capacity = cache_bytes(model.config, pages_for(row_tokens, page_tokens), page_tokens, dtype)
     return PagedCache(model.config, page_tokens, capacity, dtype, device)
 
 

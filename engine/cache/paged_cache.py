@@ -10,6 +10,8 @@ from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
 GIB = 1 << 30
+_NOBODYS = 1
+"""Pages of a cache beside those that requests have."""
 
 
 class PagedCache:
@@ -22,18 +24,18 @@ class PagedCache:
     def __init__(
         self, config: ModelConfig, page_tokens: int, capacity_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """As many whole pages as fit into `capacity_bytes`, and the one that is nobody's.
+        """As many whole pages as fit into `capacity_bytes` together with the one that is nobody's.
 
-        InvalidArgument if not one fits, or `device` has less.
+        InvalidArgument if not one fits beside it, or `device` has less.
         """
         self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
         self.page_tokens = page_tokens
         self.item_bytes = dtype.itemsize
-        one = page_bytes(config, page_tokens, dtype)
-        self.pages = capacity_bytes // one
+        self.pages = capacity_bytes // page_bytes(config, page_tokens, dtype) - _NOBODYS
         if self.pages < 1:
-            raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {one} bytes.")
-        shape = (self.pages + 1, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
+            least = cache_bytes(config, 1, page_tokens, dtype)
+            raise InvalidArgument("kv_cache_bytes", f"{capacity_bytes} bytes hold no page; one needs {least} bytes.")
+        shape = (self.pages + _NOBODYS, self.layers, 2, self.kv_heads, page_tokens, self.head_dim)
         self.tensor = _zeros(shape, dtype, device)
 
     @property
@@ -65,6 +67,11 @@ class PagedCache:
 def page_bytes(config: ModelConfig, page_tokens: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""
     return config.layers * 2 * config.kv_heads * page_tokens * config.head_dim * dtype.itemsize
+
+
+def cache_bytes(config: ModelConfig, pages: int, page_tokens: int, dtype: torch.dtype) -> int:
+    """The least capacity of a cache of so many pages: theirs, and those of the page that is nobody's."""
+    return (pages + _NOBODYS) * page_bytes(config, page_tokens, dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

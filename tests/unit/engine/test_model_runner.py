@@ -35,10 +35,10 @@ def test_facts(folder: Path, runner: ModelRunner) -> None:
 
 def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
     page_bytes = 3 * 2 * 2 * 16 * 16 * 4
-    small = ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=3 * page_bytes + 1))
+    small = ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=4 * page_bytes + 1))
     assert (small.cache.pages, small.pool.counts().total, small.facts.max_context) == (3, 3, 48)
-    with pytest.raises(InvalidArgument, match=f"kv_cache_bytes.*{page_bytes}"):
-        ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=page_bytes - 1))
+    with pytest.raises(InvalidArgument, match=f"kv_cache_bytes.*{2 * page_bytes}"):
+        ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=2 * page_bytes - 1))
 
 
 @pytest.mark.parametrize("context", [1, 10, 17])

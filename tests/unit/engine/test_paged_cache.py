@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.cache import paged_cache
-from engine.cache.paged_cache import PagedCache
+from engine.cache.paged_cache import PagedCache, cache_bytes
 from engine.weights.checkpoint import check_model
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument
@@ -17,6 +17,16 @@ from wire.errors import InvalidArgument
 
 def cache_of(folder: Path, capacity_bytes: int) -> PagedCache:
     return PagedCache(check_model(folder), 16, capacity_bytes, torch.float32, torch.device("cpu"))
+
+
+def test_the_page_that_is_nobody_s_is_within_the_budget(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    one, seven = (cache_bytes(check_model(folder), pages, 16, torch.float32) for pages in (1, 7))
+    cache = cache_of(folder, seven)
+    assert (cache.pages, cache.tensor.nbytes, cache.page_bytes) == (7, seven, seven // 8)
+    assert (cache_of(folder, seven - 1).pages, cache_of(folder, one).pages) == (6, 1)
+    with pytest.raises(InvalidArgument, match=rf"{one - 1} bytes hold no page; one needs {one} bytes"):
+        cache_of(folder, one - 1)
 
 
 def test_more_than_the_memory_is_refused_before_it_is_asked_for(
