@@ -240,10 +240,10 @@ def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
     (model / "model.safetensors").unlink()
     config = ClusterConfig(model=model, device="cuda", kv_cache_bytes=1 << 20, page_tokens=1, random_weights=True)
     check_page(config)
-    two_pages = 2 * 3 * 2 * 8 * 128 * 2
-    check_page(replace(config, kv_cache_bytes=two_pages))
-    with pytest.raises(InvalidArgument, match="hold no page of 1 tokens"):
-        check_page(replace(config, kv_cache_bytes=two_pages - 1))
+    two_pages = 2 * 3 * 2 * 8 * 128 * 128 * 2
+    check_page(replace(config, kv_cache_bytes=two_pages, page_tokens=128))
+    with pytest.raises(InvalidArgument, match="hold no page of 128 tokens"):
+        check_page(replace(config, kv_cache_bytes=two_pages - 1, page_tokens=128))
     with pytest.raises(InvalidArgument, match="hold no page of 1024 tokens"):
         check_page(replace(config, page_tokens=1024))
 
