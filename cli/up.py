@@ -96,6 +96,13 @@ def up(
             help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
         ),
     ] = "",
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_OTLP_ENDPOINT",
+            help="Where OpenTelemetry spans of requests go by OTLP/gRPC, http://HOST:PORT; needs tandem[otlp].",
+        ),
+    ] = "",
     log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty",
     slo_class: Annotated[
         list[str] | None,
@@ -163,6 +170,7 @@ def up(
         http_port=http_port,
         metrics_port=metrics_port,
         metrics_key=metrics_key,
+        otlp_endpoint=otlp_endpoint,
         log_format=log_format,
         slo_classes=(*DEFAULT_CLASSES, *(parse_class(each) for each in slo_class or ())),
         default_slo_class=default_slo_class,

@@ -6,6 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from kv_transfer.base import Direction
+from router.otlp import check_endpoint
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.credentials import check_key
 from wire.errors import InvalidArgument
@@ -90,6 +91,8 @@ class ClusterConfig:
     metrics_port: int = 0
     """Port of the whole cluster's metrics, on the controller's address; 0 = any free one. The router's own are on its
     HTTP port, the workers' on ports that the controller tells (`/sd`)."""
+    otlp_endpoint: str = ""
+    """Where spans of requests go by OTLP/gRPC, http://HOST:PORT or https://HOST:PORT; empty = nowhere."""
     metrics_key: str = ""
     """The key that opens all metrics; empty = none is asked for on loopback, unless API keys are: then, and elsewhere,
     nobody but the cluster itself reads them."""
@@ -146,6 +149,7 @@ class ClusterConfig:
         self._check_ray_address()
         for key in self.api_keys:
             check_key("--api-key", key)
+        check_endpoint(self.otlp_endpoint)
         if self.metrics_key:
             check_key("--metrics-key", self.metrics_key)
 

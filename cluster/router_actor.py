@@ -104,6 +104,7 @@ class RouterProcess:
             token=self._token,
             api_keys=self._cluster.api_keys,
             metrics_key=self._cluster.metrics_key,
+            otlp_endpoint=self._cluster.otlp_endpoint,
             mode=Mode(self._cluster.mode),
             slo_classes=self._cluster.slo_classes,
             default_slo_class=self._cluster.default_slo_class,

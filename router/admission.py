@@ -28,6 +28,7 @@ from wire.messages import (
     SamplingParams,
 )
 from wire.page_digests import page_digests, root_digest
+from wire.request_trace import TraceContext
 from wire.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
@@ -102,6 +103,8 @@ class Admission:
             slo=self._classes[ask.options.slo_class or self._config.default_slo_class],
             digests=digests,
             n=_or(ask.options.n, 1),
+            context=TraceContext.of(ask.traceparent),
+            operation=ask.operation,
         )
 
     def close(self) -> None:

@@ -49,6 +49,12 @@ class RouterConfig:
     metrics_key: str = ""
     """The key that opens `/metrics`; empty = where API keys are asked for, or others than this host may call, only the
     cluster's own token does, else nothing is asked."""
+    traces_kept: int = 512
+    """How many of the newest ended requests have their timelines remembered, beside the slow ones."""
+    slow_window_s: float = 60.0
+    """Of the requests that took about as long, the slowest of each so many seconds is remembered."""
+    otlp_endpoint: str = ""
+    """Where spans of requests go by OTLP/gRPC, http://host:port or https://host:port; empty = nowhere."""
     patience_s: float = 30.0
     """How long requests without a target for their first token wait behind others', at most, in seconds."""
     max_choices: int = 16
@@ -85,9 +91,9 @@ class RouterConfig:
         if self.default_slo_class not in names:
             message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"
             raise InvalidArgument("default_slo_class", message)
-        for setting, seconds in (("patience_s", self.patience_s), ("goodput_window_s", self.goodput_window_s)):
-            if seconds <= 0:
-                raise InvalidArgument(setting, f"is {seconds:g}, it must be above 0")
+        for setting, value in _positive(self):
+            if value <= 0:
+                raise InvalidArgument(setting, f"is {value:g}, it must be above 0")
         if self.max_queued_per_tenant is not None and self.max_queued_per_tenant < 1:
             raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
 
@@ -98,3 +104,9 @@ class RouterConfig:
             return self.max_queued_per_tenant
         several = len(self.api_keys) > 1
         return max(1, self.max_queued_requests // 2) if several else self.max_queued_requests
+
+
+def _positive(config: RouterConfig) -> tuple[tuple[str, float], ...]:
+    """Settings that must be above 0."""
+    names = ("patience_s", "goodput_window_s", "slow_window_s", "traces_kept")
+    return tuple((name, getattr(config, name)) for name in names)

@@ -25,17 +25,20 @@ from router.openai_replies import ReplyShape, Whole, error_body, error_event, er
 from router.openai_requests import OpenAICall, parse_chat, parse_completion
 from router.tenants import tenant_of
 from router.token_scores import TokenScore
-from telemetry.door import METRICS_PATH, Page, metrics_page
+from telemetry.door import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from telemetry.exposition import Exposition
 from wire.address import is_loopback
+from wire.convert import traces_to_json
 from wire.credentials import reading_keys, shows_key
 from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
+from wire.request_trace import TRACEPARENT
 from wire.timeline import Edge, EdgeStamp
 
 _JSON = "application/json"
 _DRAIN_BYTES = 64 << 20
 """A body over the limit is read this far, so that the client sees the answer instead of a broken pipe."""
 _OPEN_PATHS = frozenset({"/health", "/ready"})
+_OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
 
 Parser = Callable[[bytes, EdgeStamp], OpenAICall]
 
@@ -52,6 +55,7 @@ def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher)
     app.add_api_route("/health", door.health, methods=["GET"])
     app.add_api_route("/ready", door.ready, methods=["GET"])
     app.add_api_route(METRICS_PATH, door.metrics, methods=["GET"])
+    app.add_api_route(TRACES_PATH, door.traces, methods=["GET"])
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
@@ -92,6 +96,12 @@ class _Door:
         body, content_type = await self.metrics_page(request.headers.get("accept", ""))
         return Response(body, media_type=content_type)
 
+    async def traces(self, request: Request) -> Response:
+        """`?id=` of a request or a trace, `?slow`; else the newest."""
+        book, asked = self.dispatcher.metrics.traces, request.query_params
+        found = book.find(asked["id"]) if "id" in asked else book.slow() if "slow" in asked else book.newest()
+        return Response(traces_to_json(found, book.kept), media_type=_JSON)
+
     def _card(self) -> dict[str, object]:
         served = self.dispatcher.pool.model
         return model_card(self.config.model_name, self.started, served.facts.max_context if served else None)
@@ -100,7 +110,8 @@ class _Door:
         received = EdgeStamp.now(Edge.RECEIVED)
         call = parse(await _read_body(request, self.config.max_request_bytes), received)
         tenant = tenant_of(request.headers.get("authorization", ""), self.config.api_keys)
-        choices = self.dispatcher.submit(await self.admission.admit(replace(call.ask, tenant=tenant)))
+        ask = replace(call.ask, tenant=tenant, traceparent=request.headers.get(TRACEPARENT, ""))
+        choices = self.dispatcher.submit(await self.admission.admit(ask))
         shape = ReplyShape(
             chat=chat,
             request_id=choices.request_id,
@@ -223,14 +234,14 @@ class _KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS and not self._may_pass(scope):
-            key = "metrics key" if scope["path"] == METRICS_PATH else "API key"
+            key = "metrics key" if scope["path"] in _OPERATORS_PATHS else "API key"
             refusal = Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
             await _respond(refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _may_pass(self, scope: Scope) -> bool:
-        keys = self._metrics_keys if scope["path"] == METRICS_PATH else self._keys
+        keys = self._metrics_keys if scope["path"] in _OPERATORS_PATHS else self._keys
         return not keys or shows_key(dict(scope["headers"]).get(b"authorization", b""), keys)
 
 

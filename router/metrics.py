@@ -14,11 +14,13 @@ from router.goodput import Goodput
 from router.refusal import Refusal, reason_of
 from router.request import RoutedRequest
 from router.slo import SloClass
-from router.verdict import SHED, Outcome, Phase, PhaseTimes, Verdict, failed, judge
+from router.trace_book import Exemplars, TraceBook
+from router.verdict import SHED, Outcome, PhaseTimes, Verdict, failed, judge
 from telemetry import families as f
 from telemetry.board import Board
 from wire.errors import ResourceExhausted, TandemError
 from wire.messages import FinishReason
+from wire.spans import Phase
 from wire.timeline import Edge, EdgeStamp
 
 _ROLE = "router"
@@ -42,6 +44,10 @@ class RouterMetrics:
         self._phases = tuple(
             board.spread(each) for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME)
         )
+        window_s = config.slow_window_s
+        examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
+        self.traces = TraceBook(config.traces_kept, *examples)
+        self._model = config.model_name
         self._retries = board.count(f.REQUEST_RETRIES)
         self._prompt_tokens = board.count(f.PROMPT_TOKENS)
         self._cached_tokens = board.count(f.CACHED_PROMPT_TOKENS)
@@ -129,6 +135,7 @@ class RouterMetrics:
             if seconds is not None:
                 spread.observe(seconds)
         self._judge(request.admitted.slo, request, times)
+        self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
         """Its client gave it up: that counts against its class only if something was missed already."""
@@ -138,6 +145,7 @@ class RouterMetrics:
         request.edges.append(EdgeStamp.now(Edge.FINISHED))
         self.board.count(f.REQUEST_SUCCESS, FinishReason.ABORT.name.lower()).add()
         self._judge(request.admitted.slo, request, PhaseTimes.of(request.timeline()), met_counts=False)
+        self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
 
     def failed(self, request: RoutedRequest, error: TandemError) -> None:
         """It ended with an error."""
@@ -146,6 +154,7 @@ class RouterMetrics:
         request.counted = True
         self.board.count(f.REQUEST_FAILURES, error.code).add()
         self._count(request.admitted.slo.name, failed(request.timeline()))
+        self.traces.add(request.trace(self._model, error.code), whole=False)
 
     def _judge(self, slo: SloClass, request: RoutedRequest, times: PhaseTimes, *, met_counts: bool = True) -> None:
         timeline = request.timeline()

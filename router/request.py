@@ -14,6 +14,7 @@ from router.slo import BEST_EFFORT, SloClass
 from router.ticket import Ticket
 from router.verdict import TokenPace
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
+from wire.request_trace import RequestTrace, TraceContext
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 if TYPE_CHECKING:
@@ -85,6 +86,13 @@ class Ask:
     received: EdgeStamp
     tenant: str = ""
     """On whose account it goes (`router/tenants.py`)."""
+    traceparent: str = ""
+    """Where its client traces it, as it says (`wire/request_trace.py`); "" = nowhere."""
+
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry names it."""
+        return "chat" if isinstance(self.prompt, Conversation) else "text_completion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,10 @@ class Admitted:
     """Names of the prompt's full pages, () = unknown."""
     n: int = 1
     """How many answers (`router/choices.py`)."""
+    context: TraceContext = field(default_factory=TraceContext.fresh)
+    """Its place in its client's trace, or one of its own."""
+    operation: str = "text_completion"
+    """As in `Ask`."""
 
     def ticket(self, wire_id: str, sequence: int, now: float) -> Ticket:
         """What policies know of it when it arrives."""
@@ -195,6 +207,26 @@ class RoutedRequest:
             prompt_tokens=len(self.admitted.prompt_token_ids),
             completion_tokens=self.answer.token_count,
             cached_tokens=min(self.cached_tokens, len(self.admitted.prompt_token_ids)),
+            timeline=self.timeline(),
+        )
+
+    def trace(self, model: str, outcome: str) -> RequestTrace:
+        """What is remembered of it, ended as `outcome`."""
+        if self.edges[-1].edge is not Edge.FINISHED:
+            self.edges.append(EdgeStamp.now(Edge.FINISHED))
+        admitted = self.admitted
+        prompt = len(admitted.prompt_token_ids)
+        return RequestTrace(
+            request_id=admitted.request_id,
+            wire_id=self.wire_id,
+            context=admitted.context,
+            model=model,
+            operation=admitted.operation,
+            slo_class=admitted.slo.name,
+            outcome=outcome,
+            prompt_tokens=prompt,
+            completion_tokens=self.pace.tokens,
+            cached_tokens=min(self.cached_tokens, prompt),
             timeline=self.timeline(),
         )
 

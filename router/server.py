@@ -18,6 +18,7 @@ from router.cost_placement import CostPlacement
 from router.dispatch import Dispatcher
 from router.http import make_app
 from router.model_folder import GenerationDefaults, read_generation_defaults
+from router.otlp import TraceExporter, otlp_exporter
 from router.placement import Placement
 from router.service import InferenceServicer
 from router.tokenizer import Tokenizer
@@ -52,6 +53,7 @@ class RouterServer:
         self._placement = placement or CostPlacement(config.mode)
         self._health = health.aio.HealthServicer()
         self._ready: bool | None = None
+        self._exporter: TraceExporter | None = None
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> RouterEndpoints:
@@ -60,8 +62,12 @@ class RouterServer:
         """
         config = self._config
         tokenizer, defaults = await asyncio.to_thread(_load, config)
+        if config.otlp_endpoint:
+            self._exporter = otlp_exporter(config.otlp_endpoint, config.router_id)
         listener = Listener(config.host, config.http_port, "http_port")
         self._dispatcher = dispatcher = Dispatcher(config, self._placement, tokenizer, self._follow_readiness)
+        if self._exporter is not None:
+            dispatcher.metrics.traces.export = self._exporter.export
         self._admission = Admission(
             config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
         )
@@ -74,6 +80,7 @@ class RouterServer:
             await self._grpc.stop(None)
             self._admission.close()
             await self._dispatcher.close()
+            await self._close_exporter()
             raise
         self._follow_readiness()
         endpoints = RouterEndpoints(address_of(config.host, grpc_port), listener.address)
@@ -93,11 +100,16 @@ class RouterServer:
         await self._dispatcher.close()
         await asyncio.gather(*self._background, return_exceptions=True)
         self._admission.close()
+        await self._close_exporter()
 
     @property
     def ready(self) -> bool:
         """Whether a request could be served now."""
         return self._dispatcher.pool.ready
+
+    async def _close_exporter(self) -> None:
+        if self._exporter is not None:
+            await asyncio.to_thread(self._exporter.close)
 
     async def _open_grpc(self) -> int:
         config = self._config

@@ -20,6 +20,7 @@ from router.token_scores import ScoredToken, TokenScore
 from wire import convert
 from wire.errors import InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.request_trace import TRACEPARENT
 from wire.rpc import AUTHORIZATION
 from wire.timeline import Edge, EdgeStamp
 
@@ -40,8 +41,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
         check_size(request.ByteSize(), self._config.max_request_bytes)
-        options, tenant = _options(request.options), self._tenant(context)
-        ask = Ask(request.request_id, request.model, _prompt(request), options, received, tenant)
+        asked = request.request_id, request.model, _prompt(request), _options(request.options)
+        ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
         async for response in self._answer(ask, context):
             yield response
 
@@ -51,8 +52,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         received = EdgeStamp.now(Edge.RECEIVED)
         check_size(request.ByteSize(), self._config.max_request_bytes)
         turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
-        options, tenant = _options(request.options), self._tenant(context)
-        ask = Ask(request.request_id, request.model, Conversation(turns), options, received, tenant)
+        asked = request.request_id, request.model, Conversation(turns), _options(request.options)
+        ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
         async for response in self._answer(ask, context):
             yield response
 
@@ -111,8 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
 
     def _tenant(self, context: _Context) -> str:
-        header = dict(context.invocation_metadata() or ()).get(AUTHORIZATION, "")
-        return tenant_of(header, self._config.api_keys)
+        return tenant_of(_metadata(context, AUTHORIZATION), self._config.api_keys)
 
     async def _answer(self, ask: Ask, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
         choices = self._dispatcher.submit(await self._admission.admit(ask))
@@ -125,6 +125,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
         finally:
             choices.close()
+
+
+def _metadata(context: _Context, key: str) -> str:
+    """ "" if the call has none."""
+    return str(dict(context.invocation_metadata() or ()).get(key, ""))
 
 
 def _chunk(piece: Piece) -> dict[str, Any]:

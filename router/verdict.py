@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from router.slo import SloClass
+from wire.spans import Phase
 from wire.timeline import Edge, Timeline
 
 
@@ -24,15 +25,6 @@ class Outcome(StrEnum):
     """Turned away at once."""
     FAILED = "failed"
     """It ended without the whole answer."""
-
-
-class Phase(StrEnum):
-    """Where a request spends its time, in order; values of the label `phase`."""
-
-    QUEUE = "queue"
-    PREFILL = "prefill"
-    TRANSFER = "transfer"
-    DECODE = "decode"
 
 
 @dataclass(slots=True)

@@ -33,15 +33,35 @@ class Count:
         self.value += amount
 
 
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One observation of a bucket, and where to read more of it (an exemplar of OpenMetrics)."""
+
+    value: float
+    unix_s: float
+    labels: Mapping[str, str]
+    """Names and values together at most `EXAMPLE_CHARS` characters."""
+
+
+EXAMPLE_CHARS = 128
+"""OpenMetrics 1.0 allows no more."""
+
+
 class Spread:
     """How many observations lie between bounds; one above the other, the last one beyond all of them."""
 
-    __slots__ = ("bounds", "counts", "total")
+    __slots__ = ("bounds", "counts", "examples", "total")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.examples: list[Example | None] = [None] * (len(bounds) + 1)
+        """Of each bucket, where somebody keeps any; scraped in OpenMetrics' format alone."""
         self.total = 0.0
+
+    def place(self, value: float) -> int:
+        """The bucket of an observation."""
+        return bisect_left(self.bounds, value)
 
     def observe(self, value: float, times: int = 1) -> None:
         """`value` was seen so many times."""

@@ -12,7 +12,7 @@ from wire.credentials import shows_key
 from wire.errors import Unavailable
 from wire.http_server import HttpServer, Listener
 
-METRICS_PATH, DISCOVERY_PATH = "/metrics", "/sd"
+METRICS_PATH, DISCOVERY_PATH, TRACES_PATH = "/metrics", "/sd", "/traces"
 _LEAVE_S = 1
 _REPLY_BYTES_MAX = 64 << 20
 _PLAIN = "text/plain; charset=utf-8"

@@ -9,8 +9,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
-from telemetry.board import Board, Snapshot, Spread
+from telemetry.board import Board, Example, Snapshot, Spread
 from telemetry.family import Kind
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -81,6 +82,11 @@ def _metric(snapshot: Snapshot, labels: dict[str, str]) -> Metric:
     return metric
 
 
-def _buckets(spread: Spread) -> list[tuple[str, float]]:
+def _buckets(spread: Spread) -> list[tuple[str, float] | tuple[str, float, Exemplar]]:
     bounds = [*map(str, spread.bounds), "+Inf"]
-    return list(zip(bounds, map(float, accumulate(spread.counts)), strict=True))
+    rows = zip(bounds, map(float, accumulate(spread.counts)), spread.examples, strict=True)
+    return [(bound, count) if example is None else (bound, count, _exemplar(example)) for bound, count, example in rows]
+
+
+def _exemplar(example: Example) -> Exemplar:
+    return Exemplar(dict(example.labels), example.value, example.unix_s)

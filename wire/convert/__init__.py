@@ -19,6 +19,7 @@ from wire.convert.prefixes import (
     prefix_list_to_proto,
 )
 from wire.convert.reads import decode_read_note, encode_read_note, read_note_from_proto, read_note_to_proto
+from wire.convert.traces import trace_from_proto, trace_to_proto, traces_from_json, traces_to_json
 from wire.convert.transfer import (
     decode_notice,
     description_from_proto,
@@ -129,6 +130,10 @@ __all__ = [
     "timeline_to_proto",
     "token_logprobs_from_proto",
     "token_logprobs_to_proto",
+    "trace_from_proto",
+    "trace_to_proto",
+    "traces_from_json",
+    "traces_to_json",
     "transfer_from_proto",
     "transfer_to_proto",
     "worker_info_from_proto",

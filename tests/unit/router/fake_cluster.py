@@ -258,12 +258,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             detail = ErrorDetail("TRANSFER_FAILED", "the pages did not arrive")
             self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
             return
+        began = EdgeStamp.now(Edge.TRANSFER_STARTED)
         self.peers[destination.peer.worker_id].arrive(task)
         if self.switches.decode_first:
             await asyncio.sleep(0.05)
             self.send(task.router_id, first)
         stats = TransferStats(4096, 1, "fake", 1000)
-        self.send(task.router_id, RequestEvent(task.ref, transfer=stats))
+        edges = (began, EdgeStamp.now(Edge.TRANSFER_FINISHED))
+        self.send(task.router_id, RequestEvent(task.ref, edges=edges, transfer=stats))
 
     def arrive(self, task: PrefillTask) -> None:
         """The KV of `task` is here: decode it, if the lease still holds."""

@@ -17,13 +17,14 @@ from router.placement import Forecast
 from router.refusal import Refusal, Refused
 from router.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
-from router.verdict import MET, Outcome, Phase, PhaseTimes, TokenPace, Verdict, failed, judge
+from router.verdict import MET, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from telemetry import families as f
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
 from wire.messages import FinishReason, SamplingParams
+from wire.spans import Phase
 from wire.timeline import Edge, EdgeStamp, Timeline
 
 TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)

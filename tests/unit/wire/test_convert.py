@@ -9,7 +9,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wire import convert, cost_parameters, messages, prefixes, read_notes, timeline
+from wire import convert, cost_parameters, messages, prefixes, read_notes, request_trace, timeline
 from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
 from wire.policy_name import PolicyName
 
@@ -47,6 +47,7 @@ edges = st.lists(st.builds(timeline.EdgeStamp, st.sampled_from(timeline.Edge), s
     tuple
 )
 transfers = st.builds(timeline.TransferStats, uint64, uint32, text, uint64)
+timelines = st.builds(timeline.Timeline, edges, st.none() | transfers, text, text)
 errors = st.builds(messages.ErrorDetail, text, text, st.floats(0, 9))
 events = st.builds(
     messages.RequestEvent,
@@ -115,7 +116,19 @@ CASES: dict[str, tuple[Any, type]] = {
     "sampling": (sampling, types_pb2.SamplingParams),
     "transfer": (transfers, types_pb2.TransferStats),
     "error": (errors, types_pb2.ErrorDetail),
-    "timeline": (st.builds(timeline.Timeline, edges, st.none() | transfers, text, text), inference_pb2.Timeline),
+    "timeline": (timelines, inference_pb2.Timeline),
+    "trace": (
+        st.builds(
+            request_trace.RequestTrace,
+            text,
+            text,
+            st.builds(request_trace.TraceContext, text, text, st.booleans()),
+            *[text] * 4,
+            *[uint32] * 3,
+            timelines,
+        ),
+        inference_pb2.RequestTrace,
+    ),
     "ref": (refs, worker_pb2.RequestRef),
     "lease": (leases, worker_pb2.Lease),
     "reservation": (

@@ -244,3 +244,41 @@ class GetLoadsResponse(_message.Message):
     waiting: int
     running: int
     def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ...) -> None: ...
+
+class RequestTrace(_message.Message):
+    __slots__ = ("request_id", "wire_id", "trace_id", "parent_id", "sampled", "model", "operation", "slo_class", "outcome", "prompt_tokens", "completion_tokens", "cached_tokens", "timeline")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    WIRE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    OPERATION_FIELD_NUMBER: _ClassVar[int]
+    SLO_CLASS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    wire_id: str
+    trace_id: str
+    parent_id: str
+    sampled: bool
+    model: str
+    operation: str
+    slo_class: str
+    outcome: str
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    timeline: Timeline
+    def __init__(self, request_id: _Optional[str] = ..., wire_id: _Optional[str] = ..., trace_id: _Optional[str] = ..., parent_id: _Optional[str] = ..., sampled: _Optional[bool] = ..., model: _Optional[str] = ..., operation: _Optional[str] = ..., slo_class: _Optional[str] = ..., outcome: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., timeline: _Optional[_Union[Timeline, _Mapping]] = ...) -> None: ...
+
+class RequestTraces(_message.Message):
+    __slots__ = ("traces", "kept")
+    TRACES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    traces: _containers.RepeatedCompositeFieldContainer[RequestTrace]
+    kept: int
+    def __init__(self, traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., kept: _Optional[int] = ...) -> None: ...

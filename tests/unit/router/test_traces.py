@@ -1,0 +1,285 @@
+"""Requests that have ended: remembered, exported by OTLP to a receiver of the test's own, and as long as their client
+says.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from router.otlp import check_endpoint
+from router.trace_book import Exemplars, TraceBook
+from telemetry.board import EXAMPLE_CHARS, Spread
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to
+from tests.unit.router.test_generate import Client, ask
+from wire.convert import traces_from_json
+from wire.errors import FailedPrecondition, Internal, InvalidArgument
+from wire.request_trace import RequestTrace, TraceContext
+from wire.timeline import Edge, EdgeStamp, Timeline
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")
+SECOND = 10**9
+TRIES = 12
+"""Requests that are timed: whatever else this machine does takes time from some of them."""
+NEAR_S = 2e-3
+
+
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.spans: list[trace_pb2.Span] = []
+        self.resources: set[str] = set()
+        self._server = grpc.server(ThreadPoolExecutor(1))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    def Export(self, request: Any, _context: Any) -> Any:
+        for batch in request.resource_spans:
+            self.resources |= {each.value.string_value for each in batch.resource.attributes}
+            self.spans.extend(span for scope in batch.scope_spans for span in scope.spans)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def stop(self) -> None:
+        self._server.stop(None).wait()
+
+    @property
+    def roots(self) -> list[trace_pb2.Span]:
+        """Those of whole requests, in the order in which they came."""
+        return sorted((s for s in self.spans if s.kind == s.SPAN_KIND_SERVER), key=lambda s: s.start_time_unix_nano)
+
+    def under(self, root: trace_pb2.Span) -> list[trace_pb2.Span]:
+        """Its phases, in order."""
+        found = [s for s in self.spans if s.parent_span_id == root.span_id and s.trace_id == root.trace_id]
+        return sorted(found, key=lambda s: s.start_time_unix_nano)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.stop()
+
+
+@pytest.fixture
+def settings(receiver: Receiver) -> dict[str, Any]:
+    return {"otlp_endpoint": receiver.endpoint, "traces_kept": 20}
+
+
+async def flush(cluster: Cluster) -> None:
+    exporter: Any = cluster.router._exporter
+    assert await asyncio.to_thread(exporter._provider.force_flush)
+
+
+def attributes(span: trace_pb2.Span) -> dict[str, Any]:
+    return {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
+
+
+def seconds(span: trace_pb2.Span) -> float:
+    return (span.end_time_unix_nano - span.start_time_unix_nano) / SECOND
+
+
+async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: Receiver) -> None:
+    """The phases of a request are its span without a gap, and that is what its client waited, but for the way there and
+    back: this machine may be slow now and then, but not every time.
+    """
+    cluster.decode.switches.step_s = 2e-3
+    measured = []
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        client = Client(channel)
+        await client.run(ask(2))
+        for tokens in range(3, 3 + TRIES):
+            began = time.perf_counter()
+            await client.run(ask(tokens))
+            measured.append(time.perf_counter() - began)
+    await flush(cluster)
+    roots = receiver.roots[1:]
+    assert len(roots) == TRIES
+    for root, waited_s in zip(roots, measured, strict=True):
+        phases = receiver.under(root)
+        assert [span.name for span in phases] == ["queue", "prefill", "transfer", "decode"]
+        assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
+        assert 0.0 < seconds(root) <= waited_s
+    assert min(waited_s - seconds(root) for root, waited_s in zip(roots, measured, strict=True)) < NEAR_S
+
+
+async def test_a_span_says_what_conventions_ask_for(cluster: Cluster, receiver: Receiver) -> None:
+    cluster.prefill.switches.cached_tokens = 2
+    cluster.decode.switches.step_s = 2e-3
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        call = Client(channel).stub.Generate(ask(5), metadata=(HEADER,))
+        messages = [message async for message in call]
+    await flush(cluster)
+    (root,) = receiver.roots
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, SPAN)
+    assert root.name == "text_completion fake"
+    found = attributes(root)
+    assert found[gen_ai_attributes.GEN_AI_OPERATION_NAME] == "text_completion"
+    assert found[gen_ai_attributes.GEN_AI_PROVIDER_NAME] == "tandem"
+    assert found[gen_ai_attributes.GEN_AI_REQUEST_MODEL] == found[gen_ai_attributes.GEN_AI_RESPONSE_MODEL] == "fake"
+    assert found[gen_ai_attributes.GEN_AI_RESPONSE_ID] == messages[0].request_id
+    assert found[gen_ai_attributes.GEN_AI_USAGE_INPUT_TOKENS] == 4
+    assert found[gen_ai_attributes.GEN_AI_USAGE_OUTPUT_TOKENS] == 5
+    assert found[gen_ai_attributes.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS] == 2
+    (reason,) = found[gen_ai_attributes.GEN_AI_RESPONSE_FINISH_REASONS].values
+    assert reason.string_value == "length"
+    assert [event.name for event in root.events] == ["first_token"]
+    by_name = {span.name: attributes(span) for span in receiver.under(root)}
+    assert by_name["prefill"]["tandem.worker"] == "prefill-0"
+    assert by_name["transfer"]["tandem.transfer.backend"] == "fake"
+    assert by_name["decode"]["tandem.worker"] == "decode-0"
+    assert {"tandem", "router-0"} <= receiver.resources
+
+
+async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster, receiver: Receiver) -> None:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", trust_env=False) as http:
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3}
+        done = await http.post("/v1/chat/completions", json=body, headers=dict((HEADER,)))
+        quiet = await http.post("/v1/chat/completions", json=body, headers={"traceparent": HEADER[1][:-1] + "0"})
+        assert (done.status_code, quiet.status_code) == (200, 200)
+        cluster.prefill.switches.prefill_error = Internal("broken")
+        assert (await http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})).status_code == 500
+        cluster.prefill.switches.prefill_error = None
+        kept, most = traces_from_json((await http.get("/traces")).text)
+    await flush(cluster)
+    answered, failed = receiver.roots
+    assert (answered.trace_id.hex(), answered.name) == (TRACE, "chat fake")
+    assert attributes(failed)["error.type"] == "INTERNAL"
+    assert failed.status.code == failed.status.STATUS_CODE_ERROR
+    assert not failed.parent_span_id
+    assert [each.outcome for each in kept] == ["INTERNAL", "length", "length"]
+    assert [each.context.sampled for each in kept] == [True, False, True]
+    assert failed.trace_id.hex() == kept[0].context.trace_id
+    assert most == 20
+
+
+async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -> None:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        request = ask(3)
+        request.request_id = "an/id?of=the client's"[:10]
+        await Client(channel).run(request)
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", trust_env=False) as http:
+        accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+        families = list(text_string_to_metric_families((await http.get("/metrics", headers=accept)).text))
+        for name in ("tandem_time_to_first_token_seconds", "tandem_e2e_request_latency_seconds"):
+            (family,) = (each for each in families if each.name == name)
+            (sample,) = (each for each in family.samples if each.exemplar is not None)
+            assert sample.exemplar is not None
+            assert sample.exemplar.labels["request_id"] == "an/id?of=t"
+            for wanted in sample.exemplar.labels.values():
+                (found,) = traces_from_json((await http.get("/traces", params={"id": wanted})).text)[0]
+                assert found.timeline.at(Edge.FINISHED)
+                assert found.prompt_tokens == 4
+        assert len(traces_from_json((await http.get("/traces?slow")).text)[0]) == 1
+        assert traces_from_json((await http.get("/traces?id=nobody")).text)[0] == []
+
+
+class TestKeys:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("client",), "metrics_key": "operator"}
+
+    async def test_traces_are_the_operators(self, cluster: Cluster) -> None:
+        async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", trust_env=False) as http:
+            for key, status in (("client", 401), ("", 401), ("operator", 200), ("secret", 200)):
+                headers = {"authorization": f"Bearer {key}"} if key else {}
+                assert (await http.get("/traces?slow", headers=headers)).status_code == status
+
+
+def trace(number: int, length_s: float, name: str = "") -> RequestTrace:
+    edges = (EdgeStamp(Edge.RECEIVED, 0), EdgeStamp(Edge.FIRST_TOKEN, int(length_s * SECOND / 2)))
+    timeline = Timeline((*edges, EdgeStamp(Edge.FINISHED, int(length_s * SECOND))), None, "p", "d")
+    named = name or f"r{number}"
+    context = TraceContext(f"{number:032x}")
+    return RequestTrace(named, f"{named}~{number}", context, "m", "chat", "quick", "stop", 3, 4, 0, timeline)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def book_of(clock: Clock, kept: int = 5) -> tuple[TraceBook, Spread]:
+    bounds = (0.1, 1.0, 10.0)
+    first_tokens, whole = Spread(bounds), Spread(bounds)
+    exemplars = [Exemplars(each, 60.0, clock) for each in (first_tokens, whole)]
+    return TraceBook(kept, exemplars[0], exemplars[1]), whole
+
+
+def test_slow_requests_outlive_thousands_of_fast_ones() -> None:
+    clock = Clock()
+    book, whole = book_of(clock)
+    for number in range(3000):
+        clock.now += 0.1
+        slow = {100: 5.0, 101: 7.0, 102: 6.0}.get(number, 0.05)
+        book.add(trace(number, slow), whole=True)
+    (found,) = book.find("r101")
+    assert found.seconds == 7.0
+    assert book.find(f"{101:032x}") == book.find("r101~101") == [found]
+    assert book.find("r100") == []
+    assert book.slow()[0] is found
+    example = whole.examples[whole.place(7.0)]
+    assert example is not None
+    assert (example.value, example.labels["request_id"]) == (7.0, "r101")
+    assert [each.request_id for each in book.newest()] == [f"r{number}" for number in range(2999, 2994, -1)]
+    assert len(book._all()) <= 5 + 2 * 4
+
+
+def test_the_slowest_of_a_window_stands_until_a_later_window_has_one() -> None:
+    clock = Clock()
+    book, whole = book_of(clock, kept=1)
+    clock.now = 60.0
+    for number, length in ((1, 5.0), (2, 7.0), (3, 6.0)):
+        book.add(trace(number, length), whole=True)
+        book.add(trace(9, 0.05), whole=True)
+    assert [each.request_id for each in book.slow()[:1]] == ["r2"]
+    clock.now = 119.0
+    book.add(trace(4, 5.5), whole=True)
+    assert book.slow()[0].request_id == "r2"
+    clock.now = 121.0
+    book.add(trace(5, 4.0), whole=True)
+    example = whole.examples[whole.place(4.0)]
+    assert example is not None
+    assert example.labels["request_id"] == "r5"
+
+
+def test_an_exemplar_fits_into_openmetrics_whatever_its_client_calls_it() -> None:
+    book, whole = book_of(Clock())
+    book.add(trace(1, 5.0, "x" * 128), whole=True)
+    example = whole.examples[whole.place(5.0)]
+    assert example is not None
+    assert sum(map(len, (*example.labels, *example.labels.values()))) <= EXAMPLE_CHARS
+    assert book.find(example.labels["trace_id"])
+
+
+def test_an_answer_cut_short_is_no_example_of_whole_ones() -> None:
+    book, whole = book_of(Clock())
+    book.add(replace(trace(1, 5.0), outcome="abort"), whole=False)
+    assert whole.examples == [None] * 4
+    assert book.find("r1")
+
+
+def test_endpoints_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ("collector:4317", "http://collector", "ftp://collector:4317", "http://collector:port"):
+        with pytest.raises(InvalidArgument, match="--otlp-endpoint"):
+            check_endpoint(endpoint)
+    check_endpoint("")
+    check_endpoint("http://collector:4317")
+    monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(FailedPrecondition, match="tandem\\[otlp\\]"):
+        check_endpoint("http://collector:4317")
