@@ -11,7 +11,8 @@ long that is. A router reads its stream. Counted is what the loop's thread does 
 
 and, beside it, what the event loop's thread does to send them (`send`). CPU time and time by the clock: they differ by
 what else runs on the machine, and by the other thread, as one of them runs at a time. First all requests decode,
-greedily and sampled; then prompts join them, under each policy.
+greedily and sampled; then prompts join them, under each policy; then answers end as well, and others take their places,
+so that the batch is another one in most steps.
 
 With asynchronous engines all of it happens while the device is at another step. The last line is one JSON object: µs a
 step, and that as a part of the step.
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 from unittest.mock import patch
 
 import numpy as np
@@ -57,6 +58,8 @@ from worker.worker import Worker
 PAGE_TOKENS = 128
 STEP_TOKENS = 2048
 PROMPT = 1000
+CHANGING_ANSWER = 256
+"""Tokens of an answer where answers end: longer than the first of them wait for the last to join."""
 JOINING_PROMPT = 1500
 JOINING = 4
 """Prompts that wait at any time while prompts join."""
@@ -159,9 +162,13 @@ class Plan:
     step_s: float
 
 
-async def measure(plan: Plan, policy: PolicyName, *, joining: bool, temperature: float = 0.0) -> Stopwatch:
-    """Of `plan.steps` steps with all requests running, and prompts `joining` them or not."""
-    answer = 4 * plan.steps + 400
+async def measure(
+    plan: Plan, policy: PolicyName, *, joining: bool = False, changing: bool = False, temperature: float = 0.0
+) -> Stopwatch:
+    """Of `plan.steps` steps with all requests running, and prompts `joining` them or not; `changing`: answers end, and
+    as many others begin.
+    """
+    answer = CHANGING_ANSWER if changing else 4 * plan.steps + 400
     pages = plan.requests * (-(-(PROMPT + answer) // PAGE_TOKENS) + 1) + 2048
     watch = Stopwatch()
     engine, fabric = NoEngine(PagePool(pages), watch, plan.step_s), InMemoryFabric()
@@ -184,7 +191,8 @@ async def measure(plan: Plan, policy: PolicyName, *, joining: bool, temperature:
         reader = asyncio.ensure_future(_read(tested.attach(ROUTER), watch))
         tested.start()
         try:
-            await _decode_all(tested, plan, SamplingParams(answer, temperature, ignore_eos=True))
+            sampling = SamplingParams(answer, temperature, ignore_eos=True)
+            await _decode_all(tested, plan, sampling)
             await asyncio.sleep(2 * plan.step_s)
             watch.spent.clear()
             engine.rows.clear()
@@ -193,14 +201,25 @@ async def measure(plan: Plan, policy: PolicyName, *, joining: bool, temperature:
                 while joining and tested.load().prefill_requests < JOINING:
                     joined += 1
                     _send(tested, f"p{joined}", JOINING_PROMPT, SamplingParams(max_tokens=1))
+                while changing and _running(tested) < plan.requests:
+                    joined += 1
+                    _send(tested, f"c{joined}", PROMPT, sampling)
                 await asyncio.sleep(_LOOK_S)
-                if min(engine.rows[: plan.steps], default=plan.requests) < plan.requests:
+                if not changing and min(engine.rows[: plan.steps], default=plan.requests) < plan.requests:
                     raise RuntimeError("a request ended before the steps were counted")
         finally:
             await tested.close()
             fabric.close()
             await reader
     return watch
+
+
+class _Kind(TypedDict, total=False):
+    """Options of `measure`."""
+
+    joining: bool
+    changing: bool
+    temperature: float
 
 
 _TIMED = (
@@ -226,6 +245,12 @@ async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> N
         await asyncio.sleep(_LOOK_S)
 
 
+def _running(tested: Worker) -> int:
+    """Requests that decode or are going to."""
+    load = tested.load()
+    return load.decode_requests + load.prefill_requests
+
+
 def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> None:
     """A prompt that no other begins like; one that decodes is reserved for first."""
     ref, prompt = RequestRef(name, 1), (int.from_bytes(name.encode()) % MODEL.vocab_size, *range(100, 99 + tokens))
@@ -238,13 +263,15 @@ def _send(tested: Worker, name: str, tokens: int, sampling: SamplingParams) -> N
 
 def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, object]:
     """All cases, ready for JSON."""
-    cases = {f"decode {each}": (each, PolicyName.UNCHUNKED, False, 0.0) for each in rows}
-    cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, False, 1.0) for each in rows}
-    cases |= {f"mixed {each} {rows[-1]}": (rows[-1], each, True, 0.0) for each in PolicyName}
+    cases: dict[str, tuple[int, PolicyName, _Kind]] = {}
+    cases |= {f"decode {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
+    cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
+    cases |= {f"mixed {each} {rows[-1]}": (rows[-1], each, {"joining": True}) for each in PolicyName}
+    cases |= {f"changing {each}": (each, PolicyName.UNCHUNKED, {"changing": True}) for each in rows}
     found: dict[str, object] = {}
-    for name, (requests, policy, joining, temperature) in cases.items():
+    for name, (requests, policy, kind) in cases.items():
         plan = Plan(requests, steps, measured_step_s(requests) if step_s is None else step_s)
-        watch = asyncio.run(measure(plan, policy, joining=joining, temperature=temperature))
+        watch = asyncio.run(measure(plan, policy, **kind))
         found[name] = figures = _figures(watch, plan)
         print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()), flush=True)
     return found

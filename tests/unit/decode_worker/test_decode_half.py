@@ -21,7 +21,9 @@ from wire.messages import (
     RequestRef,
     Reservation,
     RoutedEvent,
+    RoutedTokens,
     SamplingParams,
+    StepTokens,
     TransferNotice,
     hash_token_ids,
 )
@@ -62,12 +64,12 @@ class House:
     def _expect(self, leases: int) -> None:
         self.expected = leases
 
-    def reserve(self, name: str, tokens: int = 5, attempt: int = 1, **sampling: int) -> Lease:
+    def reserve(self, name: str, tokens: int = 5, attempt: int = 1, router: str = "r", **sampling: int) -> Lease:
         prompt = tuple(range(3, 3 + tokens))
         params = SamplingParams(**({"max_tokens": 6} | sampling))  # type: ignore[arg-type]
         # Under a salt of its own: no request of another name has anything it could use.
         granted = self.admission.reserve(
-            Reservation("r", RequestRef(name, attempt), prompt, params, P, cache_salt=name)
+            Reservation(router, RequestRef(name, attempt), prompt, params, P, cache_salt=name)
         )
         self.prompts[granted.lease] = prompt
         self.skipped[granted.lease] = granted.held_tokens // PAGE_TOKENS
@@ -84,8 +86,8 @@ class House:
         }  # fmt: skip
         self.admission.notice(TransferNotice(**(notice | changes)))  # type: ignore[arg-type]
 
-    def arrive(self, name: str, **reservation: int) -> Lease:
-        lease = self.reserve(name, **reservation)
+    def arrive(self, name: str, router: str = "r", **reservation: int) -> Lease:
+        lease = self.reserve(name, router=router, **reservation)
         self.allot(lease)
         self.deliver(lease)
         return lease
@@ -367,6 +369,38 @@ def test_two_routers_may_use_the_same_request_id() -> None:
     house.half.apply([7])
     house.half.schedule(16)
     house.assert_empty()
+
+
+def test_a_step_of_two_routers_has_columns_for_each_and_events_for_those_that_end() -> None:
+    house = House()
+    for name, router, limit in (("a", "r", 6), ("b", "other", 5), ("c", "r", 6)):
+        house.arrive(name, router=router, max_tokens=limit)
+    house.half.schedule(16)
+    joined = house.half.apply([10, 20, 30])
+    assert [(each.router_id, each.event.token_ids) for each in joined.events] == [
+        ("r", (10,)), ("other", (20,)), ("r", (30,)),
+    ]  # fmt: skip
+    assert not joined.tokens
+
+    house.half.schedule(16)
+    usual = house.half.apply([11, 21, 31])
+    assert not usual.events
+    assert usual.tokens == [
+        RoutedTokens("r", StepTokens(["a", "c"], [1, 1], [2, 2], [11, 31])),
+        RoutedTokens("other", StepTokens(["b"], [1], [2], [21])),
+    ]
+
+    house.half.schedule(16)
+    house.abort("a")  # its step is launched: what comes of it is nobody's
+    assert house.half.apply([12, 22, 32]).tokens == [
+        RoutedTokens("r", StepTokens(["c"], [1], [3], [32])),
+        RoutedTokens("other", StepTokens(["b"], [1], [3], [22])),
+    ]
+
+    house.half.schedule(16)
+    ended = house.half.apply([23, 33])
+    assert [(each.router_id, each.event.finish_reason) for each in ended.events] == [("other", FinishReason.LENGTH)]
+    assert ended.tokens == [RoutedTokens("r", StepTokens(["c"], [1], [4], [33]))]
 
 
 def test_the_transport_hears_each_count_before_the_next_change() -> None:
