@@ -3,12 +3,15 @@
 tests/gpu judges flash-attn-4 on the same steps.
 """
 
+import logging
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from engine.kernels import prefill_attention
 from engine.kernels.base import AttentionShape
-from engine.kernels.prefill_attention import SdpaPrefill
+from engine.kernels.prefill_attention import SdpaPrefill, choose_prefill_attention
 
 from .prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from .steps import assert_as_good, heads, make_step
@@ -74,3 +77,26 @@ def test_a_float32_row_is_the_same_alone_and_in_company() -> None:
     for row, start in enumerate(step.layout.row_starts.tolist()[:-1]):
         tail = run(SdpaPrefill(), step, torch.float32, CPU, first_row=row)
         assert torch.equal(tail, together[start:])
+
+
+@pytest.mark.parametrize("page_tokens", [16, 64, 128, 256])
+def test_a_slow_page_size_is_warned_of_with_a_better_one(
+    page_tokens: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    flash = Mock()
+    monkeypatch.setattr(prefill_attention, "_why_no_flash", lambda *_: "")
+    monkeypatch.setattr(prefill_attention, "FlashPrefill", flash)
+    with caplog.at_level(logging.INFO, prefill_attention.__name__):
+        assert choose_prefill_attention(CPU, torch.bfloat16, 64, page_tokens, pdl=True) is flash.return_value
+    flash.assert_called_once_with(page_tokens, True)
+    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    slow = [f"pages of {page_tokens} tokens slow prefill attention down; 128 is the fast size"]
+    assert warnings == (slow if page_tokens != 128 else [])
+    assert caplog.messages[-1] == "prefill attention: flash-attn-4"
+
+
+def test_prefill_attention_without_the_library_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, prefill_attention.__name__):
+        assert isinstance(choose_prefill_attention(CPU, torch.bfloat16, 64, 16, pdl=True), SdpaPrefill)
+    (said,) = caplog.messages
+    assert said.endswith("(flash-attn-4 needs a GPU of compute capability 9.0)")
