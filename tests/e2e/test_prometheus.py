@@ -1,0 +1,145 @@
+"""A real Prometheus beside a real cluster: every panel has data, and its figures are those that clients saw.
+
+The load takes some seconds; TANDEM_MIXED_LOAD_S=120 makes it two minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.dashboards import Stretch, names, read_dashboard, show
+from benchmarks.load.mixed import run_mixed, since_sent
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.slo import Outcome, SloCell
+from benchmarks.load.target import find_target, touch
+from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
+from router.slo import DEFAULT_CLASSES
+from telemetry import families as f
+from telemetry.family import Family
+
+pytestmark = pytest.mark.skipif(
+    find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
+)
+
+LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
+PROCESSES = 3
+RECOVERS_S = 120.0
+OTHER_CLOCK_S = 0.1
+"""How far apart a router and a client on other processes may see the same moment, before a verdict is anybody's."""
+TOLERANCE = 0.01
+TARGETS = {slo.name: SloCell(slo.name, slo.ttft_s, slo.itl_s) for slo in DEFAULT_CLASSES}
+
+
+@dataclass
+class Watched:
+    cluster: Any
+    prometheus: Prometheus
+    start: float
+    end: float
+    requests: dict[str, list[RequestRecord]]
+
+    def grown(self, selected: str, *by: str) -> str:
+        """How much counters grew during the load, to the last one, without extrapolation."""
+        return f"sum by ({', '.join(by)}) ({selected} @ {self.end:.3f} - {selected} @ {self.start:.3f})"
+
+    def count(self, selected: str) -> float:
+        return self.prometheus.number(self.grown(selected))
+
+
+@pytest.fixture(scope="module")
+def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    folder = tmp_path_factory.mktemp("prometheus")
+    with prometheus_beside(cluster.metrics_address, folder, patience=False) as prometheus:
+        target = find_target(cluster.grpc_address)
+        touch(target)
+        prometheus.await_scrape(PROCESSES)
+        start = time.time()
+        requests = run_mixed(target, LOAD_S, seed=29)
+        prometheus.await_scrape(PROCESSES)
+        yield Watched(cluster, prometheus, start, time.time(), requests)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_query_has_data(watched: Watched, name: str) -> None:
+    stretch = Stretch(watched.start, watched.end)
+    shown = list(show(read_dashboard(name), watched.prometheus, stretch))
+    assert len(shown) > 8
+    assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
+
+
+def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
+    """But what burns: this machine keeps the promises that it can."""
+    groups = watched.prometheus.get("rules")["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) >= 15
+    assert [rule["name"] for rule in rules if rule["health"] != "ok" or rule.get("lastError")] == []
+    assert {each for each in watched.prometheus.firing() if "Burns" not in each} == set()
+
+
+def test_goodput_is_what_the_load_generator_counted(watched: Watched, tell: Callable[[str], None]) -> None:
+    """Within one percent, and those requests whose time to the first token or gaps lie so near to their target that
+    router and client may differ."""
+    for name, records in watched.requests.items():
+        cell, seen = TARGETS[name], since_sent(records)
+        least = _met(seen, SloCell(name, cell.ttft_s - OTHER_CLOCK_S, cell.gap_s - OTHER_CLOCK_S))
+        most = _met(seen, SloCell(name, cell.ttft_s + OTHER_CLOCK_S, cell.gap_s + OTHER_CLOCK_S))
+        met = watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="met"}}')
+        tell(f"{name}: {met:g} of {len(records)} met by Prometheus, {_met(seen, cell)} by clients ({least} to {most})")
+        assert least * (1 - TOLERANCE) <= met <= most * (1 + TOLERANCE)
+        assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}"}}') == len(records)
+        shed = sum(cell.judge(record) is Outcome.SHED for record in records)
+        assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="shed"}}') == shed
+    best_effort = watched.requests["best_effort"]
+    assert watched.count('tandem_slo_requests_total{slo_class="best_effort",outcome="met"}') == len(best_effort)
+
+
+def _met(records: list[RequestRecord], cell: SloCell) -> int:
+    return sum(cell.judge(record) is Outcome.MET for record in records)
+
+
+def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
+    """Or in one beside them."""
+    records = [record for each in watched.requests.values() for record in each]
+    _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
+    _compare(watched, tell, f.INTER_TOKEN_LATENCY, [gap for each in records for gap in each.gaps_s])
+
+
+def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen: list[float]) -> None:
+    assert watched.count(f"{family.full_name}_count") == len(seen)
+    for part in (0.5, 0.9, 0.99):
+        grown = watched.grown(f"{family.full_name}_bucket", "le")
+        theirs = watched.prometheus.number(f"histogram_quantile({part}, {grown})")
+        ours = float(np.quantile(seen, part, method="inverted_cdf"))
+        apart = bisect_left(family.buckets, theirs) - bisect_left(family.buckets, ours)
+        tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
+        assert abs(apart) <= 1, (family.name, part, theirs, ours)
+
+
+def test_a_killed_worker_fires_and_its_return_rests(watched: Watched) -> None:
+    """Last: it leaves a worker that has started again."""
+    cluster, prometheus = watched.cluster, watched.prometheus
+    os.kill(cluster.worker("decode").pid, signal.SIGKILL)
+    expected = {"TandemNoDecodeWorker", "TandemProcessDown"}
+    _await(lambda: expected <= prometheus.firing())
+    assert not prometheus.firing() & {"TandemNoPrefillWorker", "TandemControllerSilent", "TandemPoolUnsound"}
+    cluster.worker("decode")
+    _await(lambda: not expected & prometheus.firing())
+    prometheus.await_scrape(PROCESSES)
+    assert prometheus.number('tandem_process_restarts_total{worker="decode-0"}') > 0
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + RECOVERS_S
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
