@@ -10,6 +10,7 @@ from cli.generate import generate
 from cli.mode import mode
 from cli.status import status
 from cli.top import top
+from cli.trace import trace
 from cli.up import up
 
 app = typer.Typer(
@@ -20,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, mode, drain, doctor, down):
+for command in (up, generate, chat, status, top, trace, mode, drain, doctor, down):
     app.command()(command)
 
 

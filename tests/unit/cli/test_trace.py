@@ -1,0 +1,116 @@
+"""`tandem trace` over a door that the test opens: a request is drawn, slow ones are listed."""
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console, RenderableType
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.trace_view import drawn, listed
+from telemetry.door import TRACES_PATH, MetricsDoor
+from wire.convert import traces_to_json
+from wire.request_trace import RequestTrace, TraceContext
+from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+
+MS = 10**6
+ARRIVED = 1_763_000_000 * 1000 * MS
+KEY = "operator"
+EDGES = {
+    Edge.RECEIVED: 0, Edge.PLACED: 10, Edge.PREFILL_STARTED: 20, Edge.TRANSFER_STARTED: 60, Edge.PREFILL_FINISHED: 100,
+    Edge.FIRST_TOKEN: 102, Edge.TRANSFER_FINISHED: 110, Edge.DECODE_ADMITTED: 111, Edge.DECODE_STARTED: 120,
+    Edge.FINISHED: 400,
+}  # fmt: skip
+TIMELINE = Timeline(
+    tuple(EdgeStamp(edge, ARRIVED + at * MS) for edge, at in EDGES.items()),
+    TransferStats(3_000_000, 6, "nixl", 12 * MS),
+    "prefill-0",
+    "decode-0",
+)
+TRACE = RequestTrace(
+    "req[red]-1", "req[red]-1~77", TraceContext("ab" * 16), "llama", "chat", "quick", "stop", 300, 28, 16, TIMELINE
+)
+
+
+def lines(picture: RenderableType) -> list[list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=200).print(picture)
+    return [line.split() for line in out.getvalue().splitlines() if line.split()]
+
+
+def test_a_request_is_drawn() -> None:
+    head, _, *rest = lines(drawn(TRACE))
+    assert head[0] == "req[red]-1"
+    assert " ".join(head[2:]) == "chat llama class quick stop 400.0 ms 300 prompt tokens (16 cached), 28 answered"
+    figures = {row[0]: row[1:4] for row in rest[:4]}
+    assert figures == {
+        "queue": ["0.0", "20.0", "-"],
+        "prefill": ["20.0", "80.0", "prefill-0"],
+        "transfer": ["100.0", "20.0", "prefill-0"],
+        "decode": ["120.0", "280.0", "decode-0"],
+    }
+    assert [" ".join(row) for row in rest[4:]] == [
+        "first token after 102.0 ms",
+        "3.00 MB in 6 pages by nixl, 12.0 ms of writing, from 40.0 ms before the prompt's end",
+        f"in logs req[red]-1~77 trace {'ab' * 16}",
+    ]
+
+
+def test_bars_lie_on_one_axis() -> None:
+    """Each begins where the one before it ends, and the last one ends at the edge."""
+    out = io.StringIO()
+    Console(file=out, width=200).print(drawn(TRACE))
+    bars = [line for line in out.getvalue().splitlines() if "█" in line]
+    ends = [line.rstrip().rfind("█") for line in bars]
+    begins = [line.find("█") for line in bars]
+    assert all(abs(begin - end) <= 2 for begin, end in zip(begins[1:], ends[:-1], strict=True))
+    assert ends[-1] - begins[0] == pytest.approx(60, abs=2)
+    assert (ends[-1] - begins[-1]) / (ends[1] - begins[1]) == pytest.approx(280 / 80, rel=0.2)
+
+
+def test_a_list_has_a_line_for_each() -> None:
+    _, row = lines(listed([TRACE]))
+    assert row[0] == "req[red]-1"
+    assert row[2:] == ["quick", "stop", "400.0", "102.0", "20.0", "80.0", "20.0", "280.0", "300", "28"]
+
+
+@pytest.fixture
+def door() -> Iterator[str]:
+    """A router's door in a loop of its own, which knows one request."""
+    loop = asyncio.new_event_loop()
+
+    async def page(_accept: str) -> tuple[bytes, str]:
+        return traces_to_json([TRACE], 512).encode(), "application/json"
+
+    served = MetricsDoor({TRACES_PATH: page}, frozenset({KEY}))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield asyncio.run_coroutine_threadsafe(served.open("127.0.0.1"), loop).result()
+    asyncio.run_coroutine_threadsafe(served.close(), loop).result()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_command(door: str) -> None:
+    asked = ["--router", door, "--metrics-key", KEY]
+    for arguments, words in ((["req[red]-1"], "decode-0"), (["--slow"], "first token ms"), ([], "total ms")):
+        done = CliRunner().invoke(app, ["trace", *arguments, *asked])
+        assert done.exit_code == 0, done.output
+        assert words in done.output
+        assert "req[red]-1" in done.output
+    assert CliRunner().invoke(app, ["trace", "--slow", "req", *asked]).exit_code == 2
+    assert CliRunner().invoke(app, ["trace", "--slow", "--router", door]).exit_code == 4
+
+
+def test_a_request_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(*_: object, **__: object) -> str:
+        return traces_to_json([], 512)
+
+    monkeypatch.setattr("telemetry.door.fetch", nothing)
+    done = CliRunner().invoke(app, ["trace", "gone", "--router", "r:1"])
+    assert done.exit_code == 1
+    assert "the 512 newest" in " ".join((done.output + done.stderr).split())
