@@ -7,12 +7,13 @@ import json
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from telemetry.door import fetch
@@ -21,6 +22,7 @@ from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
 ANSWER_TOKENS = (1, 5, 12)
+FORMATS = {"text/plain": text_string_to_metric_families, "application/openmetrics-text; version=1.0.0": open_metrics}
 SERIES_MAX = 60
 """Most label sets of one family on one process."""
 
@@ -32,9 +34,9 @@ class Scraped:
     samples: dict[str, list[tuple[dict[str, str], float]]]
 
     @classmethod
-    def of(cls, text: str) -> Scraped:
+    def of(cls, text: str, parser: Callable[[str], Iterable[Any]] = text_string_to_metric_families) -> Scraped:
         samples = defaultdict(list)
-        for family in text_string_to_metric_families(text):
+        for family in parser(text):
             for sample in family.samples:
                 samples[sample.name].append((sample.labels, sample.value))
         return cls(samples)
@@ -177,9 +179,8 @@ def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
     merged = traffic.after.samples
     for group in groups:
         (target,) = group["targets"]
-        for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
-            text = get(target, accept)
-            own = Scraped.of(text.removesuffix("# EOF\n"))
+        for accept, parser in FORMATS.items():
+            own = Scraped.of(get(target, accept), parser)
             assert own.samples.keys() <= merged.keys() | {"tandem_metrics_target_up"}
             assert {labels["worker"] for each in own.samples.values() for labels, _ in each} == {
                 group["labels"]["__meta_tandem_worker"]
