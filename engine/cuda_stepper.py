@@ -101,16 +101,17 @@ class CudaStepper:
         """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
         decode = self.graphs.fitting(batch)
         graph = decode or self.prompts.fitting(batch, sizes)
+        # Counted behind `pack`, which may refuse the step.
         if graph is not None:
-            self.graph_use.hits += 1
-            self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             words = memory.reserve(graph.sizes.words)
             self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row)
+            self.graph_use.hits += 1
+            self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = graph.replay(words)
             return logits if sizes.drawn else None, decode is not None
-        self.graph_use.misses += 1
         words = memory.reserve(sizes.words)
         self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
+        self.graph_use.misses += 1
         step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
         return self._forward(step, Feed(step.sources, self._drawn)), False
 

@@ -42,8 +42,8 @@ class HostStepper:
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
-        self.graph_use.misses += 1
         logits = self.logits(batch)
+        self.graph_use.misses += 1
         if logits is None:
             result = rows_of([], batch)
         else:

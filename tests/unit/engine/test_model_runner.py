@@ -106,10 +106,12 @@ def test_a_missing_model_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_steps_are_refused(runner: ModelRunner, rows: list[StepRow], words: str) -> None:
+    steps = runner.graph_use.misses
     with pytest.raises(Internal, match=words):
         runner.run(StepBatch(rows))
-    # The next step works.
+    # The next step works, and counts alone.
     assert runner.run(StepBatch([row(IDS, 0, [0, 1])])).token_ids[0] is not None
+    assert runner.graph_use.misses == steps + 1
 
 
 def test_a_step_larger_than_any_before(folder: Path) -> None:
