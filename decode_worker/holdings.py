@@ -71,7 +71,7 @@ class Holdings:
         """Its KV is right: it waits for the next step, and others may read its prompt's full pages."""
         self._cache.publish(request.reservation.ref, request.prefix, request.pages)
         answer = request.reservation.answer
-        request.token_ids = [*answer, notice.first_token_id]
+        request.answer = [*answer, notice.first_token_id]
         request.first_draw = notice.next_draw - len(answer)
         request.edges.append(EdgeStamp.now(Edge.DECODE_ADMITTED))
         request.stage = Stage.READY

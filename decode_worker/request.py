@@ -41,7 +41,7 @@ class DecodeRequest:
     ready or running request that gives way to an older one is over as well, here; its router sends it once more.
     Full pages are known to the prefix cache from then on, those of the prompt since it was ready.
 
-    All fields are guarded by the admission's lock, but for `token_ids`, `edges` and what follows the launched
+    All fields are guarded by the admission's lock, but for `answer`, `edges` and what follows the launched
     steps of a running request, which the engine thread alone touches.
     """
 
@@ -60,8 +60,8 @@ class DecodeRequest:
     """The prompt's first pages, which were there when it was reserved: nobody sends them."""
     stage: Stage = Stage.LEASED
     pages: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
+    answer: list[int] = field(default_factory=list)
+    """The beginning of `token_ids`: while it runs, the batch keeps the newest."""
     check_until: float = 0.0
     """By when it must be known what its pages hold, by the admission's clock."""
     first_draw: int = 1
@@ -86,6 +86,13 @@ class DecodeRequest:
 
     def __post_init__(self) -> None:
         self.prompt_tokens = self.reservation.question_tokens
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
+        if self.batch is not None:
+            self.batch.hand_over(self)
+        return self.answer
 
     @property
     def leaving(self) -> bool:

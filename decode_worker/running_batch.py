@@ -5,7 +5,7 @@ requests that all go on is some operations on arrays; only what joins, ends, lea
 one.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,10 @@ _Number = TypeVar("_Number", np.int32, np.int64)
 
 _PAGES_AT_FIRST = 16
 _NO_TOKEN = -1
+_FRESH_MAX = 32
+"""Tokens of a request that are columns before they become part of its answer: to append to hundreds of lists each step
+takes longer than all else that a step's tokens need.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,8 +36,6 @@ class Cohort:
 
     places: Places
     requests: Sequence[DecodeRequest]
-    append: Sequence[Callable[[int], None]]
-    """Adds a token to each answer."""
     request_ids: Sequence[str]
     attempts: Sequence[int]
     routers: Sequence[str]
@@ -77,6 +79,12 @@ class RunningBatch:
         """Most tokens of the answer."""
         self._newest = np.zeros(0, dtype=np.int64)
         """The last token that is here."""
+        self._fresh = np.zeros((0, _FRESH_MAX), dtype=np.int64)
+        """The newest tokens that are here and not yet in the request's own `answer`."""
+        self._freshly = np.zeros(0, dtype=np.int64)
+        """How many these are."""
+        self._fresh_max = np.zeros(0, dtype=np.int64)
+        """How many they may be until the next step."""
         self._row = np.zeros(0, dtype=np.int32)
         """In the newest step, if it is in flight."""
         self._held = np.zeros(0, dtype=np.int32)
@@ -107,19 +115,21 @@ class RunningBatch:
         """It has `token_ids`, `pages`, `ending` and, if need be, a `history`."""
         if not self._free:
             self._make_places(max(1, len(self._here)))
+        here = len(request.answer)
         place = request.place = self._free.pop()
         request.batch = self
         self._going += 1
         self._requests[place] = request
         self._cohort = None
         sampling = request.reservation.sampling
-        here = len(request.token_ids)
         self._here[place] = here
+        # Who penalizes looks back on every token.
+        self._fresh_max[place] = _FRESH_MAX if request.history is None else 1
         self._next[place] = request.prompt_tokens + here - 1
         self._end[place] = request.prompt_tokens + request.ending.limit - 1
         self._draw[place] = request.first_draw - request.prompt_tokens
         self._limit[place] = request.ending.limit
-        self._newest[place] = request.token_ids[-1]
+        self._newest[place] = request.answer[-1]
         self._untold[place] = bool(request.edges) or sampling.logprobs is not None
         self._settings[place] = settings_of(sampling)
         self._starts[place] = start_of(sampling.seed)
@@ -158,12 +168,20 @@ class RunningBatch:
     def leave(self, request: DecodeRequest) -> None:
         """Its place is free; it is in no launched step."""
         self.stop(request)
+        self.hand_over(request)
         place, request.batch = request.place, None
         del self._requests[place]
         self._free.append(place)
         self._in_flight[place] = 0
         self._stopped[place] = self._over[place] = False
         self._cohort = None
+
+    def hand_over(self, request: DecodeRequest) -> None:
+        """Make the tokens that are here part of its `answer`."""
+        fresh = self._freshly[request.place]
+        if fresh:
+            request.answer.extend(self._fresh[request.place, :fresh].tolist())
+            self._freshly[request.place] = 0
 
     def in_flight(self, request: DecodeRequest) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""
@@ -212,14 +230,16 @@ class RunningBatch:
         places, tokens = cohort.places, np.array(token_ids, dtype=np.int64)
         self._in_flight[places] -= 1
         rows = np.flatnonzero(~self._over[places])
-        append = cohort.append
         if len(rows) < len(cohort):
-            places, tokens, append = places[rows], tokens[rows], [append[row] for row in rows.tolist()]
+            places, tokens = places[rows], tokens[rows]
         indices = self._here[places]
         self._here[places] = indices + 1
         self._newest[places] = tokens
-        for add, token in zip(append, tokens.tolist(), strict=True):
-            add(token)
+        fresh = self._freshly[places]
+        self._fresh[places, fresh] = tokens
+        self._freshly[places] = fresh + 1
+        for place in places[fresh + 1 >= self._fresh_max[places]].tolist():
+            self.hand_over(self._requests[place])
         ends = (self._stops[places] == tokens[:, None]).any(axis=1) | (indices + 1 >= self._limit[places])
         return Landed(rows, indices, tokens, ends | self._untold[places])
 
@@ -246,7 +266,7 @@ class RunningBatch:
         self._here[due] += steps
         self._newest[due] = 0
         for request in self._requests.values():
-            request.token_ids += [0] * steps
+            request.token_ids.extend([0] * steps)
 
     def told(self, request: DecodeRequest) -> None:
         """What there was to tell of it is told; log probabilities come with every token."""
@@ -265,7 +285,6 @@ class RunningBatch:
         found = self._cohort = Cohort(
             places,
             requests,
-            [request.token_ids.append for request in requests],
             [each.ref.request_id for each in reservations],
             [each.ref.attempt for each in reservations],
             list(routers),

@@ -403,6 +403,30 @@ def test_a_step_of_two_routers_has_columns_for_each_and_events_for_those_that_en
     assert ended.tokens == [RoutedTokens("r", StepTokens(["c"], [1], [4], [33]))]
 
 
+def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
+    """Although its newest tokens are in the batch's columns."""
+    house = House(pages=64, batch=2)
+    house.arrive("late", max_tokens=90)
+    house.arrive("soon", max_tokens=90, presence_penalty=1)
+    house.half.schedule(16)
+    late, soon = house.half._batch.requests
+    house.half.apply([100, 100])
+    said = [FIRST, 100]
+    for index in range(2, 80):
+        house.half.schedule(16)
+        house.half.apply([99 + index, 99 + index])
+        said.append(99 + index)
+        assert soon.history is not None
+        assert soon.history.answer == said  # as the sampler looks back on it, without asking
+        if index in (5, 33, 34, 70, 79):
+            assert late.token_ids == said
+            assert late.token_ids == said  # asked twice, handed over once
+    house.abort("late")
+    house.half.schedule(16)
+    assert late.batch is None
+    assert late.answer == said
+
+
 def test_the_transport_hears_each_count_before_the_next_change() -> None:
     """Counts told outside the lock could arrive in the wrong order: a stale 0 would put the transport to rest."""
     house = House()

@@ -282,7 +282,7 @@ def decoding(epoch: int, brought: int, answered: int = 0) -> DecodeRequest:
     reservation = Reservation("r", ref, prompt, SamplingParams(200), P, answered=answered)
     lease = Lease(ref.request_id, ref.attempt, epoch)
     return DecodeRequest(
-        reservation, lease, 1, 1, 0, b"", Prefix(b""), 0, Stage.RUNNING, token_ids=[100] * (answered + brought)
+        reservation, lease, 1, 1, 0, b"", Prefix(b""), 0, Stage.RUNNING, answer=[100] * (answered + brought)
     )
 
 
