@@ -36,7 +36,7 @@ class Waiting:
     tokens: int = 0
     """Of all of them, not launched yet; those that turn out to be cached are still counted."""
     context: int = 0
-    """Tokens of the oldest or the shortest, whichever are more, that are computed or cached: what a chunk attends to."""
+    """Computed or cached tokens of the oldest or the shortest, whichever are more: what a chunk attends to."""
 
 
 class PromptLine:
