@@ -15,6 +15,8 @@ GRACE_S = 30.0
 """How long workers may finish what they have, if nothing else was asked for, in seconds."""
 _BESIDES_GRACE_S = 240.0
 """What a change may take beside: opening, transfers that settle, a worker that is started again."""
+_LOOK_S = 10.0
+"""How long the list of workers may take."""
 
 Result = TypeVar("Result")
 
@@ -52,11 +54,28 @@ class ControllerClient:
             reply = await self._typed(stub.SetMode(request, timeout=grace_s + _BESIDES_GRACE_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        """All that serve now."""
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
+            membership = await self._typed(call.read())
+            call.cancel()
+        return convert.membership_from_proto(membership).workers
+
     async def drain_worker(
-        self, worker_id: str, *, grace_s: float = GRACE_S, restart: bool = False, force: bool = False
+        self,
+        worker_id: str,
+        *,
+        grace_s: float = GRACE_S,
+        restart: bool = False,
+        force: bool = False,
+        node_leaves: bool = False,
     ) -> float:
         """See `DrainWorkerRequest`. How long it took, in seconds."""
-        request = cluster_pb2.DrainWorkerRequest(worker_id=worker_id, grace_s=grace_s, restart=restart, force=force)
+        request = cluster_pb2.DrainWorkerRequest(
+            worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
+        )
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _BESIDES_GRACE_S))

@@ -1,17 +1,28 @@
-"""`tandem drain`: let a worker finish what it has and end."""
+"""`tandem drain`: let a worker, or all of a node, finish what they have and end."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
 from cli.plain_errors import plain_errors
 
+if TYPE_CHECKING:
+    from cli.controller_client import ControllerClient
+
 
 @plain_errors
 def drain(
-    worker: Annotated[str, typer.Argument(help="Its name, as in `tandem status`.")],
+    worker: Annotated[str | None, typer.Argument(help="Its name, as in `tandem status`.")] = None,
     *,
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node",
+            help="Drain all workers at this address, even the last ones, because the node is about to leave the Ray "
+            "cluster; they come back elsewhere once it has.",
+        ),
+    ] = "",
     restart: Annotated[
         bool, typer.Option("--restart", help="Start it again afterwards; one drained before starts at once.")
     ] = False,
@@ -23,9 +34,31 @@ def drain(
     """Take a worker out of the cluster: it takes nothing new, finishes what it has, ends, and stays away."""
     import asyncio
 
-    seconds = asyncio.run(
-        controller(controller_address, token).drain_worker(
-            worker, grace_s=checked_grace(grace), restart=restart, force=force
-        )
-    )
+    from wire.errors import InvalidArgument
+
+    if (worker is None) == (not node):
+        raise InvalidArgument("WORKER", "give the name of a worker, or --node ADDRESS for all of a node")
+    if node and restart:
+        raise InvalidArgument("--restart", "is for a WORKER; those of a --node come back by themselves")
+    client = controller(controller_address, token)
+    if worker is None:
+        asyncio.run(_drain_node(client, node, checked_grace(grace)))
+        return
+    seconds = asyncio.run(client.drain_worker(worker, grace_s=checked_grace(grace), restart=restart, force=force))
     print(f"{worker} {'serves again' if restart else 'has drained'}, after {seconds:.1f} s")
+
+
+async def _drain_node(client: "ControllerClient", node: str, grace_s: float) -> None:
+    """All at once. The first failure is raised, when the others have ended."""
+    import asyncio
+
+    names = [info.peer.worker_id for info in await client.workers() if info.address.rpartition(":")[0] == node]
+    if not names:
+        print(f"no worker serves at {node}; nothing to drain")
+        return
+    drains = (client.drain_worker(name, grace_s=grace_s, force=True, node_leaves=True) for name in names)
+    results = await asyncio.gather(*drains, return_exceptions=True)
+    for name, result in zip(names, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        print(f"{name} has drained, after {result:.1f} s")

@@ -24,6 +24,7 @@ def check_doors(config: ClusterConfig) -> None:
         ("--http-port", config.host, config.http_port),
         # Of a Ray that is joined, nobody knows the controller's address yet.
         ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
+        ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
     ):
         problem = port_problem(host, port)
         if problem is not None:
@@ -34,8 +35,8 @@ def check_doors(config: ClusterConfig) -> None:
 
 
 def check_device(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers would not find their GPU."""
-    if config.on_cpu:
+    """InvalidArgument if the workers would not find their GPU. Of other hosts, Ray knows."""
+    if config.on_cpu or config.ray_address:
         return
     import torch
 
@@ -70,7 +71,7 @@ def check_page(config: ClusterConfig) -> None:
     from engine.device import parse_dtype, parse_page_tokens
     from engine.models.config import load_model_config
 
-    if config.worker_kv_cache_bytes is None:
+    if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
     engine = EngineConfig(
         config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights

@@ -83,12 +83,23 @@ def up(
             "default: a Ray of its own on this host."
         ),
     ] = "",
+    places_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
+    ] = 0.0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0,
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
     metrics_port: Annotated[
         int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
     ] = 0,
+    controller_port: Annotated[
+        int, typer.Option(help="Port at which the controller hears workers and operators; 0 = any free one.")
+    ] = 0,
+    token: Annotated[
+        str,
+        typer.Option(envvar="TANDEM_CLUSTER_TOKEN", help="The secret of cluster and operators; default: a fresh one."),
+    ] = "",
     metrics_key: Annotated[
         str,
         typer.Option(
@@ -165,11 +176,15 @@ def up(
         kv_direction=kv_direction,
         threads=threads,
         ray_address=address,
+        places_timeout_s=places_timeout,
+        start_timeout_s=start_timeout,
         host=host,
         grpc_port=grpc_port,
         http_port=http_port,
         metrics_port=metrics_port,
         metrics_key=metrics_key,
+        controller_port=controller_port,
+        token=token,
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,
         slo_classes=(*DEFAULT_CLASSES, *(parse_class(each) for each in slo_class or ())),

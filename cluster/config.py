@@ -1,7 +1,8 @@
 """Settings of one cluster."""
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
@@ -81,7 +82,13 @@ class ClusterConfig:
     """Empty = a Ray of its own, on this host and its loopback alone; else host:port of a Ray cluster that is there
     already, or `auto` for the one this host belongs to. Then workers go where nodes offer the resources `prefill` and
     `decode`, router and controller stay on this host, workers and controller listen on the address of their node, and
-    the model lies in the same folder on each. So far with `cpu` alone."""
+    the model lies in the same folder on each. With `cuda`, each worker has a GPU of its node for itself."""
+    places_timeout_s: float = 0.0
+    """How long to wait for that Ray cluster and for its nodes to offer enough, in seconds, 0 or more."""
+    controller_port: int = 0
+    """Port of the controller's gRPC server, at which workers register and operators ask; 0 = any free one."""
+    token: str = field(default="", repr=False)
+    """The cluster's secret, which opens all doors but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
     """Address the router listens on."""
     grpc_port: int = 50051
@@ -145,13 +152,23 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{number} is less than 1")
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
-        check_ports(self.grpc_port, self.http_port, self.metrics_port)
+        check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port)
         self._check_ray_address()
+        self._check_timeouts()
+        check_endpoint(self.otlp_endpoint)
+        self._check_keys()
+
+    def _check_timeouts(self) -> None:
+        for option, seconds in (("--places-timeout", self.places_timeout_s), ("--start-timeout", self.start_timeout_s)):
+            if not 0 <= seconds < math.inf:
+                raise InvalidArgument(option, f"{seconds:g} is no number of seconds")
+
+    def _check_keys(self) -> None:
         for key in self.api_keys:
             check_key("--api-key", key)
-        check_endpoint(self.otlp_endpoint)
-        if self.metrics_key:
-            check_key("--metrics-key", self.metrics_key)
+        for option, key in (("--metrics-key", self.metrics_key), ("--token", self.token)):
+            if key:
+                check_key(option, key)
 
     def _check_names(self) -> None:
         if re.fullmatch(r"cpu|cuda(:[0-9]+)?", self.device) is None:
@@ -169,8 +186,8 @@ class ClusterConfig:
     def _check_ray_address(self) -> None:
         if self.ray_address and re.fullmatch(r"auto|[^\s/]+:[0-9]+", self.ray_address) is None:
             raise InvalidArgument("--address", f"{self.ray_address!r} is neither auto nor HOST:PORT of a Ray cluster")
-        if self.ray_address and not self.on_cpu:
-            raise InvalidArgument("--address", f"joins a Ray cluster with --device cpu alone, not {self.device}")
+        if self.ray_address and self.device not in {"cpu", "cuda"}:
+            raise InvalidArgument("--device", f"{self.device}: where Ray has several nodes it chooses; give cuda")
 
     def log_file(self, name: str) -> Path | None:
         """Where the process called `name` writes what it has to say."""
@@ -205,10 +222,11 @@ def check_kv_cache_gib(size: float) -> None:
         raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {least:.3f} and {most}")
 
 
-def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0) -> None:
+def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
     """InvalidArgument for a number that is no port, or one port for two doors."""
     taken: dict[int, str] = {}
-    for option, port in (("--grpc-port", grpc_port), ("--http-port", http_port), ("--metrics-port", metrics_port)):
+    doors = ("--grpc-port", grpc_port), ("--http-port", http_port)
+    for option, port in (*doors, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
         if not 0 <= port <= PORT_MAX:
             raise InvalidArgument(option, f"{port} is not a port (0 to {PORT_MAX})")
         if port and port in taken:

@@ -16,7 +16,7 @@ from cluster.keeper import Keeper, Process
 from cluster.metrics import ClusterMetrics
 from cluster.modes import Sharing
 from cluster.operator import Operator
-from cluster.ray_process import node_address
+from cluster.ray_process import node_address, node_is_up
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.router_actor import RouterProcess
@@ -56,7 +56,7 @@ class Controller:
         self._worker_keepers: dict[str, Keeper] = {}
         calls, roles = WorkerCalls(config.token), {slot.worker_id: slot.role for slot in config.slots}
         self._duties = Duties(self._registry, Sharing.of(config.cluster), roles, calls.set_duty)
-        self._operator = Operator(self._registry, self._duties, self._worker_keepers, calls)
+        self._operator = Operator(self._registry, self._duties, self._worker_keepers, calls, node_is_up)
         self._seeing_to_duties: asyncio.Task[None] | None = None
         self._runs: list[asyncio.Task[None]] = []
         self._metrics: ClusterMetrics | None = None
@@ -71,7 +71,8 @@ class Controller:
         """Open the controller's door, begin to start everything at once; the door's host:port."""
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(self._registry, self._operator), self._server)
         host = node_address()
-        address = address_of(host, self._server.add_insecure_port(address_of(host, 0)))
+        wanted = address_of(host, self._config.cluster.controller_port)
+        address = address_of(host, self._server.add_insecure_port(wanted))
         await self._server.start()
         self._router.controller_address = address
         self._metrics = metrics = self._make_metrics(host)

@@ -5,26 +5,41 @@ import logging
 import os
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
 
+from cluster.roles import GPU
 from wire.address import host_and_port
 from wire.errors import FailedPrecondition, Unavailable
 
 CONNECT_S = 5.0
 """How long the first connection may take, in seconds; Ray itself would try for minutes."""
 
+LOOK_S = 1.0
+"""How often to look whether a Ray cluster that is waited for is there by now, in seconds."""
+
 # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
 _ENVIRONMENT = {"RAY_DEDUP_LOGS_SKIP_REGEX": ".*"}
+
+Result = TypeVar("Result")
 
 
 class JoinedRay:
     """Joined from `start` until `stop` or `kill`. What runs there is a job of this process and ends with it."""
 
     gpus = 0
-    """Joined clusters compute on CPUs so far: see `ClusterConfig.ray_address`."""
+    """Here there are none to plan with: Ray gives each worker one of its node's."""
 
-    def __init__(self, address: str) -> None:
-        """`address` is host:port of the head's GCS, or `auto`: RAY_ADDRESS, else where `ray start` last joined."""
+    def __init__(self, address: str, wait_s: float = 0.0, stopping: threading.Event | None = None) -> None:
+        """`address` is host:port of the head's GCS, or `auto`: RAY_ADDRESS, else where `ray start` last joined.
+
+        What is not there yet may come within `wait_s` seconds, unless `stopping` is set before.
+        """
         self._address = address
+        self._wait_s = wait_s
+        self._stopping = stopping or threading.Event()
 
     def start(self, resources: dict[str, float], processes: int) -> None:
         """Join, and check that all nodes together offer `resources`; Ray starts `processes` as they are asked for.
@@ -36,7 +51,8 @@ class JoinedRay:
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        address = self._knock()
+        give_up = time.monotonic() + self._wait_s
+        address = self._waiting(give_up, self._knock)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
@@ -45,7 +61,7 @@ class JoinedRay:
                 "`ray start`, and give its RAY_AUTH_TOKEN if it has one"
             ) from error
         try:
-            self._check_places(resources)
+            self._waiting(give_up, lambda: self._check_places(resources))
         except BaseException:
             self.stop()
             raise
@@ -61,6 +77,15 @@ class JoinedRay:
         ray = sys.modules.get("ray")
         if ray is not None:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
+
+    def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
+        """What `attempt` returns; what it raises if that does not change in time."""
+        while True:
+            try:
+                return attempt()
+            except (Unavailable, FailedPrecondition):
+                if time.monotonic() >= give_up or self._stopping.wait(LOOK_S):
+                    raise
 
     def _knock(self) -> str:
         """The address as Ray knows it, where something listens."""
@@ -82,6 +107,14 @@ class JoinedRay:
         for role, count in needed.items():
             if there.get(role, 0.0) < count:
                 raise FailedPrecondition(
-                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} places for {role} workers, "
-                    f"{count:g} are asked for; start a node with `ray start --resources '{{\"{role}\": {count:g}}}'`"
+                    f"the Ray cluster at {self._address} has {there.get(role, 0.0):g} {_places_for(role)}, "
+                    f"{count:g} are asked for; start a node with `ray start {_offering(role, count)}`"
                 )
+
+
+def _places_for(resource: str) -> str:
+    return "GPUs" if resource == GPU else f"places for {resource} workers"
+
+
+def _offering(resource: str, count: float) -> str:
+    return f"--num-gpus={count:g}" if resource == GPU else f"--resources '{{\"{resource}\": {count:g}}}'"

@@ -67,7 +67,7 @@ class Cluster:
     def __init__(self, config: ClusterConfig, progress: Callable[[Progress], None]) -> None:
         self._config = config
         self._progress = progress
-        self._token = secrets.token_hex(32)
+        self._token = config.token or secrets.token_hex(32)
         self._stopping = threading.Event()
         # Waited for instead of the thread: a join that a signal interrupts makes Python 3.11 take the thread for ended.
         self._over = threading.Event()
@@ -75,7 +75,9 @@ class Cluster:
         self._signals_back = threading.Event()
         self._ready: Future[Endpoints] = Future()
         self._failure: TandemError | None = None
-        self._node = JoinedRay(config.ray_address) if config.ray_address else RayNode()
+        self._node = (
+            JoinedRay(config.ray_address, config.places_timeout_s, self._stopping) if config.ray_address else RayNode()
+        )
         self._controller: Any = None
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 

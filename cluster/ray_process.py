@@ -32,6 +32,14 @@ def node_address() -> str:
     return str(get_node_ip_address())
 
 
+async def node_is_up(address: str) -> bool:
+    """Whether a node of this address is in the cluster."""
+    import ray
+
+    nodes = await asyncio.to_thread(ray.nodes)
+    return any(node["Alive"] and node["NodeManagerAddress"] == address for node in nodes)
+
+
 class RayProcess(Process):
     """An actor with `pid()`, `start()`, `progress()`, `run()` (pending until it stops) and `stop()`. Owns the actor.
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig, Mode
 from wire.messages import Role
 
+GPU = "GPU"
+"""Ray's name for them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -18,15 +21,16 @@ class Slot:
     worker_id: str
     role: Role
     device: str
-    """`cpu` or `cuda:N`."""
+    """`cpu`, `cuda:N`, or `cuda`: the one that Ray gives it."""
     memory_fraction: float = GPU_MEMORY_FRACTION
     """Part of its GPU's memory the worker may use; means nothing on `cpu`."""
 
 
 def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
-    """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn."""
+    """One slot for each worker the config asks for; on `cuda` they take the `gpus` of the host in turn, or, of a joined
+    Ray's nodes, whichever they are given."""
     roles = [(role, i) for role, count in _counts(config).items() for i in range(count)]
-    devices = [_device(config.device, number, gpus) for number in range(len(roles))]
+    devices = [config.device if config.ray_address else _device(config.device, n, gpus) for n in range(len(roles))]
     return tuple(
         Slot(f"{role.value}-{i}", role, device, _memory_fraction(config, devices.count(device)))
         for (role, i), device in zip(roles, devices, strict=True)
@@ -42,7 +46,7 @@ def _counts(config: ClusterConfig) -> dict[Role, int]:
 def _memory_fraction(config: ClusterConfig, sharers: int) -> float:
     if config.memory_fraction is not None:
         return config.memory_fraction
-    return GPU_MEMORY_FRACTION if config.on_cpu else GPU_MEMORY_FRACTION / sharers
+    return GPU_MEMORY_FRACTION if config.on_cpu or config.ray_address else GPU_MEMORY_FRACTION / sharers
 
 
 def _device(asked: str, number: int, gpus: int) -> str:
@@ -52,15 +56,17 @@ def _device(asked: str, number: int, gpus: int) -> str:
 
 
 def bundle(slot: Slot) -> dict[str, float]:
-    """The resources of a slot's placement group: one unit of each role it plays."""
-    return _places(slot.role, 1)
+    """The resources of a slot's placement group: one unit of each role it plays, and a GPU if Ray has to give one."""
+    return _places(slot.role, 1) | ({GPU: 1.0} if slot.device == "cuda" else {})
 
 
 def offer(config: ClusterConfig) -> dict[str, float]:
-    """What one node must offer to hold every worker of `config`."""
+    """What one node, or all nodes of a joined Ray, must offer to hold every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_places(role, count))
+    if config.ray_address and not config.on_cpu:
+        offered[GPU] = config.worker_count
     return dict(offered)
 
 

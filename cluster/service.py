@@ -60,6 +60,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
     ) -> cluster_pb2.DrainWorkerResponse:
         began = time.monotonic()
         await self._operator.drain_worker(
-            request.worker_id, request.grace_s, restart=request.restart, force=request.force
+            request.worker_id,
+            request.grace_s,
+            restart=request.restart,
+            force=request.force,
+            node_leaves=request.node_leaves,
         )
         return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)

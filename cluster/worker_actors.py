@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class
-from cluster.roles import Slot, bundle
+from cluster.roles import GPU, Slot, bundle
 from wire.logs import LogFormat
 from wire.messages import Duty
 
@@ -45,7 +45,8 @@ class WorkerActors:
         options = {
             "name": f"{slot.worker_id}-{incarnation}",
             "num_cpus": 0,
-            "resources": bundle(slot),
+            "resources": {name: count for name, count in bundle(slot).items() if name != GPU},
+            "num_gpus": bundle(slot).get(GPU),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
         log = self._cluster.log_file(slot.worker_id)

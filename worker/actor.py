@@ -28,7 +28,8 @@ class WorkerActor:
         # Here, not above: the controller imports this module too, and has no use for torch.
         from worker.process import WorkerProcess
 
-        self._process = WorkerProcess(replace(config, host=get_node_ip_address()), incarnation)
+        engine = replace(config.engine, device=given_device(config.engine.device))
+        self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation)
         self._progress = ("starting", 0.0)
 
     async def pid(self) -> int:
@@ -54,3 +55,17 @@ class WorkerActor:
 
     def _note(self, stage: str, fraction: float) -> None:
         self._progress = (stage, fraction)
+
+
+def given_device(asked: str) -> str:
+    """`asked`, or, where that is `cuda`, the one GPU that Ray gave this process, by the number CUDA knows it by."""
+    if asked != "cuda":
+        return asked
+    import ray
+
+    return f"cuda:{visible_number(str(ray.get_gpu_ids()[0]), os.environ.get('CUDA_VISIBLE_DEVICES'))}"
+
+
+def visible_number(gpu: str, visible: str | None) -> int:
+    """The number of `gpu`, as Ray names it, among the `visible` ones: all of them where that is None."""
+    return int(gpu) if visible is None else [each.strip() for each in visible.split(",")].index(gpu)

@@ -1,5 +1,6 @@
 """`tandem mode` and `tandem drain`: what they ask of which controller, and what they say."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ class Controller:
     async def set_mode(self, mode: str, **options: Any) -> tuple[tuple[WorkerInfo, ...], float]:
         self.asked.append((mode, {name: value for name, value in options.items() if value}))
         return (WORKER,), 0.25
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        return tuple(
+            replace(WORKER, peer=PeerRef(name, 1), address=f"{node}:7") for name, node in (("x", "a"), ("y", "b"))
+        )
 
     async def drain_worker(self, worker_id: str, **options: Any) -> float:
         self.asked.append((worker_id, options))
@@ -70,6 +76,15 @@ def test_a_worker_is_drained(asked: list[tuple[Any, ...]]) -> None:
     assert (result.exit_code, result.stderr) == (1, "error: last is the only worker that serves\n")
 
 
+def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ...]]) -> None:
+    where = ["--controller", "c:1", "--token", "t"]
+    result = CliRunner().invoke(app, ["drain", "--node", "b", "--grace", "2", *where])
+    assert (result.exit_code, result.stdout) == (0, "y has drained, after 1.5 s\n")
+    assert asked[1:] == [("y", {"grace_s": 2.0, "force": True, "node_leaves": True})]
+    result = CliRunner().invoke(app, ["drain", "--node", "c", *where])
+    assert (result.exit_code, result.stdout) == (0, "no worker serves at c; nothing to drain\n")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -78,6 +93,12 @@ def test_a_worker_is_drained(asked: list[tuple[Any, ...]]) -> None:
         (["mode", "colocated", "--itl-target-ms", "-1"], "--itl-target-ms: -1 is below 0"),
         (["mode", "colocated", "--grace", "-1"], "--grace: -1 is below 0"),
         (["drain", "w", "--grace", "nan"], "--grace: nan is below 0"),
+        (["drain"], "WORKER: give the name of a worker, or --node ADDRESS for all of a node"),
+        (["drain", "w", "--node", "a"], "WORKER: give the name of a worker, or --node ADDRESS for all of a node"),
+        (
+            ["drain", "--node", "a", "--restart"],
+            "--restart: is for a WORKER; those of a --node come back by themselves",
+        ),
     ],
 )
 def test_a_wrong_number_is_named(command: list[str], message: str, asked: list[tuple[Any, ...]]) -> None:

@@ -49,7 +49,11 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"ray_address": "local"}, "--address"),
         ({"ray_address": "ray://head:10001"}, "--address"),
         ({"ray_address": "head"}, "--address"),
-        ({"ray_address": "auto", "device": "cuda"}, "--address"),
+        ({"ray_address": "auto", "device": "cuda:1"}, "--device"),
+        ({"places_timeout_s": float("nan")}, "--places-timeout"),
+        ({"start_timeout_s": -1.0}, "--start-timeout"),
+        ({"metrics_port": 9464, "controller_port": 9464}, "--controller-port"),
+        ({"token": "ö"}, "--token"),
         ({"mode": "both"}, "--mode"),
         ({"workers": 0}, "--workers"),
         ({"step_policy": "greedy"}, "--step-policy"),
@@ -61,6 +65,18 @@ def test_a_wrong_option_is_named(settings: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidArgument) as failure:
         ClusterConfig(model=Path("m"), **settings)
     assert failure.value.field == option
+
+
+def test_on_other_hosts_ray_gives_each_worker_a_gpu() -> None:
+    config = ClusterConfig(model=Path("m"), prefill=1, decode=2, device="cuda", ray_address="auto")
+    slots = plan(config, gpus=0)
+    assert [(slot.worker_id, slot.device, slot.memory_fraction) for slot in slots] == [
+        ("prefill-0", "cuda", 0.9),
+        ("decode-0", "cuda", 0.9),
+        ("decode-1", "cuda", 0.9),
+    ]
+    assert bundle(slots[0]) == {"prefill": 1.0, "GPU": 1.0}
+    assert offer(config) == {"prefill": 1.0, "decode": 2.0, "GPU": 3.0}
 
 
 def test_each_worker_has_a_slot_of_its_role() -> None:

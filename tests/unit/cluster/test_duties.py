@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import cluster.duties
+import cluster.operator
 from cluster.config import Mode
 from cluster.duties import Duties
 from cluster.health import Phase
@@ -219,7 +220,11 @@ class Drained:
         self.keepers = {name: Keeper(name, self._never, lambda _: None) for name in workers.infos}
         for keeper in self.keepers.values():
             keeper._phase = Phase.SERVING
-        self.operator = Operator(workers.registry, workers.duties, self.keepers, self)
+        self.operator = Operator(workers.registry, workers.duties, self.keepers, self, self.node_is_up)
+        self.nodes_up = True
+
+    async def node_is_up(self, _address: str) -> bool:
+        return self.nodes_up
 
     async def _never(self, _incarnation: int) -> Any:
         raise AssertionError
@@ -254,6 +259,22 @@ async def test_another_worker_stands_in_for_the_last_of_its_kind() -> None:
     await restarting
     assert workers.roles == {"a": P, "b": D}
     assert stage.drained == ["b"]
+    workers.check()
+    await workers.stop()
+
+
+async def test_a_worker_comes_back_once_its_node_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.operator, "NODE_LOOK_S", 0.001)
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED)
+    await until(lambda: workers.seen)
+    stage = Drained(workers)
+    await stage.operator.drain_worker("b", 1.0, restart=False, force=True, node_leaves=True)
+    assert workers.roles == {"a": BOTH}
+    await asyncio.sleep(0.02)
+    assert not stage.keepers["b"]._wanted.is_set(), "its node is still there"
+    stage.nodes_up = False
+    await stage.back("b")
+    await until(lambda: workers.roles == {"a": P, "b": D})
     workers.check()
     await workers.stop()
 

@@ -1,6 +1,8 @@
 """A Ray cluster that is not there, or too small, is told in a sentence before anything starts."""
 
 import socket
+import threading
+import time
 
 import pytest
 
@@ -42,3 +44,27 @@ def test_places_are_counted(*, decode: float | None, enough: bool, monkeypatch: 
         return
     with pytest.raises(FailedPrecondition, match=r"head:6379 has [01] places for decode workers, 2 are asked for"):
         node._check_places({"prefill": 1.0, "decode": 2.0})
+
+
+def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"prefill": 1.0})
+    with pytest.raises(FailedPrecondition, match=r"has 0 GPUs, 2 are asked for; .* --num-gpus=2"):
+        JoinedRay("head:6379")._check_places({"prefill": 1.0, "GPU": 2.0})
+
+
+def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.joined_ray.LOOK_S", 0.001)
+    offers = iter([{}, {"prefill": 1.0}, {"prefill": 2.0}])
+    monkeypatch.setattr("ray.cluster_resources", lambda: next(offers))
+    node = JoinedRay("head:6379")
+    node._waiting(time.monotonic() + 60, lambda: node._check_places({"prefill": 2.0}))
+    assert next(offers, None) is None
+
+
+def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    stopping = threading.Event()
+    stopping.set()
+    node = JoinedRay("head:6379", 1e9, stopping)
+    with pytest.raises(FailedPrecondition, match="has 0 places"):
+        node._waiting(time.monotonic() + 1e9, lambda: node._check_places({"prefill": 2.0}))

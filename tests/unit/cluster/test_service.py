@@ -24,8 +24,10 @@ class Asked(Operator):
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         raise InvalidArgument("mode", repr(change))
 
-    async def drain_worker(self, worker_id: str, grace_s: float, *, restart: bool, force: bool) -> None:
-        raise NotFound(f"{worker_id} {grace_s} {restart} {force}")
+    async def drain_worker(
+        self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool
+    ) -> None:
+        raise NotFound(f"{worker_id} {grace_s} {restart} {force} {node_leaves}")
 
 
 @pytest.fixture
@@ -92,8 +94,10 @@ async def test_what_an_operator_asks_arrives_as_it_was_asked(door: tuple[str, Re
             await stub.SetMode(ask)
         assert repr(ModeChange("disaggregated", 1, 2, "chunked", 3, 4.0, 5.0)) in str(failure.value.details())
         with pytest.raises(grpc.aio.AioRpcError) as failure:
-            await stub.DrainWorker(cluster_pb2.DrainWorkerRequest(worker_id="w", grace_s=2, restart=True))
-        assert failure.value.details() == "w 2.0 True False"
+            await stub.DrainWorker(
+                cluster_pb2.DrainWorkerRequest(worker_id="w", grace_s=2, restart=True, node_leaves=True)
+            )
+        assert failure.value.details() == "w 2.0 True False True"
     async with open_channel(address, "wrong") as channel:
         for call in (
             cluster_pb2_grpc.ClusterStub(channel).SetMode(cluster_pb2.SetModeRequest()),

@@ -118,16 +118,18 @@ class SetModeResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class DrainWorkerRequest(_message.Message):
-    __slots__ = ("worker_id", "grace_s", "restart", "force")
+    __slots__ = ("worker_id", "grace_s", "restart", "force", "node_leaves")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     RESTART_FIELD_NUMBER: _ClassVar[int]
     FORCE_FIELD_NUMBER: _ClassVar[int]
+    NODE_LEAVES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     grace_s: float
     restart: bool
     force: bool
-    def __init__(self, worker_id: _Optional[str] = ..., grace_s: _Optional[float] = ..., restart: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
+    node_leaves: bool
+    def __init__(self, worker_id: _Optional[str] = ..., grace_s: _Optional[float] = ..., restart: _Optional[bool] = ..., force: _Optional[bool] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
 
 class DrainWorkerResponse(_message.Message):
     __slots__ = ("seconds",)
