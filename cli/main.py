@@ -12,6 +12,7 @@ from cli.status import status
 from cli.top import top
 from cli.trace import trace
 from cli.up import up
+from cli.why import why
 
 app = typer.Typer(
     help="Serve a language model with prefill and decode on workers of their own.",
@@ -21,7 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, trace, mode, drain, doctor, down):
+for command in (up, generate, chat, status, top, why, trace, mode, drain, doctor, down):
     app.command()(command)
 
 

@@ -32,12 +32,13 @@ def top(
     import asyncio
     import contextlib
 
-    address, key = _door(metrics, metrics_key)
+    address, key = metrics_door(metrics, metrics_key)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(address, key, interval, once=once))
 
 
-def _door(address: str, key: str) -> tuple[str, str]:
+def metrics_door(address: str, key: str) -> tuple[str, str]:
+    """Where the metrics are, and what opens them."""
     from cli.state import newest
 
     if address:
@@ -58,20 +59,21 @@ async def _watch(address: str, key: str, interval: float, *, once: bool) -> None
     from telemetry.scrape import Stretch
 
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
-    before = await _scrape(address, key)
+    before = await scrape(address, key)
     await asyncio.sleep(_FIRST_S)
-    now = await _scrape(address, key)
+    now = await scrape(address, key)
     if once:
         console.print(picture(Stretch(before, now)))
         return
     with Live(picture(Stretch(before, now)), console=console, screen=True, auto_refresh=False) as live:
         while True:
             await asyncio.sleep(interval)
-            before, now = now, await _scrape(address, key)
+            before, now = now, await scrape(address, key)
             live.update(picture(Stretch(before, now)), refresh=True)
 
 
-async def _scrape(address: str, key: str) -> Scrape:
+async def scrape(address: str, key: str) -> Scrape:
+    """The whole cluster, now."""
     import time
 
     from telemetry.door import METRICS_PATH, fetch

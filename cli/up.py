@@ -75,6 +75,13 @@ def up(
     kv_direction: Annotated[
         str, typer.Option(help="Who moves KV pages: write = the prefill worker, read = the decode worker.")
     ] = "write",
+    device_ceilings: Annotated[
+        str,
+        typer.Option(
+            help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it."
+            " Default: those of a typical GPU or CPU."
+        ),
+    ] = "",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
     address: Annotated[
         str,
@@ -138,6 +145,7 @@ def up(
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
     from cluster.config import GIB, ClusterConfig, Mode, check_kv_cache_gib
+    from costs.roofline import parse_ceilings
     from router.slo import DEFAULT_CLASSES, parse_class
     from wire.errors import InvalidArgument
 
@@ -174,6 +182,7 @@ def up(
         prefix_cache=prefix_cache,
         kv_checksum_rate=kv_checksum_rate,
         kv_direction=kv_direction,
+        ceilings=parse_ceilings("--device-ceilings", device_ceilings) if device_ceilings else None,
         threads=threads,
         ray_address=address,
         places_timeout_s=places_timeout,

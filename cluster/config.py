@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from costs.roofline import Ceilings
 from kv_transfer.base import Direction
 from router.otlp import check_endpoint
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
@@ -76,6 +77,8 @@ class ClusterConfig:
     """Most tokens a worker computes in one step: the chunk size of prefill."""
     max_batch_requests: int | None = None
     """Most requests of one decode step; None = 64 on CPU, 256 on GPUs."""
+    ceilings: Ceilings | None = None
+    """What each worker's device can do at best, which utilization is told by; None = a typical GPU's or CPU's."""
     threads: int | None = None
     """CPU threads of each worker's engine; None = all cores, for every worker."""
     ray_address: str = ""

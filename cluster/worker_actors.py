@@ -94,5 +94,6 @@ class WorkerActors:
             step_policy=duty.step_policy,
             step_budget=duty.step_budget,
             itl_target_s=duty.itl_target_s,
+            ceilings=cluster.ceilings,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

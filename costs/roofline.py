@@ -1,9 +1,11 @@
 """What a step must read and compute by its shape, and how long that takes at the device's ceilings."""
 
+import math
 from dataclasses import dataclass
 
 from costs.step_cost import StepWork
 from wire.cost_parameters import CostParameters
+from wire.errors import InvalidArgument
 
 _FLOP_A_WEIGHT = 2
 """A weight is multiplied and added once for each token."""
@@ -19,6 +21,18 @@ class Ceilings:
     """Bytes a second between its memory and its cores."""
     launch_s: float
     """Seconds a step costs beside arithmetic and memory."""
+
+
+def parse_ceilings(option: str, text: str) -> Ceilings:
+    """TFLOPS:GBPS, 10¹² operations and 10⁹ bytes a second; InvalidArgument names `option`."""
+    try:
+        tera, giga = (float(part) for part in text.split(":"))
+    except ValueError:
+        tera = giga = math.nan
+    if not (0 < tera < math.inf and 0 < giga < math.inf):
+        example = "990:4800 are an H200's in bfloat16"
+        raise InvalidArgument(option, f"{text!r} must be TFLOPS:GBPS, both above 0; {example}")
+    return Ceilings(tera * 1e12, giga * 1e9, launch_s=0.0)
 
 
 GPU = Ceilings(flops=6e14, bytes_per_s=4e12, launch_s=3e-4)

@@ -115,6 +115,9 @@ FLOPS_UTILIZATION = gauge(
     "model_flops_utilization_ratio",
     "Operations a second that steps had to do, as a part of the device's peak; of the last seconds with steps.",
 )
+DEVICE_BANDWIDTH = gauge("device_memory_bytes_per_second", "What bandwidth utilization is a part of.")
+DEVICE_FLOPS = gauge("device_flops_per_second", "What utilization of operations is a part of.")
+BATCH_LIMIT = gauge("engine_batch_limit_requests", "Most requests that decode in one step.")
 GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
 GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")

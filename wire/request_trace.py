@@ -17,6 +17,7 @@ TRACEPARENT = "traceparent"
 _PARENT = re.compile(
     r"(?!ff)[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-(?P<span>[0-9a-f]{16})-(?P<flags>[0-9a-f]{2})(?P<more>-.*)?"
 )
+_REPLIES = ("chatcmpl", "cmpl")
 _SAMPLED = 1
 _TRACE_BYTES = 16
 
@@ -81,5 +82,12 @@ class RequestTrace:
         return self.timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
 
     def named(self, name: str) -> bool:
-        """Whether somebody who says `name` means it: request id, name among workers, or trace id."""
-        return name in (self.request_id, self.wire_id, self.context.trace_id)
+        """Whether somebody who says `name` means it: request id, also as OpenAI's replies have it, name among workers,
+        or trace id.
+        """
+        return name in (
+            self.request_id,
+            *(f"{kind}-{self.request_id}" for kind in _REPLIES),
+            self.wire_id,
+            self.context.trace_id,
+        )

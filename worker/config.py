@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from costs.roofline import Ceilings
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
 from wire.messages import Duty, Role
@@ -75,6 +76,8 @@ class WorkerConfig:
     """How far apart an answer's tokens may be, in seconds: where decoding alone is slower, the batch does not grow, and
     under `decode-priority` prompts are computed in what is left of it. None = the batch grows as it can, and prompts
     may double the time of an unloaded step."""
+    ceilings: Ceilings | None = None
+    """What its device can do at best, which utilization is told by; None = a typical GPU's or CPU's."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 

@@ -32,7 +32,7 @@ class Utilization:
     """How much of the device's ceilings the newest steps needed."""
 
     def __init__(self, roofline: Roofline) -> None:
-        self._sizes, self._ceilings = roofline.sizes, roofline.ceilings
+        self._sizes, self.ceilings = roofline.sizes, roofline.ceilings
         self.busy_s = self.bytes = self.flops = 0.0
         """Of all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
@@ -49,13 +49,13 @@ class Utilization:
     def bandwidth(self) -> float:
         """Part of the device's memory bandwidth, 0 before the first step."""
         busy_s, read, _ = self._lately()
-        return read / (busy_s * self._ceilings.bytes_per_s) if busy_s else 0.0
+        return read / (busy_s * self.ceilings.bytes_per_s) if busy_s else 0.0
 
     @property
     def compute(self) -> float:
         """Part of its peak of operations a second."""
         busy_s, _, done = self._lately()
-        return done / (busy_s * self._ceilings.flops) if busy_s else 0.0
+        return done / (busy_s * self.ceilings.flops) if busy_s else 0.0
 
     def _lately(self) -> tuple[float, float, float]:
         busy_s, read, done = self._marks[0]
@@ -120,6 +120,8 @@ class WorkerMetrics:
             f.STEP_FLOPS: used.flops,
             f.BANDWIDTH_UTILIZATION: used.bandwidth,
             f.FLOPS_UTILIZATION: used.compute,
+            f.DEVICE_BANDWIDTH: used.ceilings.bytes_per_s,
+            f.DEVICE_FLOPS: used.ceilings.flops,
         }
 
     def _transfer(self, stats: TransferStats) -> None:
@@ -149,6 +151,7 @@ def worker_facts(worker: Worker) -> Facts:
         f.REQUESTS_WAITING: load.prefill_requests,
         f.KV_USAGE: load.pages_used / load.pages_total if load.pages_total else 0.0,
         f.KV_PAGES: _pages(found),
+        f.BATCH_LIMIT: worker.batch_limit,
         f.PREFIX_QUERIES: load.prefix_query_tokens,
         f.PREFIX_HITS: load.prefix_hit_tokens,
         f.PREFIX_EVENTS: {("stored",): stored, ("removed",): removed},

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
@@ -73,7 +74,8 @@ class Worker:
         self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Set when a step failed: the process must end."""
         self._config = config
-        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: self.duty.role.value, engine.roofline)
+        roofline = engine.roofline if config.ceilings is None else replace(engine.roofline, ceilings=config.ceilings)
+        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: self.duty.role.value, roofline)
         """What is counted here; export `worker_facts` beside it."""
         self._pool = engine.pool
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
@@ -185,6 +187,11 @@ class Worker:
     def known_prefixes(self) -> PrefixList:
         """The names of all pages that can be used again."""
         return self._cache.known()
+
+    @property
+    def batch_limit(self) -> int:
+        """Most requests that decode in one step, in its present role."""
+        return decode_batch(self.duty.role, self._config.engine)
 
     def load(self) -> WorkerLoad:
         """Load now."""

@@ -25,9 +25,7 @@ Traced = tuple[str, RouterServer, Receiver]
 
 
 @pytest.fixture
-async def traced(
-    running_cluster: Callable[..., Any], model_folder: Any
-) -> AsyncIterator[tuple[str, RouterServer, Any]]:
+async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> AsyncIterator[Traced]:
     """The second router's gRPC address, itself, and where its spans go."""
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     receiver = Receiver()

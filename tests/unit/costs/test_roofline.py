@@ -2,8 +2,9 @@
 
 import pytest
 
-from costs.roofline import GPU, ModelSizes, guess
+from costs.roofline import GPU, Ceilings, ModelSizes, guess, parse_ceilings
 from costs.step_cost import StepCost
+from wire.errors import InvalidArgument
 
 WEIGHTS = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336) + 4096 * 128256
 LLAMA_3_8B = ModelSizes(
@@ -24,3 +25,10 @@ def test_prompts_of_an_8b_model(tokens: int, ms: float) -> None:
 
 def test_the_knee_is_where_arithmetic_takes_as_long_as_the_weights() -> None:
     assert guess(LLAMA_3_8B, GPU).free_tokens == 150
+
+
+def test_ceilings_that_an_operator_gives() -> None:
+    assert parse_ceilings("--device-ceilings", "990:4800") == Ceilings(9.9e14, 4.8e12, 0.0)
+    for wrong in ("990", "a:b", "0:1", "1:-1", "1:2:3", "nan:1", "1:inf"):
+        with pytest.raises(InvalidArgument, match="--device-ceilings"):
+            parse_ceilings("--device-ceilings", wrong)

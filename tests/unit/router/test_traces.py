@@ -154,6 +154,8 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
         assert (await http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 3})).status_code == 500
         cluster.prefill.switches.prefill_error = None
         kept, most = traces_from_json((await http.get("/traces")).text)
+        (mine,) = traces_from_json((await http.get("/traces", params={"id": done.json()["id"]})).text)[0]
+        assert mine.context == TraceContext(TRACE, SPAN)
     await flush(cluster)
     answered, failed = receiver.roots
     assert (answered.trace_id.hex(), answered.name) == (TRACE, "chat fake")

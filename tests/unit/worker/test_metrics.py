@@ -102,6 +102,14 @@ async def test_a_running_pair() -> None:
         assert board.labels() == {"model": "fake", "role": "prefill", "worker": "prefill-0"}
 
 
+async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> None:
+    given = Ceilings(flops=1e6, bytes_per_s=2e6, launch_s=0.0)
+    async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as told:
+        for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (told, given)):
+            assert pair.decode.worker.metrics.utilization.ceilings == ceilings
+        assert worker_facts(told.decode.worker)[f.BATCH_LIMIT] == 5
+
+
 async def test_a_lease_that_nobody_renews() -> None:
     async with WorkerPair(lease_s=0.05) as pair:
         pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))

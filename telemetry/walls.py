@@ -1,0 +1,133 @@
+"""What keeps a worker from doing more, from measured figures: the diagnosis first, then the one change that helps most.
+
+A step reads bytes and does operations, and each takes its part of the step's time at the device's ceilings (the
+roofline: Williams, Waterman and Patterson, CACM 2009). What neither explains is the host's: launches, planning, kernels
+that fall short. The largest of the three parts binds a worker that computes most of the time. Before that come walls
+that keep it from computing: pages that leave more slowly than they are made, no KV pages, no room in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+KV_FULL = 0.9
+"""Part of the KV pages from which on they are what somebody waits for."""
+BATCH_FULL = 0.9
+"""The same of the batch's rows."""
+TRANSFERRING = 0.7
+"""Part of the time with pages on the wire from which on the wire is the narrow place, if the engine has less to do."""
+COMPUTING = 0.5
+"""Part of the time in steps from which on what is in them binds."""
+
+
+class Wall(StrEnum):
+    """What binds."""
+
+    COMPUTE = "compute"
+    BANDWIDTH = "bandwidth"
+    KV_CAPACITY = "KV capacity"
+    TRANSFER = "transfer"
+    QUEUE = "queue"
+    HOST = "host"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a worker did in a stretch of time."""
+
+    busy: float
+    """Part of the time that it was in steps."""
+    compute: float
+    """Operations of these steps, as a part of what the device could have done in their time."""
+    bandwidth: float
+    """The same of bytes."""
+    kv_used: float
+    """Part of its KV pages in use or promised, at the end."""
+    preempted: float
+    """Requests that lost their pages."""
+    decoding: float
+    """Mean requests in steps that decode; 0 if none did."""
+    batch_limit: float
+    """Most of them."""
+    transferring: float
+    """Seconds that its hand-overs wrote, for each second; above 1 where several write at once."""
+    prompts_waiting: float
+    """Prompts that it has not wholly computed, at the end."""
+    requests_waiting: float
+    """Requests in the routers' queues, at the end."""
+
+    @property
+    def rest(self) -> float:
+        """Part of the steps' time that neither arithmetic nor memory explains."""
+        return max(0.0, 1.0 - self.compute - self.bandwidth)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """`wall` binds, `because` of these figures; `change` would help most."""
+
+    wall: Wall
+    because: str
+    change: str
+
+
+_CHANGES = {
+    Wall.COMPUTE: "one more worker that computes prompts; or less to compute: cached prefixes, a smaller dtype",
+    Wall.BANDWIDTH: "larger batches, which read the weights once for more answers; or a smaller dtype",
+    Wall.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more worker that decodes",
+    Wall.TRANSFER: "a faster wire (`tandem doctor` names what is there); or --mode adaptive, which sends fewer prompts",
+    Wall.QUEUE: "a larger --max-batch-requests: a step costs little more for each request in it",
+    Wall.HOST: "less work beside the device: CPU cores of its own, CUDA graphs that fit its batches, larger steps",
+    Wall.NONE: "nothing: it can take more",
+}
+_NOT_TAKEN = (
+    "larger chunks: another --step-policy, a larger --max-step-tokens, or an inter-token target that allows them"
+)
+
+
+def diagnose(it: Figures) -> Diagnosis:
+    """Of one worker. What holds pages, a slow wire for one, comes before the pages that it holds."""
+    if it.transferring >= TRANSFERRING and it.transferring > it.busy:
+        on_the_wire = f"hand-overs write {it.transferring:.2f} s in each second"
+        return _found(Wall.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
+    if it.preempted > 0 or (it.kv_used >= KV_FULL and it.requests_waiting > 0):
+        return _found(Wall.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
+    wall = _in_steps(it) if it.busy >= COMPUTING else Wall.NONE
+    full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
+    if full and it.requests_waiting > 0 and wall is not Wall.COMPUTE:
+        rows = f"its batch is full, {it.decoding:.0f} of {it.batch_limit:.0f} requests"
+        return _found(Wall.QUEUE, f"{rows}, {_waiting(it)}, and KV pages are left ({it.kv_used:.0%} taken)")
+    if wall is not Wall.NONE:
+        return _found(wall, f"it computes {it.busy:.0%} of the time, {_parts(it)}")
+    because = f"it computes {it.busy:.0%} of the time"
+    if it.prompts_waiting > 0:
+        return Diagnosis(Wall.QUEUE, f"{because}, though {_waiting(it)}", _NOT_TAKEN)
+    elsewhere = ", and what waits at routers waits for other workers" if it.requests_waiting > 0 else ""
+    return _found(Wall.NONE, because + elsewhere)
+
+
+def _found(wall: Wall, because: str) -> Diagnosis:
+    return Diagnosis(wall, because, _CHANGES[wall])
+
+
+def _in_steps(it: Figures) -> Wall:
+    """What takes most of the steps' time."""
+    largest = max(it.compute, it.bandwidth, it.rest)
+    if it.compute == largest:
+        return Wall.COMPUTE
+    return Wall.BANDWIDTH if it.bandwidth == largest else Wall.HOST
+
+
+def _parts(it: Figures) -> str:
+    at = f"at {it.compute:.0%} of the device's arithmetic and {it.bandwidth:.0%} of its memory bandwidth"
+    return f"{at}; {it.rest:.0%} of its time is neither"
+
+
+def _waiting(it: Figures) -> str:
+    return f"{it.requests_waiting:.0f} requests wait at routers, {it.prompts_waiting:.0f} prompts here"
+
+
+def _lost(it: Figures) -> str:
+    return f", {it.preempted:.0f} requests lost theirs to others" if it.preempted > 0 else ""

@@ -1,0 +1,56 @@
+"""`tandem why` over a door that a test opens."""
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.why import findings
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+
+
+class Cluster:
+    """A router in whose queue three wait, and two workers; each scrape is a second of full work for the first."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.router = Board(lambda: {"model": "llama", "role": "router", "worker": "router"})
+        self.router.read(lambda: {f.REQUESTS_WAITING: 3})
+        self.busy = Board(lambda: {"model": "llama", "role": "both", "worker": "worker-0"})
+        self.busy.read(
+            lambda: {
+                f.WORKER_READY: 1, f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_FLOPS: 1e14,
+                f.STEP_FLOPS: 1e13 * self.seconds, f.DEVICE_BANDWIDTH: 1e12, f.BATCH_LIMIT: 64, f.KV_USAGE: 0.5,
+            }
+        )  # fmt: skip
+        self.silent = Board(lambda: {"model": "llama", "role": "both", "worker": "worker-1"})
+        self.silent.read(lambda: {f.WORKER_READY: 0})
+
+    async def scrape(self, _address: str, _key: str) -> Scrape:
+        text = merge(Exposition(board).render()[0].decode() for board in (self.router, self.busy, self.silent))
+        found = Scrape(text, self.seconds)
+        self.seconds += 1.0
+        return found
+
+
+async def test_a_row_for_each_worker() -> None:
+    cluster, out = Cluster(), io.StringIO()
+    stretch = Stretch(await cluster.scrape("", ""), await cluster.scrape("", ""))
+    Console(file=out, width=400).print(findings(stretch))
+    _, busy, silent = out.getvalue().splitlines()
+    assert busy.split()[:2] == ["worker-0", "bandwidth"]
+    assert "at 10% of the device's arithmetic and 80% of its memory bandwidth" in busy
+    assert silent.split()[:2] == ["worker-1", "none"]
+    assert "router" not in {busy.split()[0], silent.split()[0]}
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cli.top.scrape", Cluster().scrape)
+    done = CliRunner().invoke(app, ["why", "--metrics", "m:1", "--seconds", "0.1"])
+    assert done.exit_code == 0, done.output
+    assert "bandwidth" in done.output

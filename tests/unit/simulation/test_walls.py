@@ -1,0 +1,169 @@
+"""Loads built so that one wall binds, on simulated workers whose devices have ceilings: the real metrics are scraped
+amid the load, and the diagnosis names that wall.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.why import findings
+from costs.roofline import Ceilings, ModelSizes, Roofline, guess
+from engine.config import EngineConfig
+from router.config import RouterConfig
+from router.placement import Mode
+from simulation.cluster import VirtualCluster
+from simulation.network import Network
+from simulation.request import LoadRequest
+from simulation.spec import Device, WorkerSpec
+from simulation.worker import VirtualWorker
+from telemetry import families as f
+from telemetry.board import Board, Facts
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+from telemetry.walls import Diagnosis, Wall, diagnose
+from telemetry.worker_figures import figures_of
+from tests.unit.simulation.stages import MODEL, PAGE_TOKENS, request
+from wire.messages import Role, RoutedEvent
+from worker.config import WorkerConfig
+from worker.metrics import WorkerMetrics
+
+SIZES = ModelSizes(
+    weights=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=131_072, attention_flop_per_pair=524_288
+)
+"""Of an 8B model in bfloat16."""
+DEVICE = Ceilings(flops=6e14, bytes_per_s=4e12, launch_s=3e-4)
+PREFILL, DECODE = "prefill-0", "decode-0"
+FROM_S, TO_S = 1.0, 3.0
+"""The stretch that is looked at, amid the load."""
+
+
+@dataclass
+class Stage:
+    """One prefill and one decode worker."""
+
+    ceilings: Ceilings = DEVICE
+    pages: int = 8192
+    batch: int = 64
+    network: Network = field(default_factory=Network)
+
+    def cluster(self) -> VirtualCluster:
+        costs = replace(guess(SIZES, self.ceilings), observed=1)
+        device = Device(costs, costs, self.pages, PAGE_TOKENS, PAGE_TOKENS * SIZES.kv_bytes_per_token)
+        engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=self.batch)
+        specs = [
+            WorkerSpec(WorkerConfig(name, role, engine), device, MODEL)
+            for name, role in ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE))
+        ]
+        config = RouterConfig("router", Path(), "model", "", mode=Mode.DISAGGREGATED)
+        return VirtualCluster(specs, config, self.network, jumps=False)
+
+    def under(self, load: list[LoadRequest]) -> Stretch:
+        """What was scraped of the real metrics."""
+        cluster = self.cluster()
+        boards = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
+        router = Board(lambda: {"model": "model", "role": "router", "worker": "router"})
+        router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.binder)})
+        scrapes: list[Scrape] = []
+
+        def scrape() -> None:
+            text = merge(Exposition(board).render()[0].decode() for board in (router, *boards))
+            scrapes.append(Scrape(text, cluster.clock.now))
+
+        for at_s in (FROM_S, TO_S):
+            cluster.clock.at(at_s, scrape)
+        cluster.run(load, until_s=TO_S + 1e-9)
+        before, now = scrapes
+        return Stretch(before, now)
+
+
+def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
+    """The metrics of a real worker, told by a simulated one."""
+    role = worker.spec.config.role.value
+    metrics = WorkerMetrics("model", worker.peer.worker_id, lambda: role, roofline)
+    finish: Callable[[Any], None] = worker._finish
+    tell = worker.tell
+    heard = metrics.hearing(lambda routed: None)
+
+    def finish_metered(flight: Any) -> None:
+        metrics.step(flight.work, worker._truth.seconds(flight.work))
+        finish(flight)
+
+    def tell_metered(request: Any, event: Any) -> None:
+        heard(RoutedEvent("router", event))
+        tell(request, event)
+
+    worker._finish = finish_metered  # type: ignore[method-assign]
+    worker.tell = tell_metered  # type: ignore[method-assign]
+
+    def facts() -> Facts:
+        load = worker.load()
+        return {
+            f.REQUESTS_RUNNING: load.decode_requests,
+            f.REQUESTS_WAITING: load.prefill_requests,
+            f.KV_USAGE: load.pages_used / load.pages_total,
+            f.PREEMPTIONS: worker.admission.preemptions,
+            f.BATCH_LIMIT: worker.spec.info.max_batch_requests,
+            f.WORKER_READY: 1,
+        }
+
+    metrics.board.read(facts)
+    return metrics.board
+
+
+def load(every_s: float, prompt: int, answer: int) -> list[LoadRequest]:
+    """Such a request every so many seconds."""
+    return [request(number * every_s, prompt, answer, key=number) for number in range(int(TO_S / every_s))]
+
+
+@dataclass
+class Case:
+    stage: Stage
+    load: list[LoadRequest]
+    worker: str
+    wall: Wall
+
+
+CASES = {
+    "long prompts": Case(Stage(), load(0.05, 4000, 1), PREFILL, Wall.COMPUTE),
+    "a few answers": Case(Stage(), load(0.2, 50, 400), DECODE, Wall.BANDWIDTH),
+    "long answers, few pages": Case(Stage(pages=600), load(0.02, 100, 900), DECODE, Wall.KV_CAPACITY),
+    "a slow wire": Case(Stage(network=Network(bytes_per_s=2e9)), load(0.05, 1000, 8), PREFILL, Wall.TRANSFER),
+    "a small batch": Case(Stage(batch=4), load(0.02, 100, 400), DECODE, Wall.QUEUE),
+    "a slow host": Case(Stage(replace(DEVICE, launch_s=2e-2)), load(0.2, 50, 100), DECODE, Wall.HOST),
+    "next to nothing": Case(Stage(), load(0.4, 50, 8), DECODE, Wall.NONE),
+}
+
+
+def found(stretch: Stretch, worker: str) -> Diagnosis:
+    return diagnose(figures_of(stretch, worker))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_wall_that_the_load_was_built_for(name: str) -> None:
+    case = CASES[name]
+    stretch = case.stage.under(case.load)
+    assert found(stretch, case.worker).wall is case.wall, figures_of(stretch, case.worker)
+    rows = list(findings(stretch).columns[1].cells)
+    assert [str(cell) for cell in rows][(PREFILL, DECODE).index(case.worker)] == case.wall
+
+
+def test_its_change_moves_the_wall() -> None:
+    """What the diagnosis proposes is done, and the wall is gone."""
+    queue, wire = CASES["a small batch"], CASES["a slow wire"]
+    assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
+    assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).wall is not Wall.QUEUE
+    assert "a faster wire" in found(wire.stage.under(wire.load), PREFILL).change
+    assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).wall is not Wall.TRANSFER
+
+
+def test_figures_are_what_the_load_was() -> None:
+    """A 4000-token prompt is two chunks of arithmetic and little else."""
+    figures = figures_of(Stage().under(load(0.05, 4000, 1)), PREFILL)
+    assert figures.busy == pytest.approx(1.0, abs=0.05)
+    assert 0.85 < figures.compute < 1.0
+    assert figures.bandwidth < 0.15
+    assert figures.transferring == figures.preempted == figures.decoding == 0
+    assert figures.prompts_waiting + figures.requests_waiting > 0

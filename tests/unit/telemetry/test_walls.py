@@ -1,0 +1,75 @@
+"""The diagnosis at its borders."""
+
+from dataclasses import replace
+
+import pytest
+
+from telemetry.walls import BATCH_FULL, COMPUTING, KV_FULL, TRANSFERRING, Figures, Wall, diagnose
+
+IDLE = Figures(
+    busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, preempted=0, decoding=2, batch_limit=64, transferring=0.0,
+    prompts_waiting=0, requests_waiting=0,
+)  # fmt: skip
+BELOW = 1e-6
+
+
+def wall(**figures: float) -> Wall:
+    return diagnose(replace(IDLE, **figures)).wall
+
+
+def test_a_worker_with_little_to_do() -> None:
+    found = diagnose(IDLE)
+    assert (found.wall, found.because) == (Wall.NONE, "it computes 10% of the time")
+    elsewhere = diagnose(replace(IDLE, requests_waiting=4))
+    assert elsewhere.wall is Wall.NONE
+    assert "other workers" in elsewhere.because
+
+
+@pytest.mark.parametrize(
+    ("compute", "bandwidth", "found"),
+    [
+        (0.6, 0.3, Wall.COMPUTE),
+        (0.3, 0.6, Wall.BANDWIDTH),
+        (0.3, 0.3, Wall.HOST),
+        (0.34, 0.33, Wall.COMPUTE),
+        (0.33, 0.34, Wall.BANDWIDTH),
+        (0.32, 0.33, Wall.HOST),
+        (0.1, 0.1, Wall.HOST),
+        (0.0, 0.0, Wall.HOST),
+        (1.3, 0.2, Wall.COMPUTE),  # a device better than its ceilings
+    ],
+)
+def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, found: Wall) -> None:
+    assert wall(busy=COMPUTING, compute=compute, bandwidth=bandwidth) is found
+    assert wall(busy=COMPUTING - BELOW, compute=compute, bandwidth=bandwidth) is Wall.NONE
+
+
+def test_pages() -> None:
+    assert wall(kv_used=KV_FULL, requests_waiting=1) is Wall.KV_CAPACITY
+    assert wall(kv_used=KV_FULL - BELOW, requests_waiting=1) is Wall.NONE
+    assert wall(kv_used=1.0) is Wall.NONE  # nobody needs more
+    assert wall(kv_used=0.5, preempted=1) is Wall.KV_CAPACITY
+    assert "3 requests lost theirs" in diagnose(replace(IDLE, preempted=3)).because
+
+
+def test_the_batch() -> None:
+    full = BATCH_FULL * IDLE.batch_limit
+    assert wall(decoding=full, requests_waiting=1) is Wall.QUEUE
+    assert wall(decoding=full - BELOW, requests_waiting=1) is Wall.NONE
+    assert wall(decoding=full) is Wall.NONE
+    assert wall(decoding=full, requests_waiting=1, busy=1.0, bandwidth=0.9) is Wall.QUEUE
+    assert wall(decoding=full, requests_waiting=1, busy=1.0, compute=0.9) is Wall.COMPUTE  # a larger one helps nobody
+    assert wall(decoding=0, batch_limit=0, requests_waiting=1) is Wall.NONE
+
+
+def test_the_wire() -> None:
+    assert wall(transferring=TRANSFERRING) is Wall.TRANSFER
+    assert wall(transferring=TRANSFERRING - BELOW) is Wall.NONE
+    assert wall(transferring=0.9, busy=0.9, compute=0.8) is Wall.COMPUTE
+    assert wall(transferring=3.0, kv_used=1.0, requests_waiting=9) is Wall.TRANSFER  # it is what holds the pages
+
+
+def test_prompts_that_are_not_taken() -> None:
+    found = diagnose(replace(IDLE, prompts_waiting=3))
+    assert found.wall is Wall.QUEUE
+    assert "--step-policy" in found.change
