@@ -26,8 +26,8 @@ class Part:
 
 
 PARTS = (
-    Part("best_effort", 0.4, 3.0, Synthetic(Lengths(120, 0.8), Lengths(12, 0.5), cv=1.5)),
-    Part("quick", 0.2, 5.0, Synthetic(Lengths(300, 1.0), Lengths(6, 0.5), cv=3.0)),
+    Part("best_effort", 0.4, 1.5, Synthetic(Lengths(120, 0.8), Lengths(12, 0.5), cv=1.5)),
+    Part("quick", 0.2, 3.0, Synthetic(Lengths(200, 1.0), Lengths(6, 0.5), cv=3.0)),
     Part("balanced", 0.15, 2.0, Synthetic(Lengths(60, 0.5), Lengths(10, 0.5))),
     Part("best_effort", 0.25, 2.0, Synthetic(Lengths(60, 0.5), Lengths(30, 0.3))),
 )

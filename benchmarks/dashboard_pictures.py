@@ -1,0 +1,116 @@
+"""Pictures of the dashboards with a real run's data: `python -m benchmarks.dashboard_pictures`.
+
+Starts a cluster on this CPU and a Prometheus beside it, sends two minutes of mixed load, and draws every dashboard of
+`deploy/dashboards/` as Prometheus has it then. With `--prometheus HOST:PORT` it draws what that one has of the last
+`--seconds`, whatever it scrapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from benchmarks.command_line import errors_in_words
+from benchmarks.dashboards import Stretch, names, read_dashboard, show
+from benchmarks.load.mixed import run_mixed
+from benchmarks.load.stage import running_cluster
+from benchmarks.load.target import find_target, touch
+from benchmarks.panel_axes import draw_panel
+from benchmarks.prometheus import Prometheus, prometheus_beside
+from benchmarks.served_model import add_model_options, choose_model
+
+OUT = Path(__file__).parents[1] / "docs" / "pictures"
+_SETTINGS = {"dtype": "float32", "page_tokens": 16, "max_step_tokens": 512, "threads": 1}
+_PROCESSES, _SEED, _DPI = 3, 31, 80
+_COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27
+_MARGIN_X, _MARGIN_TOP, _MARGIN_BOTTOM = 0.045, 0.9, 0.8
+"""Around each panel: parts of a panel's width, and grid lines above and below."""
+_HEAD_LINES = 2
+_POINTS = 150
+
+
+def draw(dashboard: dict[str, Any], prometheus: Prometheus, stretch: Stretch, file: Path) -> None:
+    """One dashboard, each panel where Grafana has it."""
+    lines = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in dashboard["panels"]) + _HEAD_LINES + 1
+    figure = Figure(figsize=(_WIDTH_IN, lines * _LINE_IN), facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.01, 1 - 0.8 / lines, dashboard["title"], fontsize=15, weight="bold", va="center")
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            folded = " (folded: no such hardware here)" if panel["collapsed"] else ""
+            height = 1 - (panel["gridPos"]["y"] + _HEAD_LINES + 0.5) / lines
+            figure.text(0.01, height, panel["title"] + folded, fontsize=11, weight="bold", va="center", color="#444444")
+    for shown in show(dashboard, prometheus, stretch):
+        axes = figure.add_axes(_place(shown.panel["gridPos"], lines))
+        draw_panel(axes, shown, stretch)
+    figure.savefig(file, dpi=_DPI)
+
+
+def _place(place: dict[str, int], lines: int) -> tuple[float, float, float, float]:
+    """Left, bottom, width and height as parts of the figure."""
+    top = place["y"] + _HEAD_LINES
+    return (
+        place["x"] / _COLUMNS + _MARGIN_X * 0.8,
+        1 - (top + place["h"] - _MARGIN_BOTTOM) / lines,
+        place["w"] / _COLUMNS - _MARGIN_X,
+        (place["h"] - _MARGIN_TOP - _MARGIN_BOTTOM) / lines,
+    )
+
+
+@contextmanager
+def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
+    """A Prometheus that has seen a cluster under load, and when that began."""
+    model = choose_model(arguments.model, arguments.shape)
+    with (
+        tempfile.TemporaryDirectory(prefix="tandem-prometheus-") as folder,
+        running_cluster(model, _SETTINGS) as doors,
+        prometheus_beside(doors.metrics, Path(folder)) as prometheus,
+    ):
+        target = find_target(doors.grpc)
+        touch(target)
+        prometheus.await_scrape(_PROCESSES)
+        start = time.time()
+        run_mixed(target, arguments.seconds, _SEED)
+        prometheus.await_scrape(_PROCESSES)
+        yield prometheus, start
+
+
+@contextmanager
+def _run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]]:
+    if arguments.prometheus:
+        yield Prometheus(arguments.prometheus), time.time() - arguments.seconds
+    else:
+        with _own_run(arguments) as run:
+            yield run
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Draw them all."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.dashboard_pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
+    )
+    add_model_options(parser)
+    parser.add_argument("--prometheus", default="", help="host:port of a running one; else one is started")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of load, or of the past")
+    parser.add_argument("--rate-interval", type=int, default=15, help="seconds that rates are taken over")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder; it is made")
+    parsed = parser.parse_args(arguments)
+    with errors_in_words(), _run(parsed) as (prometheus, start):
+        end = time.time()
+        stretch = Stretch(start, end, parsed.rate_interval, max(1.0, (end - start) / _POINTS))
+        parsed.out.mkdir(parents=True, exist_ok=True)
+        for name in names():
+            draw(read_dashboard(name), prometheus, stretch, parsed.out / f"{name}.png")
+            print("wrote", f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
