@@ -17,11 +17,13 @@ import psutil
 import pytest
 
 from tests.ray_start import UP as RAY_UP
-from tests.ray_start import head_address, ray_environment, ray_start
+from tests.ray_start import free_port, head_address, ray_environment, ray_start
 
 UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
 GONE_WITHIN_S = 30.0
+WAITING_S = 6.0
+"""Longer than a refusal at once takes."""
 
 
 class Head:
@@ -120,6 +122,35 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
     assert "is served at" in out
     head.assert_empty_soon()
     assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
+
+
+@pytest.mark.timeout(240)
+def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+    """As a pod's preStop hook does: it knows the controller's port and token beforehand, and its own address."""
+    port, token = str(free_port()), secrets.token_hex(16)
+    process = up("--address", head.address, "--controller-port", port, TANDEM_CLUSTER_TOKEN=token)
+    read_until(process, "Ctrl-C stops it")
+    drain = [sys.executable, "-m", "cli.main", "drain", "--node", "127.0.0.1", "--controller", f"127.0.0.1:{port}"]
+    known = {**head.env, "TANDEM_CLUSTER_TOKEN": token, "TANDEM_STATE_DIR": head.env["TANDEM_STATE_DIR"] + "-none"}
+    done = subprocess.run(drain, env=known, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "prefill-0 has drained" in done.stdout
+    assert "decode-0 has drained" in done.stdout
+    assert head.actors() == [*ACTORS[:2]], "the node is still there, and so they stay away"
+    process.send_signal(signal.SIGTERM)
+    head.assert_empty_soon()
+
+
+@pytest.mark.timeout(120)
+def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
+    process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
+    read_until(process, "starting Ray")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(WAITING_S)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "nothing is left running" in out
+    assert head.actors() == []
 
 
 @pytest.mark.timeout(120)
