@@ -4,12 +4,15 @@ Made from the timeline when a request is over; nothing else in Tandem knows of O
 its semantic conventions for generative AI (`gen_ai.*`), what these have no name for begins with `tandem.`. Names of
 spans and attributes hold no text of prompts or answers.
 
-opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. The SDK's own thread sends; where nobody
-listens, or not fast enough, spans are dropped and its log says so: requests never wait.
+opentelemetry-sdk and its exporter come with `pip install 'tandem[otlp]'`. Spans are made on a thread, as that takes
+some tenths of a millisecond for each request, and sent by the SDK's own; where nobody listens, or not fast enough, they
+are dropped and the log says so: requests never wait.
 """
 
 from __future__ import annotations
 
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
@@ -28,6 +31,10 @@ _SERVICE = "tandem"
 _ENDED_WELL = ("stop", "length", "abort")
 _CLOSE_MS = 2000
 """How long the last spans may take to leave, in milliseconds."""
+_PENDING_MAX = 1024
+"""Requests whose spans are not made yet, beyond which further ones are dropped."""
+
+log = logging.getLogger(__name__)
 
 
 class TraceExporter(Protocol):
@@ -72,7 +79,9 @@ def otlp_exporter(endpoint: str, router_id: str) -> TraceExporter:
 
 
 class SpanMaker:
-    """Makes spans of traces and hands them to `processor`, which it owns. Belongs to the event loop."""
+    """Makes spans of traces and hands them to `processor`, which it owns. Its methods belong to one thread, spans to
+    one of its own.
+    """
 
     def __init__(self, processor: SpanProcessor, router_id: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -92,13 +101,35 @@ class SpanMaker:
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("tandem.router")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="router-spans")
+        self._asked = self._made = 0
+        self._dropped = 0
 
     def export(self, trace: RequestTrace) -> None:
         """What its client does not record (the flag of its traceparent says so) is left out."""
+        if not trace.context.sampled:
+            return
+        if self._asked - self._made >= _PENDING_MAX:
+            self._dropped += 1
+            if self._dropped == 1:
+                log.warning("requests end faster than spans of them are made: some have none from now on")
+            return
+        self._asked += 1
+        self._thread.submit(self._make, trace)
+
+    def _make(self, trace: RequestTrace) -> None:
+        try:
+            self._spans(trace)
+        except Exception:
+            log.exception("spans of a request could not be made")
+        finally:
+            self._made += 1
+
+    def _spans(self, trace: RequestTrace) -> None:
         from opentelemetry import trace as api
 
         spans = spans_of(trace.timeline)
-        if not spans or not trace.context.sampled:
+        if not spans:
             return
         self._ids.trace_id = int(trace.context.trace_id, 16)
         root = self._tracer.start_span(
@@ -120,8 +151,14 @@ class SpanMaker:
             child.end(span.end_nanos)
         root.end(spans[-1].end_nanos)
 
+    def flush(self) -> bool:
+        """Wait until what was exported so far has left; False if it does not within a moment."""
+        self._thread.submit(int).result()
+        return self._provider.force_flush(_CLOSE_MS)
+
     def close(self) -> None:
         """See `TraceExporter`."""
+        self._thread.shutdown()
         self._provider.force_flush(_CLOSE_MS)
         self._provider.shutdown()
 

@@ -3,8 +3,9 @@ says.
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,12 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from router.otlp import check_endpoint
+from router.otlp import _PENDING_MAX, SpanMaker, check_endpoint
 from router.trace_book import Exemplars, TraceBook
 from telemetry.board import EXAMPLE_CHARS, Spread
 from tests.unit.router.conftest import Cluster
@@ -31,8 +34,8 @@ from wire.timeline import Edge, EdgeStamp, Timeline
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")
 SECOND = 10**9
-TRIES = 12
-"""Requests that are timed: whatever else this machine does takes time from some of them."""
+TRIES, TRIES_MAX = 5, 100
+"""Requests that are timed at least, and at most."""
 NEAR_S = 2e-3
 
 
@@ -81,7 +84,15 @@ def settings(receiver: Receiver) -> dict[str, Any]:
 
 async def flush(cluster: Cluster) -> None:
     exporter: Any = cluster.router._exporter
-    assert await asyncio.to_thread(exporter._provider.force_flush)
+    assert await asyncio.to_thread(exporter.flush)
+
+
+async def near_once(timed: Callable[[int], Awaitable[float]]) -> None:
+    """`timed` makes a request and tells by how much its client waited longer than its spans are."""
+    beyond_s: list[float] = []
+    while len(beyond_s) < TRIES or (min(beyond_s) >= NEAR_S and len(beyond_s) < TRIES_MAX):
+        beyond_s.append(await timed(len(beyond_s)))
+    assert min(beyond_s) < NEAR_S
 
 
 def attributes(span: trace_pb2.Span) -> dict[str, Any]:
@@ -94,26 +105,25 @@ def seconds(span: trace_pb2.Span) -> float:
 
 async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: Receiver) -> None:
     """The phases of a request are its span without a gap, and that is what its client waited, but for the way there and
-    back: this machine may be slow now and then, but not every time.
+    back. A busy machine takes time from most requests, but not from all.
     """
     cluster.decode.switches.step_s = 2e-3
-    measured = []
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         client = Client(channel)
         await client.run(ask(2))
-        for tokens in range(3, 3 + TRIES):
+
+        async def timed(number: int) -> float:
             began = time.perf_counter()
-            await client.run(ask(tokens))
-            measured.append(time.perf_counter() - began)
-    await flush(cluster)
-    roots = receiver.roots[1:]
-    assert len(roots) == TRIES
-    for root, waited_s in zip(roots, measured, strict=True):
-        phases = receiver.under(root)
-        assert [span.name for span in phases] == ["queue", "prefill", "transfer", "decode"]
-        assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
-        assert 0.0 < seconds(root) <= waited_s
-    assert min(waited_s - seconds(root) for root, waited_s in zip(roots, measured, strict=True)) < NEAR_S
+            await client.run(ask(3 + number))
+            waited_s = time.perf_counter() - began
+            await flush(cluster)
+            root, phases = receiver.roots[-1], receiver.under(receiver.roots[-1])
+            assert [span.name for span in phases] == ["queue", "prefill", "transfer", "decode"]
+            assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
+            assert 0.0 < seconds(root) <= waited_s
+            return waited_s - seconds(root)
+
+        await near_once(timed)
 
 
 async def test_a_span_says_what_conventions_ask_for(cluster: Cluster, receiver: Receiver) -> None:
@@ -274,6 +284,22 @@ def test_an_answer_cut_short_is_no_example_of_whole_ones() -> None:
     book.add(replace(trace(1, 5.0), outcome="abort"), whole=False)
     assert whole.examples == [None] * 4
     assert book.find("r1")
+
+
+def test_who_makes_spans_does_not_pile_them_up(caplog: pytest.LogCaptureFixture) -> None:
+    held, made = threading.Event(), InMemorySpanExporter()
+    maker = SpanMaker(SimpleSpanProcessor(made), "router-0")
+    maker._thread.submit(held.wait)
+    for number in range(_PENDING_MAX + 5):
+        maker.export(trace(1 + number, 0.5))
+    held.set()
+    assert maker.flush()
+    roots = [span for span in made.get_finished_spans() if span.parent is None]
+    assert len(roots) == _PENDING_MAX
+    assert caplog.text.count("some have none") == 1
+    maker.export(trace(7, 0.5))
+    maker.close()
+    assert len([span for span in made.get_finished_spans() if span.parent is None]) == _PENDING_MAX + 1
 
 
 def test_endpoints_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

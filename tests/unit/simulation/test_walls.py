@@ -36,7 +36,7 @@ SIZES = ModelSizes(
 """Of an 8B model in bfloat16."""
 DEVICE = Ceilings(flops=6e14, bytes_per_s=4e12, launch_s=3e-4)
 PREFILL, DECODE = "prefill-0", "decode-0"
-FROM_S, TO_S = 1.0, 3.0
+FROM_S, TO_S = 0.8, 1.8
 """The stretch that is looked at, amid the load."""
 
 
