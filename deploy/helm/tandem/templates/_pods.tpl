@@ -1,0 +1,167 @@
+{{- define "tandem.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* dict root, worker (bool) */}}
+{{- define "tandem.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+  {{- if and .worker .root.Values.rdma.enabled }}
+  add: [IPC_LOCK]
+  {{- end }}
+{{- end -}}
+
+{{/* Of every container with Tandem in it. The cache folder holds logs and compiled kernels. */}}
+{{- define "tandem.env" -}}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_worker_niceness, value: "0"}
+- {name: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, value: "1"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: HOME, value: /var/cache/tandem}
+- {name: XDG_CACHE_HOME, value: /var/cache/tandem}
+- {name: TRITON_CACHE_DIR, value: /var/cache/tandem/triton}
+- {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "tandem.rayTokenSecret" . }}, key: auth_token}}
+- name: TANDEM_CLUSTER_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "tandem.clusterTokenSecret" . }}, key: {{ .Values.auth.clusterToken.key }}}}
+- {name: TANDEM_CONTROLLER, value: "{{ include "tandem.name" . }}-controller:50052"}
+{{- end -}}
+
+{{- define "tandem.workerEnv" -}}
+{{- if .Values.rdma.netDevices }}
+- {name: UCX_NET_DEVICES, value: {{ .Values.rdma.netDevices | quote }}}
+{{- end }}
+{{- range $name, $value := .Values.ucx }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- range $name, $value := .Values.nccl }}
+- {name: {{ $name }}, value: {{ $value | quote }}}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.mounts" -}}
+- {name: shm, mountPath: /dev/shm}
+- {name: tmp, mountPath: /tmp}
+- {name: cache, mountPath: /var/cache/tandem}
+{{- end -}}
+
+{{- define "tandem.modelMount" -}}
+{{- if ne .Values.model.source "image" }}
+- name: model
+  mountPath: {{ .Values.model.mountPath }}
+  readOnly: true
+  {{- if and (eq .Values.model.source "pvc") .Values.model.pvc.subPath }}
+  subPath: {{ .Values.model.pvc.subPath }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.volumes" -}}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory }}}
+- {name: tmp, emptyDir: {}}
+- {name: cache, emptyDir: {}}
+{{- end -}}
+
+{{- define "tandem.modelVolume" -}}
+{{- if eq .Values.model.source "pvc" }}
+- name: model
+  persistentVolumeClaim: {claimName: {{ .Values.model.pvc.claimName }}, readOnly: true}
+{{- else if eq .Values.model.source "hostPath" }}
+- name: model
+  hostPath: {path: {{ .Values.model.hostPath }}, type: Directory}
+{{- else if eq .Values.model.source "init" }}
+- name: model
+  emptyDir: {{ if .Values.model.init.sizeLimit }}{sizeLimit: {{ .Values.model.init.sizeLimit }}}{{ else }}{}{{ end }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.modelInit" -}}
+{{- if eq .Values.model.source "init" }}
+initContainers:
+  - name: model
+    image: {{ .Values.model.init.image | default (include "tandem.image" .) }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    command: {{- toYaml .Values.model.init.command | nindent 6 }}
+    {{- with .Values.model.init.env }}
+    env: {{- toYaml . | nindent 6 }}
+    {{- end }}
+    securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
+    volumeMounts:
+      - {name: model, mountPath: {{ .Values.model.mountPath }}}
+      - {name: tmp, mountPath: /tmp}
+      - {name: cache, mountPath: /var/cache/tandem}
+{{- end }}
+{{- end -}}
+
+{{/* A port of Ray's own: whether this node still belongs to the cluster. dict root, port */}}
+{{- define "tandem.rayProbes" -}}
+startupProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.startup | toYaml | nindent 2 }}
+livenessProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.liveness | toYaml | nindent 2 }}
+readinessProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.readiness | toYaml | nindent 2 }}
+{{- end -}}
+
+{{/* What every pod's spec begins with. dict root, part (values of head, router or a group) */}}
+{{- define "tandem.podCommon" -}}
+serviceAccountName: {{ include "tandem.serviceAccount" .root }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- include "tandem.podSecurity" .root | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- with .root.Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .part.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* dict root, part, name, worker (bool) */}}
+{{- define "tandem.podMeta" -}}
+labels:
+  {{- include "tandem.selector" .root | nindent 2 }}
+  tandem/part: {{ .name }}
+  {{- if .worker }}
+  tandem/workers: "true"
+  {{- end }}
+{{- with .part.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* Where workers go, for their KV's sake. dict root, name */}}
+{{- define "tandem.fabric" -}}
+{{- $fabric := .root.Values.fabric }}
+{{- if eq $fabric.policy "together" }}
+affinity:
+  podAffinity:
+    {{- $term := dict "topologyKey" $fabric.topologyKey "labelSelector" (dict "matchLabels" (dict "tandem/release" .root.Release.Name "tandem/workers" "true")) }}
+    {{- if $fabric.required }}
+    requiredDuringSchedulingIgnoredDuringExecution: {{- list $term | toYaml | nindent 6 }}
+    {{- else }}
+    preferredDuringSchedulingIgnoredDuringExecution: {{- list (dict "weight" 100 "podAffinityTerm" $term) | toYaml | nindent 6 }}
+    {{- end }}
+{{- else if eq $fabric.policy "spread" }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: {{ $fabric.topologyKey }}
+    whenUnsatisfiable: {{ ternary "DoNotSchedule" "ScheduleAnyway" $fabric.required }}
+    labelSelector:
+      matchLabels:
+        {{- include "tandem.selector" .root | nindent 8 }}
+        tandem/part: {{ .name }}
+{{- end }}
+{{- end -}}

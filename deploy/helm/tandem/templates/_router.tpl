@@ -1,0 +1,86 @@
+{{/* `tandem up` and its options, as tests/unit/deploy parse them. */}}
+{{- define "tandem.up" -}}
+- tandem
+- up
+- --address=auto
+- --places-timeout={{ .Values.serving.placesTimeoutSeconds | int }}
+- --start-timeout={{ .Values.serving.startTimeoutSeconds | int }}
+- --model={{ .Values.model.path }}
+- --device={{ .Values.serving.device }}
+- --mode={{ .Values.serving.mode }}
+{{- if eq .Values.serving.mode "disaggregated" }}
+- --prefill={{ include "tandem.places" (dict "root" . "role" "prefill") }}
+- --decode={{ include "tandem.places" (dict "root" . "role" "decode") }}
+{{- else }}
+- --workers={{ include "tandem.bothPlaces" . }}
+{{- end }}
+- --host=0.0.0.0
+- --grpc-port=50051
+- --http-port=8000
+- --metrics-port=9464
+- --controller-port=50052
+- --log-format={{ .Values.serving.logFormat }}
+{{- range .Values.serving.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{- define "tandem.routerPod" -}}
+{{- include "tandem.podCommon" (dict "root" . "part" .Values.router) }}
+{{- with .Values.router.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+terminationGracePeriodSeconds: 60
+# `tandem up` is a driver of the Ray node beside it, which knows its drivers by their process ids.
+shareProcessNamespace: true
+{{- include "tandem.modelInit" . }}
+containers:
+  - name: ray-worker
+    image: {{ include "tandem.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    env: {{- include "tandem.env" . | nindent 6 }}
+    resources: {{- toYaml .Values.router.resources | nindent 6 }}
+    securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
+    {{- include "tandem.rayProbes" (dict "root" . "port" 6380) | nindent 4 }}
+    lifecycle:
+      preStop: {exec: {command: [sleep, "5"]}}
+    volumeMounts:
+      {{- include "tandem.mounts" . | nindent 6 }}
+      {{- include "tandem.modelMount" . | nindent 6 }}
+  - name: tandem
+    image: {{ include "tandem.image" . }}
+    imagePullPolicy: {{ .Values.image.pullPolicy }}
+    command: {{- include "tandem.up" . | nindent 6 }}
+    env:
+      {{- include "tandem.env" . | nindent 6 }}
+      {{- with .Values.auth.apiKeys.existingSecret }}
+      - name: TANDEM_API_KEY
+        valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.auth.apiKeys.key }}}}
+      {{- end }}
+      {{- with .Values.auth.metricsKey.existingSecret }}
+      - name: TANDEM_METRICS_KEY
+        valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.auth.metricsKey.key }}}}
+      {{- end }}
+    ports:
+      - {name: grpc, containerPort: 50051}
+      - {name: http, containerPort: 8000}
+      - {name: metrics, containerPort: 9464}
+      - {name: controller, containerPort: 50052}
+    # The doors open before workers do; ready means that prompts are computed and decoded. /ready and grpc.health ask
+    # for no key. Alive goes by the router's own word, so that lost workers never restart a router.
+    startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" "http")) .Values.probes.startup | toYaml | nindent 6 }}
+    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/health" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}
+    readinessProbe: {{- merge (dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference")) .Values.probes.readiness | toYaml | nindent 6 }}
+    resources:
+      requests: {cpu: 250m, memory: 1Gi}
+      limits: {memory: 2Gi}
+    securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
+    lifecycle:
+      preStop: {exec: {command: [sleep, "5"]}}
+    volumeMounts:
+      {{- include "tandem.mounts" . | nindent 6 }}
+      {{- include "tandem.modelMount" . | nindent 6 }}
+volumes:
+  {{- include "tandem.volumes" . | nindent 2 }}
+  {{- include "tandem.modelVolume" . | nindent 2 }}
+{{- end -}}

@@ -1,0 +1,69 @@
+{{/* Ray's custom resources of a pod, as a word of a shell: of each role, how many workers fit. */}}
+{{- define "tandem.offer" -}}
+{{- $offer := dict -}}
+{{- range $role, $count := . }}{{ if gt (int $count) 0 }}{{ $_ := set $offer $role (int $count) }}{{ end }}{{ end -}}
+"{{ toJson $offer | replace "\"" "\\\"" }}"
+{{- end -}}
+
+{{/* The resources of a worker's container. dict root, group */}}
+{{- define "tandem.workerResources" -}}
+{{- $extra := dict -}}
+{{- if gt (int .group.gpu.count) 0 }}{{ $_ := set $extra .group.gpu.resource (.group.gpu.count | int | toString) }}{{ end -}}
+{{- if .root.Values.rdma.enabled }}{{ $_ := set $extra .root.Values.rdma.resource (.root.Values.rdma.count | int | toString) }}{{ end -}}
+{{- if .root.Values.hugepages.size }}{{ $_ := set $extra (printf "hugepages-%s" .root.Values.hugepages.size) .root.Values.hugepages.amount }}{{ end -}}
+requests: {{- merge (dict) $extra ((.group.resources | default dict).requests | default dict) | toYaml | nindent 2 }}
+limits: {{- merge (dict) $extra ((.group.resources | default dict).limits | default dict) | toYaml | nindent 2 }}
+{{- end -}}
+
+{{/* dict root, name, group */}}
+{{- define "tandem.workerPod" -}}
+{{- $root := .root }}{{ $group := .group }}
+{{- include "tandem.podCommon" (dict "root" $root "part" $group) }}
+{{- $nodes := merge (dict) ($group.nodeSelector | default dict) (ternary (dict "nvidia.com/gpu.product" $group.gpu.product) (dict) (ne $group.gpu.product "")) }}
+{{- with $nodes }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if and $root.Values.runtimeClassName (gt (int $group.gpu.count) 0) }}
+runtimeClassName: {{ $root.Values.runtimeClassName }}
+{{- end }}
+{{- if and $root.Values.rdma.enabled $root.Values.rdma.hostNetwork }}
+hostNetwork: true
+dnsPolicy: ClusterFirstWithHostNet
+{{- end }}
+{{- include "tandem.fabric" . }}
+terminationGracePeriodSeconds: {{ $root.Values.drain.gracePeriodSeconds | int }}
+{{- include "tandem.modelInit" $root }}
+containers:
+  - name: ray-worker
+    image: {{ include "tandem.image" $root }}
+    imagePullPolicy: {{ $root.Values.image.pullPolicy }}
+    env:
+      {{- include "tandem.env" $root | nindent 6 }}
+      {{- include "tandem.workerEnv" $root | nindent 6 }}
+      {{- with $group.env }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
+    resources: {{- include "tandem.workerResources" . | nindent 6 }}
+    securityContext: {{- include "tandem.containerSecurity" (dict "root" $root "worker" true) | nindent 6 }}
+    {{- include "tandem.rayProbes" (dict "root" $root "port" 6380) | nindent 4 }}
+    # Without a controller there is nobody to drain from: the pod ends all the same.
+    lifecycle:
+      preStop:
+        exec:
+          command:
+            - /bin/sh
+            - -c
+            - exec tandem drain --node "$POD_IP" --grace {{ $root.Values.drain.seconds | int }}
+    volumeMounts:
+      {{- include "tandem.mounts" $root | nindent 6 }}
+      {{- include "tandem.modelMount" $root | nindent 6 }}
+      {{- if $root.Values.hugepages.size }}
+      - {name: hugepages, mountPath: /hugepages}
+      {{- end }}
+volumes:
+  {{- include "tandem.volumes" $root | nindent 2 }}
+  {{- include "tandem.modelVolume" $root | nindent 2 }}
+  {{- if $root.Values.hugepages.size }}
+  - {name: hugepages, emptyDir: {medium: HugePages-{{ $root.Values.hugepages.size }}}}
+  {{- end }}
+{{- end -}}

@@ -1,0 +1,79 @@
+"""The chart as helm renders it, and where things are in what it renders."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "deploy" / "helm" / "tandem"
+EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
+RELEASE, NAMESPACE = "llm", "serving"
+HELM_TIMEOUT_S = 60
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Manifest = dict[str, Any]
+
+
+class HelmError(Exception):
+    """What helm said when it refused."""
+
+
+class Chart:
+    """Tandem's chart. `run` is any helm command on it."""
+
+    def __init__(self, helm: Path, folder: Path) -> None:
+        """Whatever helm keeps goes to `folder`."""
+        self._helm = helm
+        homes = ("HELM_CACHE_HOME", "HELM_CONFIG_HOME", "HELM_DATA_HOME")
+        self._env = {"PATH": os.defpath, "HOME": str(folder), **{name: str(folder / name) for name in homes}}
+
+    def run(self, command: str, *arguments: str) -> str:
+        """What it printed. HelmError if it failed."""
+        line = [str(self._helm), *command.split(), *arguments]
+        done = subprocess.run(line, env=self._env, capture_output=True, text=True, check=False, timeout=HELM_TIMEOUT_S)
+        if done.returncode:
+            raise HelmError(done.stdout + done.stderr)
+        return done.stdout
+
+    def render(self, *arguments: str) -> list[Manifest]:
+        """All manifests of a release with the default values and `arguments`."""
+        text = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments)
+        return [each for each in yaml.load_all(text, _LOADER) if each]
+
+    @functools.cache  # noqa: B019
+    def example(self, name: str) -> tuple[Manifest, ...]:
+        """All manifests of an example; not to be changed."""
+        return tuple(self.render("-f", str(CHART / "examples" / f"{name}.yaml")))
+
+
+def one(manifests: list[Manifest] | tuple[Manifest, ...], kind: str, name: str = "") -> Manifest:
+    """The only manifest of its kind whose name ends with `name`."""
+    found = [each for each in manifests if each["kind"] == kind and each["metadata"]["name"].endswith(name)]
+    assert len(found) == 1, f"{len(found)} of {kind} {name}"
+    return found[0]
+
+
+def pods(manifests: list[Manifest] | tuple[Manifest, ...]) -> dict[str, Manifest]:
+    """By group, `head` included: its rayStartParams, replicas and pod template."""
+    spec = one(manifests, "RayCluster")["spec"]
+    return {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}
+
+
+def containers(manifests: list[Manifest] | tuple[Manifest, ...]) -> Iterator[tuple[str, Manifest]]:
+    """Each container of each group, those that only begin included."""
+    for name, group in pods(manifests).items():
+        spec = group["template"]["spec"]
+        for container in [*spec.get("initContainers", []), *spec["containers"]]:
+            yield name, container
+
+
+def driver(manifests: list[Manifest] | tuple[Manifest, ...]) -> Manifest:
+    """The container that brings the cluster up."""
+    return next(each for name, each in containers(manifests) if (name, each["name"]) == ("router", "tandem"))

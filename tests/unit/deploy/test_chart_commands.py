@@ -1,0 +1,112 @@
+"""What the pods run is understood by those who run it: the CLI, Ray's `ray start`, `ClusterConfig`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+import pytest
+import typer
+from ray.scripts import scripts as ray_scripts
+
+from cli.main import app
+from cluster.config import ClusterConfig
+from cluster.roles import GPU, offer
+from tests.unit.deploy.chart import EXAMPLES, Chart, driver, one, pods
+
+TANDEM: Any = typer.main.get_command(app)
+
+
+def parsed(command: list[str]) -> tuple[str, dict[str, Any]]:
+    """The name and the options of a `tandem` command, as typer hands them over."""
+    program, name, *rest = command
+    assert program == "tandem"
+    return name, TANDEM.commands[name].make_context(name, rest).params
+
+
+def ray_start(params: dict[str, str], *fixed: str) -> dict[str, Any]:
+    """What Ray reads of the shell's words that KubeRay makes of `params`."""
+    words = shlex.split(" ".join(f"--{name}={value}" for name, value in params.items()))
+    return dict(ray_scripts.start.make_context("start", [*fixed, *words]).params)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: str) -> None:
+    manifests = chart.example(example)
+    name, options = parsed(driver(manifests)["command"])
+    assert name == "up"
+    config = ClusterConfig(
+        model=options["model"],
+        mode=options["mode"],
+        prefill=options["prefill"] or 1,
+        decode=options["decode"] or 1,
+        workers=options["workers"] or 1,
+        device=options["device"],
+        ray_address=options["address"],
+        places_timeout_s=options["places_timeout"],
+        start_timeout_s=options["start_timeout"],
+        grpc_port=options["grpc_port"],
+        http_port=options["http_port"],
+        metrics_port=options["metrics_port"],
+        controller_port=options["controller_port"],
+        log_format=options["log_format"],
+    )
+    offered: dict[str, float] = {}
+    for group in pods(manifests).values():
+        started = ray_start(group["rayStartParams"])
+        places = {**json.loads(started["resources"]), GPU: started["num_gpus"] or 0}
+        for resource, count in places.items():
+            offered[resource] = offered.get(resource, 0) + count * group.get("replicas", 1)
+    assert {resource: count for resource, count in offered.items() if count} == offer(config)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_services_and_probes_meet_the_doors(chart: Chart, example: str) -> None:
+    manifests = chart.example(example)
+    _, options = parsed(driver(manifests)["command"])
+    router = driver(manifests)
+    doors = {port["name"]: port["containerPort"] for port in router["ports"]}
+    assert doors == {name: options[f"{name}_port"] for name in ("grpc", "http", "metrics", "controller")}
+    for service in ("grpc", "http", "controller"):
+        spec = one(manifests, "Service", f"-{service}")["spec"]
+        assert all(port["targetPort"] in doors for port in spec["ports"])
+        assert spec["selector"].items() <= pods(manifests)["router"]["template"]["metadata"]["labels"].items()
+    assert router["readinessProbe"]["grpc"] == {"port": doors["grpc"], "service": "tandem.v1.Inference"}
+    assert router["startupProbe"]["httpGet"]["path"] == "/ready"
+    assert router["startupProbe"]["periodSeconds"] * router["startupProbe"]["failureThreshold"] == 3600
+    address = next(env["value"] for env in router["env"] if env["name"] == "TANDEM_CONTROLLER")
+    controller = one(manifests, "Service", "-controller")
+    assert address == f"{controller['metadata']['name']}:{options['controller_port']}"
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_workers_pods_drain_before_they_end(chart: Chart, example: str) -> None:
+    workers = {name: group for name, group in pods(chart.example(example)).items() if name not in {"head", "router"}}
+    assert workers
+    for group in workers.values():
+        spec = group["template"]["spec"]
+        shell, flag, line = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, flag) == ("/bin/sh", "-c")
+        execute, *command = shlex.split(line)
+        assert execute == "exec"
+        name, options = parsed(command)
+        assert (name, options["node"]) == ("drain", "$POD_IP")
+        assert options["grace"] + 60 <= spec["terminationGracePeriodSeconds"]
+        env = {each["name"] for each in spec["containers"][0]["env"]}
+        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= env
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_probes_of_ray_knock_where_it_listens(chart: Chart, example: str) -> None:
+    for name, group in pods(chart.example(example)).items():
+        started = ray_start(group["rayStartParams"], *(["--head"] if name == "head" else []))
+        listens = 6379 if name == "head" else started["node_manager_port"]
+        ray = group["template"]["spec"]["containers"][0]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert ray[probe]["tcpSocket"] == {"port": listens}, name
+
+
+def test_a_misspelt_option_would_be_seen() -> None:
+    with pytest.raises(Exception, match="No such option: --kv-cache-gb"):
+        parsed(["tandem", "up", "--kv-cache-gb=1"])

@@ -1,0 +1,163 @@
+"""What the chart renders is what Kubernetes and KubeRay accept, and what the examples are known to give."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.unit.deploy.chart import CHART, EXAMPLES, ROOT, Chart, Manifest, containers, one, pods
+
+HERE = Path(__file__).parent
+KUBERNETES = "1.34"
+"""Whose schemas judge."""
+NOT_KUBERNETES = ("ray.io/", "monitoring.coreos.com/", "gateway.networking.k8s.io/")
+UPDATE = "UPDATE_GOLDEN"
+"""Set to anything, it writes the golden files anew."""
+
+
+def strict(schema: Any) -> Any:
+    """The schema as Kubernetes' strict field validation has it: what is not named is refused."""
+    if isinstance(schema, list):
+        return [strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inside = {key: strict(each) for key, each in schema.items()}
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    free = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not free:
+        inside["additionalProperties"] = False
+    return inside
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> jsonschema.Draft7Validator:
+    raw = gzip.decompress((HERE / "crds" / "raycluster-v1.json.gz").read_bytes())
+    schema = json.loads(raw)
+    schema["properties"]["spec"] = strict(schema["properties"]["spec"])
+    return jsonschema.Draft7Validator(schema)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_lint_finds_nothing(chart: Chart, example: str) -> None:
+    assert "0 chart(s) failed" in chart.run("lint --strict", str(CHART), "-f", str(CHART / f"examples/{example}.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_kubernetes_accepts_it(chart: Chart, example: str) -> None:
+    judged = [each for each in chart.example(example) if not each["apiVersion"].startswith(NOT_KUBERNETES)]
+    for manifest in judged:
+        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+    assert {"Service", "Secret", "ServiceAccount", "NetworkPolicy"} <= {each["kind"] for each in judged}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_kuberay_accepts_it(chart: Chart, example: str, ray_cluster: jsonschema.Draft7Validator) -> None:
+    cluster = one(chart.example(example), "RayCluster")
+    ray_cluster.validate(cluster)
+    for group in pods(chart.example(example)).values():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "p"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_ray_is_the_pinned_one(chart: Chart) -> None:
+    spec = one(chart.example("cpu"), "RayCluster")["spec"]
+    assert f"ray=={spec['rayVersion']}" in (ROOT / "constraints.txt").read_text().splitlines()
+
+
+def test_kuberay_would_refuse_a_misspelt_field(chart: Chart, ray_cluster: jsonschema.Draft7Validator) -> None:
+    cluster = json.loads(json.dumps(one(chart.example("cpu"), "RayCluster")))
+    cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["nodeSelektor"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="nodeSelektor"):
+        ray_cluster.validate(cluster)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_no_container_may_more_than_it_needs(chart: Chart, example: str) -> None:
+    for name, group in pods(chart.example(example)).items():
+        spec = group["template"]["spec"]
+        assert spec["securityContext"]["runAsNonRoot"], name
+        assert spec["automountServiceAccountToken"] is False
+        writable = {volume["name"] for volume in spec["volumes"] if "emptyDir" in volume}
+        assert {"shm", "tmp", "cache"} <= writable
+    for name, container in containers(chart.example(example)):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"], name
+        assert not security["allowPrivilegeEscalation"]
+        assert security["capabilities"]["drop"] == ["ALL"]
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        assert "model" not in mounts or mounts["model"].get("readOnly") or container["name"] == "model"
+        for env in container.get("env", []):
+            assert ("TOKEN" not in env["name"] and "KEY" not in env["name"]) or "valueFrom" in env, env["name"]
+
+
+def test_rdma_reaches_the_workers_alone(chart: Chart) -> None:
+    for name, container in containers(chart.example("many-hosts")):
+        works = name in {"prefill", "decode"} and container["name"] == "ray-worker"
+        limits = container.get("resources", {}).get("limits", {})
+        assert ("rdma/ib" in limits) is works
+        assert ("hugepages-2Mi" in limits) is works
+        assert (container["securityContext"]["capabilities"].get("add") == ["IPC_LOCK"]) is works
+        env = {each["name"]: each.get("value") for each in container.get("env", [])}
+        assert (env.get("UCX_NET_DEVICES") == "mlx5_0:1") is works
+        assert (env.get("NCCL_IB_HCA") == "mlx5") is works
+
+
+@pytest.mark.parametrize(("policy", "key"), [("together", "podAffinity"), ("spread", "topologySpreadConstraints")])
+def test_prefill_and_decode_share_a_fabric(chart: Chart, policy: str, key: str) -> None:
+    groups = pods(chart.render("--set", f"fabric.policy={policy},fabric.topologyKey=rack,fabric.required=true"))
+    for name in ("prefill", "decode"):
+        labels = groups[name]["template"]["metadata"]["labels"]
+        spec = groups[name]["template"]["spec"]
+        found = spec.get("affinity", {}).get(key) or spec[key]
+        terms = found["requiredDuringSchedulingIgnoredDuringExecution"] if policy == "together" else found
+        assert [term["topologyKey"] for term in terms] == ["rack"]
+        assert terms[0]["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert key not in str(groups["router"])
+
+
+def test_dashboards_and_rules_are_the_tested_ones(chart: Chart, tmp_path: Path) -> None:
+    """From a packaged chart, which has to hold them itself."""
+    chart.run("package", str(CHART), "--destination", str(tmp_path))
+    package = next(tmp_path.glob("tandem-*.tgz"))
+    values = str(CHART / "examples" / "many-hosts.yaml")
+    manifests = list(yaml.safe_load_all(chart.run("template", "llm", str(package), "-f", values)))
+    rules = one(manifests, "PrometheusRule")["spec"]
+    assert rules == yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())
+    inside: dict[str, str] = {}
+    for manifest in manifests:
+        if manifest and manifest["kind"] == "ConfigMap":
+            inside |= manifest["data"]
+    assert inside == {path.name: path.read_text() for path in (ROOT / "deploy/dashboards").glob("*.json")}
+    assert inside
+
+
+def stable(manifests: tuple[Manifest, ...]) -> str:
+    """Without what is random or lies in a file of its own."""
+    shown = []
+    for manifest in manifests:
+        copy = json.loads(json.dumps(manifest))
+        if copy["kind"] in {"Secret", "ConfigMap"}:
+            copy["data"] = dict.fromkeys(copy["data"], "…")
+        if copy["kind"] == "PrometheusRule":
+            copy["spec"] = "…"
+        shown.append(copy)
+    shown.sort(key=lambda each: (each["kind"], each["metadata"]["name"]))
+    return yaml.safe_dump_all(shown, allow_unicode=True, width=120)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_examples_give_what_they_gave(chart: Chart, example: str) -> None:
+    golden = HERE / "golden" / f"{example}.yaml"
+    now = stable(chart.example(example))
+    if os.environ.get(UPDATE):
+        golden.write_text(now)
+    assert now == golden.read_text(), f"look at the difference; if it is meant, run with {UPDATE}=1 and commit"

@@ -1,0 +1,56 @@
+"""Wrong values are refused before anything is installed, in words that name them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.unit.deploy.chart import CHART, Chart, HelmError, one
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("serving.mode=both", r"'/serving/mode': value must be one of 'disaggregated', 'colocated', 'adaptive'"),
+        ("serving.devise=cpu", r"'/serving': additional properties 'devise' not allowed"),
+        ("groups.prefill.replicas=-1", r"'/groups/prefill/replicas': minimum: got -1, want 0"),
+        ("groups.Big.replicas=1", r"'Big' does not match pattern"),
+        ("model.path=models/x", r"'/model/path': 'models/x' does not match pattern"),
+        ("ucx.NCCL_DEBUG=INFO", r"'NCCL_DEBUG' does not match pattern '\^UCX_"),
+        ("services.grpc.port=70000", r"'/services/grpc/port': maximum: got 70,?000, want 65,?535"),
+        ("sharedMemory=much", r"'/sharedMemory': 'much' does not match pattern"),
+        ("groups.prefill.replicas=0", r"no group has a place for a prefill worker: give groups.prefill.replicas"),
+        ("serving.mode=adaptive", r"serving.mode adaptive needs pods with places of both roles: set groups.both"),
+        ("groups.decode.gpu.count=0", r"groups.decode: 1 workers in a pod need as many GPUs, gpu.count is 0"),
+        ("drain.seconds=150", r"drain.gracePeriodSeconds \(180\) has to be at least 60 more than drain.seconds"),
+        ("model.source=pvc", r"model.source pvc needs model.pvc.claimName"),
+        ("model.source=hostPath", r"model.source hostPath needs model.hostPath"),
+        ("model.source=init", r"model.source init needs model.init.command"),
+        ("ingress.enabled=true", r"ingress.enabled needs ingress.host"),
+        ("gateway.enabled=true", r"gateway.enabled needs gateway.parentRefs"),
+        ("monitoring.serviceMonitor.enabled=true", r"monitoring.serviceMonitor needs auth.metricsKey.existingSecret"),
+    ],
+)
+def test_what_is_wrong_is_named(chart: Chart, setting: str, message: str) -> None:
+    with pytest.raises(HelmError) as refusal:
+        chart.render("--set", setting)
+    assert re.search(message, str(refusal.value)), refusal.value
+
+
+def test_what_is_dangerous_is_told(chart: Chart) -> None:
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", "ingress.enabled=true,ingress.host=a.b")
+    assert "no auth.apiKeys.existingSecret: whoever reaches the router is served" in notes
+    assert "the ingress has no tlsSecret" in notes
+    assert "rdma.enabled is false: KV pages between hosts go over TCP" in notes
+
+
+def test_an_ingress_has_a_host_for_grpc_of_its_own(chart: Chart) -> None:
+    settings = "ingress.enabled=true,ingress.host=a.b,ingress.grpcHost=g.b,ingress.tlsSecret=cert"
+    manifests = chart.render("--set", settings)
+    for name, host in (("-http", "a.b"), ("-grpc", "g.b")):
+        ingress = one(manifests, "Ingress", name)
+        assert ingress["spec"]["tls"] == [{"secretName": "cert", "hosts": [host]}]
+        assert ingress["spec"]["rules"][0]["host"] == host
+    annotations = one(manifests, "Ingress", "-grpc")["metadata"]["annotations"]
+    assert annotations == {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"}
