@@ -4,6 +4,7 @@ workers, as long as the client says.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import Any
 
 import grpc.aio
 import pytest
+from typer.testing import CliRunner
 
+from cli.main import app
 from router.config import RouterConfig
 from router.placement import Mode
 from router.server import RouterServer
 from tests.unit.router.fake_cluster import until
-from tests.unit.router.test_traces import NEAR_S, Receiver, attributes, seconds
+from tests.unit.router.test_traces import Receiver, attributes, near_once, seconds
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
-TRIES = 8
 Traced = tuple[str, RouterServer, Receiver]
 
 
@@ -53,27 +55,50 @@ async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> Asy
 
 async def test_spans_of_a_real_cluster_add_up(traced: Traced) -> None:
     address, router, receiver = traced
-    measured = []
+    exporter: Any = router._exporter
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
-        for tokens in range(3, 3 + TRIES):
+
+        async def timed(number: int) -> float:
+            tokens = 3 + number % 8
             options = inference_pb2.GenerationOptions(max_tokens=tokens, temperature=0, ignore_eos=True)
-            request = inference_pb2.GenerateRequest(text=f"{tokens} {PROMPT}", options=options)
+            request = inference_pb2.GenerateRequest(text=f"{number} {PROMPT}", options=options)
             began = time.perf_counter()
             async for _ in stub.Generate(request):
                 pass
-            measured.append(time.perf_counter() - began)
-    exporter: Any = router._exporter
-    assert exporter._provider.force_flush()
-    assert len(receiver.roots) == TRIES
-    for root, waited_s in zip(receiver.roots, measured, strict=True):
-        phases = {span.name: span for span in receiver.under(root)}
-        assert list(phases) == ["queue", "prefill", "transfer", "decode"]
-        assert sum(map(seconds, phases.values())) == pytest.approx(seconds(root), abs=1e-9)
-        assert seconds(root) <= waited_s
-        assert attributes(phases["prefill"])["tandem.worker"] == "prefill-0"
-        assert attributes(phases["decode"])["tandem.worker"] == "decode-0"
-        assert attributes(phases["transfer"])["tandem.transfer.bytes"] > 0
-        assert "albatross" not in str(root)
-    # Others use this machine too, but not every time.
-    assert min(waited_s - seconds(root) for root, waited_s in zip(receiver.roots, measured, strict=True)) < NEAR_S
+            waited_s = time.perf_counter() - began
+            assert await asyncio.to_thread(exporter.flush)
+            root = receiver.roots[-1]
+            check(root, receiver)
+            assert seconds(root) <= waited_s
+            return waited_s - seconds(root)
+
+        await near_once(timed)
+
+
+def check(root: Any, receiver: Receiver) -> None:
+    """It went through both workers, its phases add up, and it holds no text."""
+    phases = {span.name: span for span in receiver.under(root)}
+    assert list(phases) == ["queue", "prefill", "transfer", "decode"]
+    assert sum(map(seconds, phases.values())) == pytest.approx(seconds(root), abs=1e-9)
+    assert attributes(phases["prefill"])["tandem.worker"] == "prefill-0"
+    assert attributes(phases["decode"])["tandem.worker"] == "decode-0"
+    assert attributes(phases["transfer"])["tandem.transfer.bytes"] > 0
+    assert "albatross" not in str(phases.values()) + str(root)
+
+
+def test_the_terminal_draws_a_real_request_and_names_walls(running_cluster: Callable[..., Any]) -> None:
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    request = inference_pb2.GenerateRequest(
+        request_id="to be drawn".replace(" ", "-"), text=PROMPT, options=inference_pb2.GenerationOptions(max_tokens=5)
+    )
+    with grpc.insecure_channel(cluster.grpc_address) as channel:
+        assert list(inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=60))
+    for command, words in (
+        (["trace", "to-be-drawn", "--router", cluster.http_address], ("prefill-0", "decode-0", "first token after")),
+        (["trace", "--slow", "--router", cluster.http_address], ("total ms", "best_effort")),
+        (["why", "--metrics", cluster.metrics_address, "--seconds", "0.3"], ("prefill-0", "decode-0")),
+    ):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 0, done.output
+        assert all(word in done.output for word in words), done.output
