@@ -60,6 +60,9 @@ def findings(stretch: Stretch) -> Table:
     for column in ("worker", "wall", "because", "what would help"):
         table.add_column(column, no_wrap=column in ("worker", "wall"))
     for name in stretch.now.values(f.WORKER_READY, "worker"):
+        if not stretch.now.total(f.WORKER_READY, worker=name):
+            table.add_row(name, "not ready", "it takes nothing new", "`tandem status` and its log say why")
+            continue
         found = diagnose(figures_of(stretch, name))
         table.add_row(name, Text(found.wall, style="bold"), found.because, found.change)
     return table

@@ -45,7 +45,7 @@ async def test_a_row_for_each_worker() -> None:
     _, busy, silent = out.getvalue().splitlines()
     assert busy.split()[:2] == ["worker-0", "bandwidth"]
     assert "at 10% of the device's arithmetic and 80% of its memory bandwidth" in busy
-    assert silent.split()[:2] == ["worker-1", "none"]
+    assert silent.split()[:3] == ["worker-1", "not", "ready"]
     assert "router" not in {busy.split()[0], silent.split()[0]}
 
 
