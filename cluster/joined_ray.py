@@ -14,6 +14,8 @@ from cluster.roles import GPU
 from wire.address import host_and_port
 from wire.errors import FailedPrecondition, Unavailable
 
+log = logging.getLogger(__name__)
+
 CONNECT_S = 5.0
 """How long the first connection may take, in seconds; Ray itself would try for minutes."""
 
@@ -79,13 +81,18 @@ class JoinedRay:
             atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
 
     def _waiting(self, give_up: float, attempt: Callable[[], Result]) -> Result:
-        """What `attempt` returns; what it raises if that does not change in time."""
+        """What `attempt` returns; what it raises if that does not change in time. What is waited for is logged."""
+        said = ""
         while True:
             try:
                 return attempt()
-            except (Unavailable, FailedPrecondition):
-                if time.monotonic() >= give_up or self._stopping.wait(LOOK_S):
+            except (Unavailable, FailedPrecondition) as error:
+                if time.monotonic() >= give_up or self._stopping.is_set():
                     raise
+                if error.message != said:
+                    said = error.message
+                    log.warning("waiting: %s", said)
+            self._stopping.wait(LOOK_S)
 
     def _knock(self) -> str:
         """The address as Ray knows it, where something listens."""

@@ -22,8 +22,6 @@ from tests.ray_start import free_port, head_address, ray_environment, ray_start
 UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
 GONE_WITHIN_S = 30.0
-WAITING_S = 6.0
-"""Longer than a refusal at once takes."""
 
 
 class Head:
@@ -144,9 +142,7 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
 @pytest.mark.timeout(120)
 def test_who_waits_for_places_can_be_stopped(head: Head, up: Callable[..., subprocess.Popen[str]]) -> None:
     process = up("--address", head.address, "--prefill", "2", "--places-timeout", "600")
-    read_until(process, "starting Ray")
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(WAITING_S)
+    read_until(process, "has 1 places for prefill workers, 2 are asked for")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert "nothing is left running" in out

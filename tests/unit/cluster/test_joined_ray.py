@@ -52,13 +52,15 @@ def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         JoinedRay("head:6379")._check_places({"prefill": 1.0, "GPU": 2.0})
 
 
-def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("cluster.joined_ray.LOOK_S", 0.001)
-    offers = iter([{}, {"prefill": 1.0}, {"prefill": 2.0}])
+    offers = iter([{}, {}, {"prefill": 1.0}, {"prefill": 2.0}])
     monkeypatch.setattr("ray.cluster_resources", lambda: next(offers))
     node = JoinedRay("head:6379")
     node._waiting(time.monotonic() + 60, lambda: node._check_places({"prefill": 2.0}))
     assert next(offers, None) is None
+    told = [record.getMessage().partition(" places")[0] for record in caplog.records]
+    assert told == [f"waiting: the Ray cluster at head:6379 has {count}" for count in (0, 1)]
 
 
 def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
