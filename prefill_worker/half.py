@@ -5,8 +5,9 @@ The path of a request, by its queues (`prefill_worker/request.py`):
   2. `schedule`  the line (`line.py`) says who is computed, the shortest first, up to the step's token budget; pages for
                  the whole prompt (`prompt_pages.py`) as late as now, so that it finds what those before it have left
                  in the cache
-  3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then
-  4. the handoff writes the pages, ends the request and calls `forget`
+  3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
+                 A local prompt is the decode half's before this returns, and is in the next step that is planned
+  4. the handoff writes the pages of all others, ends the request and calls `forget`
 
 Threads: `schedule`, `apply` and `announce` belong to the engine thread, everything else to the event loop; one lock
 guards both, and no call waits for more than it.
@@ -29,7 +30,7 @@ from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import Abortable, PrefillRequest
 from wire.ending import pages_for, reason_to_end
-from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed, StaleEpoch, TandemError
+from wire.errors import Internal, InvalidArgument, ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from wire.messages import (
     ModelFacts,
     PeerRef,
@@ -38,6 +39,8 @@ from wire.messages import (
     RequestRef,
     RoutedEvent,
     TokenLogprobs,
+    TransferNotice,
+    hash_token_ids,
 )
 from wire.timeline import Edge, EdgeStamp
 
@@ -71,6 +74,7 @@ class PrefillHalf:
         self._config = config
         self._me = me
         self._cache = cache
+        self._local = local
         self._pages = PromptPages(cache, me, local)
         self._pages_total = cache.pool.counts().total
         self._model = model
@@ -192,6 +196,7 @@ class PrefillHalf:
         `logprobs` is empty or has an entry for each row.
         """
         events: list[RoutedEvent] = []
+        arrived: list[TransferNotice] = []
         scores = logprobs or (None,) * len(token_ids)
         with self._lock:
             step = self._steps.popleft() if token_ids else ()
@@ -206,7 +211,12 @@ class PrefillHalf:
                     self._news.append(partial(request.progress.advance, request.computed))
                 else:
                     self._line.leave(request)
-                    events.append(self._finish(request, token_id, () if score is None else (score,)))
+                    event = self._finish(request, token_id, () if score is None else (score,))
+                    events.append(event)
+                    if request.local and event.event.finish_reason is None:
+                        arrived.append(self._notice(request, token_id))
+        for notice in arrived:
+            self._local.notice(notice)
         return events
 
     def announce(self) -> None:
@@ -247,7 +257,9 @@ class PrefillHalf:
             )
         local = task.destination is not None and task.destination.peer == self._me
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
-        return PrefillRequest(task, pages, local, Progress(), prefix, edges=[EdgeStamp.now(Edge.PREFILL_QUEUED)])
+        token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
+        queued = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
+        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=queued)
 
     def _check_room(self, known: PrefillRequest | None, task: PrefillTask) -> None:
         if known is not None and known.task.ref.attempt > task.ref.attempt:
@@ -290,6 +302,21 @@ class PrefillHalf:
             cached_tokens=request.cached,
         )
         return RoutedEvent(task.router_id, event)
+
+    def _notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
+        """A local prompt's KV is in the decode half's pages: that is all there is to hand over."""
+        task = request.task
+        if task.destination is None:
+            raise Internal(f"{task.ref.request_id} has no lease to be handed over under")
+        return TransferNotice(
+            lease=task.destination.lease,
+            prefill=self._me,
+            token_hash=request.token_hash,
+            pages=request.pages_needed,
+            first_token_id=token_id,
+            next_draw=task.answered + 1,
+            skipped=request.cached // self._cache.page_tokens,
+        )
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

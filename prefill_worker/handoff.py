@@ -155,19 +155,12 @@ class Handoff:
             await progress.until_released()
         elif self._request.local:
             await progress.until_released()
-            self._deliver_here(destination)
+            # The half has told the decode half, whose pages the KV is in.
+            self._delivered = self._goes_on()
         else:
             await self._deliver_there(destination)
         if progress.failure is not None:
             raise progress.failure
-
-    def _deliver_here(self, destination: Destination) -> None:
-        """The KV is already in the decode half's pages: the notice alone goes over."""
-        if self._goes_on():
-            token_hash = hash_token_ids(self._request.task.prompt_token_ids)
-            self._skipped = self._request.cached // self._page_tokens
-            self._local.notice(self._notice(destination, token_hash))
-            self._delivered = True
 
     async def _deliver_there(self, destination: Destination) -> None:
         progress = self._request.progress

@@ -41,6 +41,8 @@ class PrefillRequest:
     progress: Progress
     prefix: Prefix
     """What of the prompt the prefix cache knows; `prefix.pages` are read by this request until it is forgotten."""
+    token_hash: bytes = b""
+    """Of the tokens of a local prompt."""
     arrival: int = 0
     """The line's count of prompts when it came."""
     handoff: Abortable | None = None

@@ -134,13 +134,10 @@ class VirtualHandover:
         self._here.tell(self._request, RequestEvent(self._request.task.ref, transfer=stats))
 
     def _deliver_here(self) -> None:
-        destination = self._request.task.destination
-        if self.over or destination is None:
-            return
-        skipped = self._request.cached // self._here.page_tokens
-        with self._here.visit():
-            self._there(destination).notice(self._notice(destination, skipped))
-            self._end()
+        """The half itself has told the decode half."""
+        if not self.over:
+            with self._here.visit():
+                self._end()
 
     def _notice(self, destination: Destination, skipped: int) -> TransferNotice:
         task = self._request.task

@@ -23,6 +23,7 @@ from wire.messages import (
     RequestRef,
     SamplingParams,
     TransferNotice,
+    hash_token_ids,
 )
 from wire.timeline import Edge
 
@@ -34,6 +35,7 @@ class OtherHalf:
 
     def __init__(self) -> None:
         self.pages: dict[Lease, list[int]] = {}
+        self.notices: list[TransferNotice] = []
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
         if lease not in self.pages:
@@ -44,7 +46,7 @@ class OtherHalf:
         raise AssertionError("never asked here")
 
     def notice(self, notice: TransferNotice) -> None:
-        raise AssertionError("never asked here")
+        self.notices.append(notice)
 
 
 class Handed:
@@ -202,8 +204,23 @@ async def test_local_prompts_are_computed_in_the_leases_pages() -> None:
     house.submit("a", 6, lease=lease)
     (row,) = house.step(10)
     assert list(row.page_ids) == [40, 41]
+    (notice,) = house.local.notices  # at once: the next step that is planned has its row
+    assert (notice.lease, notice.pages, notice.first_token_id, notice.skipped) == (lease, 2, 7, 0)
+    assert notice.token_hash == hash_token_ids(range(3, 9))
     house.half.forget(house.requests["a"])
     assert house.pool.counts().owned == 0
+
+
+async def test_a_local_prompt_that_ends_with_its_first_token_or_is_withdrawn_goes_nowhere() -> None:
+    house = House()
+    for name, most in (("one", 1), ("gone", 5)):
+        lease = Lease(name, 1, 1)
+        house.local.pages[lease] = [40, 41]
+        house.submit(name, 6, most, lease=lease)
+    rows = house.half.schedule(100)
+    house.half.withdraw(house.requests["gone"])
+    house.half.apply([7] * len(rows))
+    assert house.local.notices == []
 
 
 async def test_a_prompt_that_is_known_starts_behind_what_is_known() -> None:

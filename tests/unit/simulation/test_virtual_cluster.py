@@ -42,20 +42,18 @@ def test_a_lone_request_takes_what_its_parts_take() -> None:
     assert moments(outcome) == [9.5, 16.1, 21.1, 26.1]
 
 
-def test_where_nothing_is_sent_the_word_alone_takes_its_time() -> None:
+def test_where_nothing_is_sent_the_next_step_has_the_answer() -> None:
     (outcome,) = cluster(*TOGETHER).run([request(10.0, 100, 4)])
-    assert moments(outcome) == [9.5, 15.5, 20.5, 25.5]
+    assert moments(outcome) == [9.5, 14.5, 19.5, 24.5]
 
 
 def test_an_answer_beside_a_prompt_waits_for_the_mixed_step() -> None:
     """The second prompt is heard of in the first answer's second step, when the third is launched already: the fourth
-    computes it, in 4 + 20 + 1 ms, and the fifth has both answers or one, as the word takes 1 ms.
+    computes it, in 4 + 20 + 1 ms. The fifth is launched by then, so the sixth is the first with both answers.
     """
-    first, second = cluster(*TOGETHER).run([request(10.0, 100, 8), request(10.014, 1000, 1, key=1)])[::-1]
-    assert moments(first)[:3] == [9.5, 15.5, 20.5]
-    gaps = [round(b - a, 6) for a, b in zip(moments(first), moments(first)[1:], strict=False)]
-    assert gaps == [6.0, 5.0, 5.0, 25.0, 5.0, 5.0, 5.0]
-    assert moments(second) == [round(14.5 + 5.0 + 5.0 + 25.0 + 5.0 + 1.0 - 14.0 - 5.0, 6)]
+    first, second = cluster(*TOGETHER).run([request(10.0, 100, 8), request(10.014, 1000, 3, key=1)])
+    assert moments(first) == [9.5, 14.5, 19.5, 24.5, 49.5, 54.5, 60.5, 66.5]
+    assert moments(second) == [round(each - 14.0, 6) for each in (49.5, 60.5, 66.5)]
 
 
 @pytest.mark.parametrize(("mode", "roles", "settings"), STAGES)
