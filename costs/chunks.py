@@ -1,5 +1,8 @@
 """How prompts share steps with decode rows, as worker and router both count on it."""
 
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from costs.step_cost import StepCost
@@ -14,16 +17,39 @@ PROGRESS_TOKENS = 256
 """What they get in the step after these."""
 SPARE_STEPS = 2.0
 """Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
+FIRST_GAP_STEPS = 2
+"""Steps between the first token of a prompt that is computed where it decodes, and the second: one runs by then."""
 
 
-def gap_target(cost: StepCost, asked_s: float | None, rows: int, context_tokens: int) -> float:
-    """How long a step with so many decode rows may take, in seconds: what was asked for, else `SPARE_STEPS`. Where
-    decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
+def tightest_kept(targets: Sequence[float], decoding_s: float) -> float:
+    """The smallest of the answers' `targets`, in seconds and rising, that decoding alone does not break; infinite if
+    there is none.
     """
+    place = bisect_right(targets, decoding_s)
+    return targets[place] if place < len(targets) else math.inf
+
+
+def gap_target(
+    cost: StepCost, asked_s: float | None, rows: int, context_tokens: int, targets: Sequence[float] = ()
+) -> float:
+    """How long a step with so many decode rows may take, in seconds.
+
+    Without `targets` of the answers (rising, infinite = of no class): what was asked for, else `SPARE_STEPS`. Where
+    decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
+
+    With targets no step breaks the tightest that can be kept. If all answers have one, and nothing was asked for, a
+    step may last as long as leaves the first gap of a local prompt within it.
+    """
+    decoding_s = cost.decode_step_seconds(rows, context_tokens)
+    usual_s = SPARE_STEPS * cost.decode_step_seconds(1, 0)
     if asked_s is not None:
-        return asked_s
-    target_s, decoding_s = SPARE_STEPS * cost.decode_step_seconds(1, 0), cost.decode_step_seconds(rows, context_tokens)
-    return target_s if decoding_s <= target_s else SPARE_STEPS * decoding_s
+        usual_s = asked_s
+    elif decoding_s > usual_s:
+        usual_s = SPARE_STEPS * decoding_s
+    kept_s = tightest_kept(targets, decoding_s)
+    if asked_s is not None or kept_s == math.inf or targets[-1] == math.inf:
+        return min(usual_s, kept_s)
+    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS))
 
 
 class Chunks(NamedTuple):
@@ -33,17 +59,31 @@ class Chunks(NamedTuple):
     pause: int = 0
 
 
-def chunks(cost: StepCost, duty: Duty | None, most: int, beside: tuple[int, int], pairs_per_token: float) -> Chunks:
-    """What steps of at most `most` tokens give to prompts `beside` (decode rows, their context in tokens), by a
-    worker's duty; `pairs_per_token` is the attention of a token of these prompts, on average.
+class Beside(NamedTuple):
+    """The decode rows of a step, the tokens of their context, and the targets of their answers (`gap_target`)."""
+
+    rows: int
+    context_tokens: int
+    targets: Sequence[float] = ()
+
+
+def chunks(
+    cost: StepCost,
+    duty: Duty | None,
+    most: int,
+    beside: Beside,
+    pairs_per_token: float,
+) -> Chunks:
+    """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
+    is the attention of a token of these prompts, on average.
     """
-    rows, context = beside
+    rows, context, targets = beside
     if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
         return Chunks(max(1, most - rows))
     if duty.step_policy is PolicyName.CHUNKED:
         tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
     else:
-        target_s = gap_target(cost, duty.itl_target_s, rows, context)
+        target_s = gap_target(cost, duty.itl_target_s, rows, context, targets)
         tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)
     if tokens >= PIECE:
         return Chunks(min(tokens, most - rows))

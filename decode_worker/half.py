@@ -12,6 +12,7 @@ The path of a request, by its queues (`decode_worker/request.py`):
 Engine thread only. What all requests need in a step is columns (`decode_worker/running_batch.py`).
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 
@@ -41,6 +42,8 @@ class DecodeHalf:
         """Of the admission's count, those that were looked for."""
         self._short = False
         """Whether somebody waits for a page."""
+        self.gap_targets: list[float] = []
+        """What the requests of the batch bear between tokens, in seconds and rising; infinite = anything."""
 
     def schedule(self, budget: int) -> TokenRows:
         """One row of one token for each running request, at most `budget`; the pages stay the requests'.
@@ -99,6 +102,7 @@ class DecodeHalf:
         if sampling.penalized:
             request.history = History(request.reservation.question, request.token_ids)
         self._batch.join(request)
+        insort(self.gap_targets, request.reservation.gap_target_s)
 
     def _notice_cancelled(self) -> None:
         cancelled = self._admission.cancelled
@@ -129,7 +133,7 @@ class DecodeHalf:
     def _follow_preemption(self) -> None:
         for request in list(self._batch.requests):
             if request.stage is not Stage.RUNNING:
-                self._batch.leave(request)
+                self._part(request)
             elif request.yielding:
                 self._batch.stop(request)
 
@@ -137,14 +141,19 @@ class DecodeHalf:
         """Of those that get no more rows, once no launched step writes to their pages."""
         for request in self._batch.gone():
             if request.yielding and not request.cancelled and not request.ended:
-                self._batch.leave(request)
+                self._part(request)
                 self._admission.preempt(request)
             else:
                 self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
-        self._batch.leave(request)
+        self._part(request)
         self._admission.leave(request)
+
+    def _part(self, request: DecodeRequest) -> None:
+        """It is in the batch no more."""
+        self._batch.leave(request)
+        del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
     def _tell(self, request: DecodeRequest, index: int, token_id: int, score: TokenLogprobs | None) -> RoutedEvent:
         """A token of which there may be more to tell: that it is the last, say."""

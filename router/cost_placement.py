@@ -120,16 +120,15 @@ class CostPlacement(Placement):
             worker, missing = answer.worker, max(1, need.prompt_tokens - answer.cached)
             if pairs:
                 whole_s = worker.transfer.seconds(fleet.kv_bytes(missing, worker.page_tokens))
-                slack_s = need.slo.worst_gap_s - answer.step_s
             for prompt in prompts:
                 if prompt.worker is worker:
                     if not locals_:
                         continue
-                    total = prompt.cost_s + answer.cost_s
+                    total = prompt.cost_s + answer.cost_s + answer.here_s
                 elif pairs:
                     total = prompt.cost_s + answer.cost_s
                     exposed_s = _exposed(prompt, whole_s, missing)
-                    total += exposed_s if exposed_s <= slack_s else exposed_s + MISS_S
+                    total += exposed_s if exposed_s <= answer.slack_s else exposed_s + MISS_S
                 else:
                     continue
                 if total < cost_s:

@@ -54,6 +54,10 @@ class SloClass:
         """The target between tokens where a decode step of one request takes `idle_step_s`, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s)
 
+    def bears(self, idle_step_s: float) -> float:
+        """The longest gap there that breaks no promise, however many there are, in seconds."""
+        return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
+
     @property
     def gaps_allowed(self) -> float:
         """Part of a request's gaps that may be over the target."""

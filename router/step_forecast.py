@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from costs.chunks import chunks
+from costs.chunks import FIRST_GAP_STEPS, Beside, chunks
 from costs.step_cost import chunk_pairs
 from router.long_gaps import chance_of_more, spare_gaps
 from router.slo import SloClass
@@ -13,6 +13,11 @@ from router.worker_books import WorkerBooks
 MISS_S = 60.0
 """What a broken target counts beside seconds that somebody waits: more than any wait that placement could save."""
 
+
+REMOTE_GAP_STEPS = FIRST_GAP_STEPS + 1
+"""Steps of a decode worker for which an answer waits whose KV came from elsewhere, at most: word of it comes in the
+middle of one.
+"""
 
 _NOTHING = 0.0, 0, 0.0
 
@@ -54,9 +59,11 @@ class PromptForecast:
 
 
 class AnswerForecast:
-    """An answer at one worker, in the same terms; `step_s` is a step with it."""
+    """An answer at one worker, in the same terms; `step_s` is a step with it. `here_s` is what its first gap costs if
+    its prompt is computed there, `slack_s` for how long it can wait for its KV if it is computed elsewhere.
+    """
 
-    __slots__ = ("cached", "cost_s", "step_s", "tokens", "worker")
+    __slots__ = ("cached", "cost_s", "here_s", "slack_s", "step_s", "tokens", "worker")
 
     def __init__(self, worker: WorkerBooks, cached: int, context: int, tokens: float, slo: SloClass) -> None:
         """An answer of about `tokens` that attends to about `context` tokens, `cached` of which the worker holds."""
@@ -64,11 +71,17 @@ class AnswerForecast:
         self.cached, self.tokens = cached, tokens
         rows, before_s = worker.decode_requests, worker.step_s
         self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, worker.decode_context + context)
-        broken: float = int(step_s > min(slo.gap_target(worker.idle_step_s), slo.worst_gap_s))
-        if not broken and slo.has_targets:
+        broken, self.here_s, self.slack_s = 0.0, 0.0, math.inf
+        if slo.has_targets:
+            target_s, spare = slo.bears(worker.idle_step_s), spare_gaps(slo, tokens)
             # Prompts go on to come where some have come of late.
             often = worker.long_per_s(slo)
-            broken = chance_of_more(spare_gaps(slo, tokens), often * tokens * step_s) if often else 0.0
+            broken = 1.0 if step_s > target_s else chance_of_more(spare, often * tokens * step_s) if often else 0.0
+            bears_s = slo.worst_gap_s if spare else target_s
+            if bears_s < math.inf:
+                busy_s = max(step_s, _busy_step(worker))
+                self.here_s = MISS_S * (FIRST_GAP_STEPS * busy_s > bears_s)
+                self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
@@ -79,7 +92,8 @@ def _run(worker: WorkerBooks, tokens: int, pairs: float) -> tuple[float, int, fl
     if tokens <= 0:
         return 0.0, 0, 0.0
     cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
-    each, pause = chunks(cost, worker.info.duty, worker.max_step_tokens, (rows, context), pairs / tokens)
+    beside = Beside(rows, context, worker.gap_targets)
+    each, pause = chunks(cost, worker.info.duty, worker.max_step_tokens, beside, pairs / tokens)
     if tokens <= each:
         seconds = cost.mixed_step_seconds(tokens, pairs, rows, context)
         return seconds + pause * worker.step_s, 1, seconds
@@ -92,9 +106,15 @@ def _run(worker: WorkerBooks, tokens: int, pairs: float) -> tuple[float, int, fl
     return seconds, steps, longest
 
 
+def _busy_step(worker: WorkerBooks) -> float:
+    """A step with the prompts that wait there, 0 if there are none."""
+    waiting = worker.prefill_tokens
+    return _run(worker, waiting, worker.prefill_pairs)[2] if waiting else 0.0
+
+
 def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) -> float:
     """The longest step of a prompt of `tokens` where nobody decodes, if one did."""
-    each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, (1, 0), pairs_per_token)
+    each = chunks(worker.cost, worker.info.duty, worker.max_step_tokens, Beside(1, 0), pairs_per_token)
     most = min(tokens, each.tokens)
     return worker.cost.mixed_step_seconds(most, most * pairs_per_token, 1, 0)
 

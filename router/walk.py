@@ -72,7 +72,14 @@ class Walks:
             if decode is not None:
                 peer = prefill.info.peer
                 reservation = Reservation(
-                    self._config.router_id, ref, token_ids, sampling, peer, answered=answered, cache_salt=salt
+                    self._config.router_id,
+                    ref,
+                    token_ids,
+                    sampling,
+                    peer,
+                    answered=answered,
+                    cache_salt=salt,
+                    gap_target_s=decode.books.gap_target(request.ticket.slo),
                 )
                 destination = await self._reserve(request, reservation, decode)
             asked = prefill

@@ -100,6 +100,8 @@ class WorkerBooks:
         """The answers that were placed there for decoding."""
         self.tightest_s = math.inf
         """The smallest target between tokens among them, in seconds."""
+        self.gap_targets: tuple[float, ...] = ()
+        """The targets of their classes, rising."""
         self._clock = clock
         self._prompts: dict[str, PromptWork] = {}
         self._tokens = 0
@@ -143,7 +145,7 @@ class WorkerBooks:
         slo_load = self.slo_loads.get(work.slo)
         if slo_load is None:
             slo_load = self.slo_loads[work.slo] = SloLoad(work.slo, self.gaps(work.slo), self.idle_step_s)
-            self.tightest_s = min(self.tightest_s, slo_load.target_s)
+            self._settle_tightest()
         slo_load.count += 1
         self._answers[request_id] = work, slo_load.gaps.add(work.spare), slo_load
         self._pages += work.pages
@@ -207,8 +209,12 @@ class WorkerBooks:
         """What its steps mean for answers of that class."""
         found = self._gaps.get(slo)
         if found is None:
-            found = self._gaps[slo] = LongGaps(min(slo.gap_target(self.idle_step_s), slo.worst_gap_s))
+            found = self._gaps[slo] = LongGaps(slo.bears(self.idle_step_s))
         return found
+
+    def gap_target(self, slo: SloClass) -> float:
+        """What answers of that class bear between tokens there, in seconds; infinite = anything, or nobody can say."""
+        return slo.bears(self.idle_step_s) or math.inf
 
     def long_per_s(self, slo: SloClass) -> float:
         """How many steps a second were too long for that class, of late."""
@@ -247,7 +253,7 @@ class WorkerBooks:
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
         for slo, gaps in self._gaps.items():
-            gaps.target_s = min(slo.gap_target(self.idle_step_s), slo.worst_gap_s)
+            gaps.target_s = slo.bears(self.idle_step_s)
         for slo, slo_load in self.slo_loads.items():
             slo_load.retarget(slo, self.idle_step_s)
         self._settle_tightest()
@@ -255,7 +261,8 @@ class WorkerBooks:
         self._settle_answers()
 
     def _settle_tightest(self) -> None:
-        self.tightest_s = min((slo_load.target_s for slo_load in self.slo_loads.values()), default=math.inf)
+        self.gap_targets = tuple(sorted(slo_load.target_s for slo_load in self.slo_loads.values()))
+        self.tightest_s = self.gap_targets[0] if self.gap_targets else math.inf
 
     def _settle_prompts(self) -> None:
         load, tokens = self._load, self._tokens

@@ -165,6 +165,7 @@ class VirtualRouter:
             flow.sampling,
             pair.prefill,
             answered=flow.ticket.answered,
+            gap_target_s=self._links[pair.decode].books.gap_target(flow.ticket.slo),
         )
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)

@@ -4,6 +4,7 @@ The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand t
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -208,9 +209,12 @@ class _Continued:
 
 @dataclass(frozen=True, slots=True)
 class Reservation(_Continued):
-    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them."""
+    """Router to decode: promise pages for this prompt and its answer; `prefill` alone may write them. Its service class
+    bears gaps of `gap_target_s` seconds between tokens there, infinite = any.
+    """
 
     prefill: PeerRef
+    gap_target_s: float = field(default=math.inf, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

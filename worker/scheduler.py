@@ -52,9 +52,10 @@ class StepScheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none."""
-        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens))
+        targets = self._decode.gap_targets
+        decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
-        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting())
+        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting(), targets)
         prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None

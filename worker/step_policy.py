@@ -5,7 +5,7 @@ differ in whom they let wait. Without decode rows nobody is disturbed, and witho
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, gap_target
 from costs.step_cost import StepCost, StepWork
@@ -24,8 +24,10 @@ class StepPolicy(ABC):
     """Asked by the step loop before each step, on its thread."""
 
     @abstractmethod
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
-        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top."""
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
+        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top. `targets`
+        are those of its answers between tokens, in seconds and rising.
+        """
 
 
 class Unchunked(StepPolicy):
@@ -34,7 +36,7 @@ class Unchunked(StepPolicy):
     def __init__(self, max_step_tokens: int) -> None:
         self._most = max_step_tokens
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
         return self._most - decode_work.decode_rows
 
 
@@ -45,12 +47,14 @@ class Chunked(StepPolicy):
         self._budget = budget
         self._progress = _Progress(budget)
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
         return self._progress.at_least(max(0, self._budget - decode_work.decode_rows), waiting)
 
 
 class DecodePriority(StepPolicy):
-    """As many prompt tokens as keep the predicted step within the inter-token target, none if decoding alone is not."""
+    """As many prompt tokens as keep the predicted step within the tightest inter-token target among the answers, or the
+    worker's own; none if decoding alone is not within it.
+    """
 
     def __init__(self, cost: Cost, itl_target_s: float | None, max_step_tokens: int) -> None:
         """No target: see `costs.chunks.gap_target`."""
@@ -59,16 +63,17 @@ class DecodePriority(StepPolicy):
         self._most = max_step_tokens
         self._progress = _Progress(max_step_tokens)
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting) -> int:
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
         if not decode_work.decode_rows or not waiting.prompts:
             return self._most - decode_work.decode_rows
-        fitting = self._fitting(decode_work, waiting)
+        fitting = self._fitting(decode_work, waiting, targets)
         return self._progress.at_least(fitting if self._progress.is_any(fitting, waiting) else 0, waiting)
 
-    def _fitting(self, decode_work: StepWork, waiting: Waiting) -> int:
+    def _fitting(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float]) -> int:
         """The largest number of tokens, by bisection: seconds grow with them."""
         cost = self._cost()
-        target = gap_target(cost, self._target_s, decode_work.decode_rows, decode_work.decode_context_tokens)
+        rows, context = decode_work.decode_rows, decode_work.decode_context_tokens
+        target = gap_target(cost, self._target_s, rows, context, targets)
         fits, too_many = 0, min(self._most - decode_work.decode_rows, waiting.tokens) + 1
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2

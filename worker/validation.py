@@ -28,6 +28,8 @@ def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
 def check_reservation(reservation: Reservation, model: ModelFacts) -> None:
     """InvalidArgument names the field and the limit."""
     _check(reservation, model)
+    if not reservation.gap_target_s > 0:
+        raise InvalidArgument("gap_target_s", f"{reservation.gap_target_s:g} is not above 0")
 
 
 def _check(asked: PrefillTask | Reservation, model: ModelFacts) -> None:

@@ -1,5 +1,7 @@
 """Between routers and workers: references, leases, reservations, tasks, events, loads."""
 
+import math
+
 from wire.convert.prefixes import prefix_changes_from_proto, prefix_changes_to_proto
 from wire.convert.types import (
     edges_from_proto,
@@ -59,6 +61,7 @@ def reservation_to_proto(value: Reservation) -> worker_pb2.ReserveRequest:
         prefill_incarnation=value.prefill.incarnation,
         answered=value.answered,
         cache_salt=value.cache_salt,
+        gap_target_s=value.gap_target_s if value.gap_target_s < math.inf else 0.0,
     )
 
 
@@ -71,6 +74,7 @@ def reservation_from_proto(message: worker_pb2.ReserveRequest) -> Reservation:
         prefill=PeerRef(message.prefill_worker_id, message.prefill_incarnation),
         answered=message.answered,
         cache_salt=message.cache_salt,
+        gap_target_s=message.gap_target_s or math.inf,
     )
 
 

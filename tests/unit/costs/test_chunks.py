@@ -2,7 +2,7 @@
 
 import pytest
 
-from costs.chunks import PATIENCE, PROGRESS_TOKENS, Chunks, chunks
+from costs.chunks import PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -43,11 +43,11 @@ def test_decoding_alone_may_leave_nothing() -> None:
     ],
 )
 def test_what_each_policy_gives(duty: Duty | None, rows: int, expected: Chunks) -> None:
-    assert chunks(H200, duty, 2048, (rows, 1000 * rows), 1000.0) == expected
+    assert chunks(H200, duty, 2048, Beside(rows, 1000 * rows), 1000.0) == expected
 
 
 def test_without_a_target_prompts_may_double_an_unloaded_step() -> None:
-    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, (ROWS, CONTEXT), 1000.0)
+    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(ROWS, CONTEXT), 1000.0)
     assert given.tokens == H200.tokens_within(2 * H200.decode_step_seconds(1, 0), ROWS, CONTEXT, 1000.0) > 64
 
 
@@ -56,6 +56,6 @@ def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
     many, context = 60, 180_000
     decoding_s = H200.decode_step_seconds(many, context)
     assert decoding_s > 2 * H200.decode_step_seconds(1, 0)
-    assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, (many, context), 500.0).tokens > 300
+    assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context), 500.0).tokens > 300
     asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
-    assert chunks(H200, asked, 2048, (many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
+    assert chunks(H200, asked, 2048, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)

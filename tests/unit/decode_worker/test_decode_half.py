@@ -1,5 +1,6 @@
 """The decode half with hand-made arrivals: who joins, what grows, who leaves, and that the pool stays sound."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -64,16 +65,31 @@ class House:
     def _expect(self, leases: int) -> None:
         self.expected = leases
 
-    def reserve(self, name: str, tokens: int = 5, attempt: int = 1, router: str = "r", **sampling: int) -> Lease:
+    def reserve(
+        self,
+        name: str,
+        tokens: int = 5,
+        attempt: int = 1,
+        router: str = "r",
+        gap_target_s: float = math.inf,
+        **sampling: int,
+    ) -> Lease:
         prompt = tuple(range(3, 3 + tokens))
         params = SamplingParams(**({"max_tokens": 6} | sampling))  # type: ignore[arg-type]
         # Under a salt of its own: no request of another name has anything it could use.
         granted = self.admission.reserve(
-            Reservation(router, RequestRef(name, attempt), prompt, params, P, cache_salt=name)
+            Reservation(
+                router, RequestRef(name, attempt), prompt, params, P, cache_salt=name, gap_target_s=gap_target_s
+            )
         )
         self.prompts[granted.lease] = prompt
         self.skipped[granted.lease] = granted.held_tokens // PAGE_TOKENS
         return granted.lease
+
+    def allotted(self, name: str, gap_target_s: float) -> Lease:
+        lease = self.reserve(name, gap_target_s=gap_target_s)
+        self.allot(lease)
+        return lease
 
     def allot(self, lease: Lease) -> list[int]:
         return list(self.admission.allot(lease, -(-len(self.prompts[lease]) // PAGE_TOKENS), P))
@@ -122,6 +138,25 @@ def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -
     assert all(not event.edges for event in events[1:])
     assert [event.finish_reason for event in events] == [None] * 8 + [FinishReason.LENGTH]
     assert not house.half.schedule(16)
+    house.assert_empty()
+
+
+def test_what_answers_bear_between_tokens_is_known_while_they_run() -> None:
+    """Whether they end, are cancelled, or others come."""
+    house = House()
+    for name, target_s in (("quick", 0.06), ("strict", 0.008), ("any", math.inf)):
+        house.deliver(house.allotted(name, target_s))
+    assert house.half.gap_targets == []
+    house.half.schedule(16)
+    assert house.half.gap_targets == [0.008, 0.06, math.inf]
+    house.half.apply([100, 100, 100])
+    house.abort("strict")
+    house.half.schedule(16)
+    assert house.half.gap_targets == [0.06, math.inf]
+    while house.half.running_requests():
+        house.half.apply([100] * len(house.half.gap_targets))
+        house.half.schedule(16)
+    assert house.half.gap_targets == []
     house.assert_empty()
 
 

@@ -9,7 +9,7 @@ import pytest
 from router.cost_placement import CostPlacement
 from router.placement import Mode, Need, Pair
 from router.slo import SloClass
-from router.step_forecast import PromptForecast
+from router.step_forecast import MISS_S, PromptForecast
 from router.worker_books import AnswerWork, PromptWork
 from tests.unit.router.fleets import H200, TestFleet, names, need
 from wire.messages import Duty, Role
@@ -70,6 +70,38 @@ def test_an_answer_goes_where_steps_are_short(at: TestFleet) -> None:
     at.answers("d0", 10, context=4000)
     at.answers("d1", 20, context=200)
     assert names(placed(at, need())) == ("p", "d1")
+
+
+LOOSE = SloClass("loose", itl_s=0.060)
+PRIORITY = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+
+
+def test_prompts_are_expected_in_the_chunks_that_the_answers_there_bear(at: TestFleet) -> None:
+    """Half a class's gap, for the first gap of a local prompt is two steps; the tightest class's if there are two."""
+    worker = at.add("w", Role.BOTH, duty=PRIORITY, **BIG)
+    at.answers("w", 4, slo=LOOSE)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030, rel=0.01)
+    at.answers("w", 1, slo=STRICT)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008, rel=0.01), "two unloaded steps"
+    worker.unbook_decode("answer-4")
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030, rel=0.01)
+    at.answers("w", 1)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008, rel=0.01)
+
+
+def test_an_answer_with_no_gap_to_spare_goes_where_its_first_one_is_short(at: TestFleet) -> None:
+    """Prompts wait everywhere: a hand-over takes three steps of 12.5 ms where it ends, staying takes two."""
+    balanced = SloClass("balanced", ttft_s=5.0, itl_s=0.025)
+    for name in ("w0", "w1"):
+        at.add(name, Role.BOTH, duty=PRIORITY, **BIG)
+        at.answers(name, 3, slo=balanced, spare=5)
+    at.prompt("w0", 2000)
+    at.answers("w1", 2, slo=balanced, spare=5)
+    at.prompt("w1", 1000)
+    short = placed(at, replace(need(1000, 40), slo=balanced))
+    assert short.local
+    assert short.forecast is not None
+    assert short.forecast.cost_s < MISS_S
 
 
 def test_an_answer_goes_where_it_breaks_no_target(at: TestFleet) -> None:

@@ -1,6 +1,7 @@
 """Every message that crosses a process survives the trip: proto(dataclass) → bytes → dataclass, for random values."""
 
 import dataclasses
+import math
 import struct
 from typing import Any
 
@@ -132,7 +133,17 @@ CASES: dict[str, tuple[Any, type]] = {
     "ref": (refs, worker_pb2.RequestRef),
     "lease": (leases, worker_pb2.Lease),
     "reservation": (
-        st.builds(messages.Reservation, text, refs, token_ids, sampling, peers, answered=uint32, cache_salt=text),
+        st.builds(
+            messages.Reservation,
+            text,
+            refs,
+            token_ids,
+            sampling,
+            peers,
+            answered=uint32,
+            cache_salt=text,
+            gap_target_s=st.just(math.inf) | st.floats(1e-6, 60),
+        ),
         worker_pb2.ReserveRequest,
     ),
     "granted": (st.builds(messages.GrantedLease, leases, st.floats(0, 60), uint32), worker_pb2.ReserveResponse),

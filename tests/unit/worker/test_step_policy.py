@@ -1,5 +1,6 @@
 """How much of a step may be prompts, and how far the decode batch may grow."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,34 @@ def test_without_a_target_a_step_may_take_twice_an_unloaded_one() -> None:
     tokens = priority(None).prefill_tokens(DECODING, MANY)
     assert cost().seconds(DECODING.with_chunk(tokens, 0)) <= 2 * (MS.base_s + MS.row_s)
     assert tokens > PIECE
+
+
+def seconds_granted(policy: DecodePriority, targets: list[float], beside: StepWork = DECODING) -> float:
+    return cost().seconds(beside.with_chunk(policy.prefill_tokens(beside, MANY, targets), 0))
+
+
+def test_answers_that_bear_long_gaps_leave_prompts_longer_steps() -> None:
+    """Half of what they bear, for the first gap of a local prompt is two steps."""
+    assert seconds_granted(priority(None), [0.03] * 32) == pytest.approx(0.015, abs=2e-5)
+    assert seconds_granted(priority(None), [0.03] * 31 + [math.inf]) == pytest.approx(2 * 4.01e-3, abs=2e-5)
+    assert seconds_granted(priority(None), [math.inf] * 32) == pytest.approx(2 * 4.01e-3, abs=2e-5)
+
+
+def test_one_strict_answer_keeps_steps_short_as_long_as_it_can_be_kept() -> None:
+    assert seconds_granted(priority(None), [0.0078] + [0.06] * 31) == pytest.approx(0.0078, abs=2e-5)
+    assert seconds_granted(priority(None), [0.005] + [0.03] * 31) == pytest.approx(0.015, abs=2e-5)
+
+
+def test_what_was_asked_for_bounds_every_class() -> None:
+    assert seconds_granted(priority(0.01), [0.06] * 32) == pytest.approx(0.01, abs=2e-5)
+    assert seconds_granted(priority(0.01), [0.0078] + [0.06] * 31) == pytest.approx(0.0078, abs=2e-5)
+
+
+def test_the_batch_grows_up_to_the_tightest_target_that_holds() -> None:
+    free, strict = BatchGrowth(cost, None), [0.009, 0.06]
+    assert free.rows(DECODING, 256, strict) == BatchGrowth(cost, 0.009).rows(DECODING, 256) < 256
+    assert free.rows(DECODING, 256, [0.005, math.inf]) == 256, "broken already: waiting would save nobody"
+    assert BatchGrowth(cost, 0.02).rows(DECODING, 2048, strict) == free.rows(DECODING, 2048, strict)
 
 
 def test_nobody_who_decodes_means_nobody_to_spare() -> None:

@@ -67,6 +67,12 @@ def test_both_doors_name_the_field(change: dict[str, Any], field: str) -> None:
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize("target_s", [0.0, -1.0, math.nan])
+def test_a_gap_target_is_above_nothing(target_s: float) -> None:
+    with pytest.raises(InvalidArgument, match="gap_target_s"):
+        check_reservation(replace(GOOD, gap_target_s=target_s), FACTS)
+
+
 def test_the_longest_prompt_is_fine() -> None:
     check_reservation(replace(GOOD, prompt_token_ids=(1,) * (FACTS.max_context - 1)), FACTS)
 
