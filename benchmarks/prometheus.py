@@ -121,14 +121,14 @@ def prometheus_beside(
 ) -> Iterator[Prometheus]:
     """One that scrapes all processes of a cluster by its service discovery, until the end of the context.
 
-    Without `patience` alerts fire as soon as their condition holds, whatever their rules' `for` says.
+    Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown.
     FailedPrecondition if it is not installed or does not start.
     """
     program = find_prometheus()
     if program is None:
         raise FailedPrecondition("Prometheus is not installed; on Debian and Ubuntu: apt-get install prometheus")
     rules = RULES.read_text(encoding="utf-8")
-    (folder / "rules.yaml").write_text(rules if patience else re.sub(r"(?m)^ +for: .*\n", "", rules), encoding="utf-8")
+    (folder / "rules.yaml").write_text(rules if patience else _impatient(rules), encoding="utf-8")
     authorization = f'    authorization: {{credentials: "{key}"}}' if key else ""
     settings = {"every": every_s, "key": authorization, "address": metrics_address, "namespace": NAMESPACE}
     (folder / "prometheus.yaml").write_text(_CONFIG.format(**settings), encoding="utf-8")
@@ -145,6 +145,11 @@ def prometheus_beside(
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _impatient(rules: str) -> str:
+    at_once = re.sub(r"(?m)^ +for: .*\n", "", rules)
+    return re.sub(r"(increase\([^\[]*)\[\d+[mh]\]", r"\1[10s]", at_once)
 
 
 def _await_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:

@@ -10,9 +10,11 @@ import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
 from router.slo import DEFAULT_CLASSES
 from telemetry import families as f
 from telemetry.family import Family
+from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.skipif(
     find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
@@ -64,7 +67,7 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
         touch(target)
         prometheus.await_scrape(PROCESSES)
         start = time.time()
-        requests = run_mixed(target, LOAD_S, seed=29)
+        requests = run_mixed(target, LOAD_S, seed=29, clients=1)
         prometheus.await_scrape(PROCESSES)
         yield Watched(cluster, prometheus, start, time.time(), requests)
 
@@ -123,6 +126,39 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         apart = bisect_left(family.buckets, theirs) - bisect_left(family.buckets, ours)
         tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
         assert abs(apart) <= 1, (family.name, part, theirs, ours)
+
+
+def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
+    """A lease whose pages may be written, and no heartbeat: it expires, and its pages wait in quarantine."""
+    prometheus, seen = watched.prometheus, set()
+    expected = {"TandemLeasesExpire", "TandemPagesQuarantined"}
+    with _lease_without_heartbeats(watched.cluster):
+        assert not expected & prometheus.firing()
+        _await(lambda: expected <= (seen.update(prometheus.firing()) or seen))
+    assert not seen & {"TandemNoDecodeWorker", "TandemProcessDown", "TandemPoolUnsound", "TandemTransfersFail"}
+    _await(lambda: not expected & prometheus.firing())
+
+
+@contextmanager
+def _lease_without_heartbeats(cluster: Any) -> Iterator[None]:
+    """Of a router that attaches, promises a prompt to the prefill worker, and says nothing more. In the end the
+    writer's word that it is quiet: while its process lives, nothing else frees the pages."""
+    of_role = {member.role: member for member in cluster.members()}
+    writer, me = of_role["prefill"], "silent-router"
+    told = {"prefill_worker_id": writer.worker_id, "prefill_incarnation": writer.incarnation}
+    with grpc.insecure_channel(of_role["decode"].address) as channel:
+        stub, key = worker_pb2_grpc.WorkerStub(channel), {"metadata": cluster._credentials()}
+        events = stub.Attach(worker_pb2.AttachRequest(router_id=me), **key)
+        prompt = {"request_id": "silent", "attempt": 1, "prompt_token_ids": range(1, 41)}
+        sampling = types_pb2.SamplingParams(max_tokens=4, top_p=1.0)
+        asked = worker_pb2.ReserveRequest(router_id=me, sampling=sampling, **prompt, **told)
+        lease = stub.Reserve(asked, timeout=10, **key).lease
+        assert stub.AllotPages(worker_pb2.AllotPagesRequest(lease=lease, pages=3, **told), timeout=10, **key).page_ids
+        try:
+            yield
+        finally:
+            stub.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **told), timeout=10, **key)
+            events.cancel()
 
 
 def test_a_killed_worker_fires_and_its_return_rests(watched: Watched) -> None:
