@@ -10,6 +10,9 @@ from benchmarks.load.workload import Source
 
 _SIGMA = 0.8
 """Of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
+_TRACE_RATE = 0.5
+_TRACE_RATES = {"mooncake-conversation": 0.125}
+"""First rates of traces: prompts of up to a whole context keep a worker busy for half a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,5 +31,7 @@ def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]
     balanced = Synthetic(Lengths(2000 * scale, _SIGMA), Lengths(500 * scale, _SIGMA))
     decode_heavy = Synthetic(Lengths(1000 * scale, _SIGMA), Lengths(3000 * scale, _SIGMA))
     found = [Offer("balanced", balanced, 1.0), Offer("decode-heavy", decode_heavy, 0.5)]
-    found += [Offer(file.stem.replace("_", "-"), read_trace(file).scaled(scale), 0.5) for file in traces]
+    for file in traces:
+        name = file.stem.replace("_", "-")
+        found.append(Offer(name, read_trace(file).scaled(scale), _TRACE_RATES.get(name, _TRACE_RATE)))
     return [Offer(offer.name, offer.source, offer.first_rate / slowdown) for offer in found]

@@ -194,6 +194,8 @@ def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     found = {offer.name: offer for offer in offers([trace], scale=0.1, slowdown=4.0)}
     assert list(found) == ["balanced", "decode-heavy", "some-trace"]
     assert found["balanced"].first_rate == 0.25
+    long = trace.rename(tmp_path / "mooncake_conversation.jsonl")
+    assert offers([long], scale=0.1, slowdown=1.0)[-1].first_rate < 4 * found["some-trace"].first_rate
     workload = found["balanced"].source.at(50.0, 20.0, 0)
     mean = sum(arrival.prompt_tokens for arrival in workload.arrivals) / len(workload.arrivals)
     assert 160 < mean < 240
