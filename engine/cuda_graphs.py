@@ -91,7 +91,7 @@ class DecodeGraphs:
 
     def _capture(self, rows: int, context: int) -> StepGraph:
         words, compute, sizes = self._step(rows, context)
-        return capture_step(compute, words, sizes, context, self._pool)
+        return capture_step(compute, words, sizes, context=context, pool=self._pool)
 
 
 def graph_contexts(max_context: int) -> list[int]:

@@ -19,7 +19,7 @@ from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
 from engine.models.llama import LlamaModel
 from engine.penalty_counts import PenaltyCounts
-from engine.prompt_graphs import PromptGraphs, prompt_graph_sizes
+from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
 from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
 from engine.token_draws import TokenDraws
@@ -39,15 +39,15 @@ _ANY = SamplingParams(max_tokens=1)
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Rows of the decode steps and tokens of the steps of prompts that get graphs."""
+    """Rows of the decode steps and sizes of the steps of prompts that get graphs."""
 
     rows: list[int]
-    tokens: list[int]
+    prompts: list[PromptSize]
 
     @property
     def largest(self) -> "_Sizes":
         """In whose memory the others have room."""
-        return _Sizes(self.rows[-1:], self.tokens[-1:])
+        return _Sizes(self.rows[-1:], self.prompts[-1:])
 
 
 def start_on_gpu(
@@ -138,8 +138,10 @@ def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRo
 def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [])
-    tokens = prompt_graph_sizes(model.config, config.max_step_tokens) if model.prompts_capturable else []
-    return _Sizes(graph_sizes(config.max_batch_requests), tokens)
+    rows = graph_sizes(config.max_batch_requests)
+    if not model.prompts_capturable:
+        return _Sizes(rows, [])
+    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests))
 
 
 def _make_stepper(
@@ -154,7 +156,7 @@ def _make_stepper(
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
         prompts = PromptGraphs(packer, forward, drawn, pool)
-        prompts.capture(sizes.tokens, progress)
+        prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)
         counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)

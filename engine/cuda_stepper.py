@@ -104,7 +104,7 @@ class CudaStepper:
         # Counted behind `pack`, which may refuse the step.
         if graph is not None:
             words = memory.reserve(graph.sizes.words)
-            self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row)
+            self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
             self.graph_use.hits += 1
             self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
             logits = graph.replay(words)

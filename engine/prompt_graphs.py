@@ -1,8 +1,9 @@
-"""CUDA graphs of steps of prompts that the host would launch more slowly than the device computes them: short steps of
-small models.
+"""CUDA graphs of steps of prompts, with or without answers that decode beside them, that the host would launch more
+slowly than the device computes them: short steps of small models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,11 @@ from engine.step_graph import Pool, StepGraph, capture_step
 from engine.step_packer import StepPacker, StepSizes, view_step
 from engine.weights.checkpoint import Progress
 
-_SIZES = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-"""Tokens of a step: what is padded costs an eighth at most where the device is busy."""
+_TOKENS = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
+"""Of the prompts of a step alone: what is padded costs an eighth at most where the device is busy."""
+_TOKENS_BESIDE = (64, 128, 256, 512, 1024, 2048)
+"""Of those beside answers."""
+_ANSWERS = (16, 32, 64, 128, 256)
 _ROWS = 8
 """Prompts of a step."""
 _HOST_S = 450e-6
@@ -27,9 +31,18 @@ _DEVICE_FLOPS = 600e12
 """Of a GPU at large products."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptSize:
+    """Most answers and most tokens of prompts of a step."""
+
+    answers: int
+    tokens: int
+
+
 class PromptGraphs:
-    """By number of tokens; rows that a step lacks are empty and lie behind its last token, where nobody reads what is
-    computed and nothing is stored.
+    """By numbers of answers and of prompt tokens. Answers that a step lacks are rows of nothing, as in decode graphs;
+    prompts that it lacks are empty and lie behind its last token, where nobody reads what is computed and nothing is
+    stored.
     """
 
     def __init__(self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool) -> None:
@@ -39,43 +52,52 @@ class PromptGraphs:
         self._drawn = drawn
         self._pool = pool
         self._context = min(packer.limits.max_context, SHORT_CONTEXT)
-        self._graphs: list[StepGraph] = []
+        self._graphs: dict[PromptSize, StepGraph] = {}
 
-    def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> None:
-        """Capture steps of these numbers of tokens, the largest first, so that the others fit into its memory."""
-        for done, tokens in enumerate(sorted(sizes, reverse=True)):
-            self._graphs.append(self._capture(tokens))
+    def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
+        """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
+        ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
+        for done, size in enumerate(sorted(ordered, key=lambda size: -size.answers - size.tokens)):
+            self._graphs[size] = self._capture(size)
             if progress is not None:
                 progress("capturing CUDA graphs of prompts", (done + 1) / len(sizes))
-        self._graphs.reverse()
+        self._graphs = {size: self._graphs[size] for size in ordered}
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
-        """The smallest graph that computes `batch`, which needs `sizes`; None: too large, or some of it decodes."""
-        if len(batch.tokens) or sizes.rows > _ROWS or sizes.width > self._packer.limits.pages_of(self._context):
+        """The graph of the fewest answers, then of the fewest tokens, that computes `batch`, which needs `sizes`; None:
+        it is too large, or has no prompt.
+        """
+        answers = len(batch.tokens)
+        if not batch.chunks or sizes.rows - answers > _ROWS:
             return None
-        return next((graph for graph in self._graphs if graph.sizes.tokens >= sizes.tokens), None)
+        if sizes.width > self._packer.limits.pages_of(self._context):
+            return None
+        tokens = sizes.tokens - answers
+        fits = (graph for size, graph in self._graphs.items() if size.answers >= answers and size.tokens >= tokens)
+        return next(fits, None)
 
-    def _step(self, tokens: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
-        """A step of nothing: the words it reads, the launch of all its kernels → logits, and its sizes."""
-        sizes = StepSizes(tokens, _ROWS, self._packer.limits.pages_of(self._context), _ROWS)
+    def _capture(self, size: PromptSize) -> StepGraph:
+        rows = size.answers + _ROWS
+        sizes = StepSizes(size.answers + size.tokens, rows, self._packer.limits.pages_of(self._context), rows)
         host = torch.empty(sizes.words, dtype=torch.int64)
-        self._packer.pack(StepBatch([]), sizes, host.numpy())
+        self._packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=size.answers)
         words = host.to(self._drawn.device)
-        step = view_step(words, sizes, max_row_tokens=tokens, max_context=self._context, single_rows=0)
+        step = view_step(words, sizes, max_row_tokens=size.tokens, max_context=self._context, single_rows=size.answers)
 
         def compute() -> Tensor:
             logits = self._forward(step, Feed(step.sources, self._drawn))
             assert logits is not None
             return logits
 
-        return words, compute, sizes
-
-    def _capture(self, tokens: int) -> StepGraph:
-        words, compute, sizes = self._step(tokens)
-        return capture_step(compute, words, sizes, self._context, self._pool)
+        return capture_step(compute, words, sizes, context=self._context, pool=self._pool, chunks_at=size.answers)
 
 
-def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int) -> list[int]:
-    """Numbers of tokens whose steps take the host longer than the device: more the narrower the layers are."""
+def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
+    """Steps that take the host longer than the device, of more tokens the narrower the layers are; beside answers up to
+    `max_answers`.
+    """
     hidden_by_device = _HOST_S * _DEVICE_FLOPS / (2 * layer_weights(config))
-    return [tokens for tokens in _SIZES if tokens <= min(hidden_by_device, max_step_tokens)]
+    most = min(hidden_by_device, max_step_tokens)
+    alone = [PromptSize(0, tokens) for tokens in _TOKENS if tokens <= most]
+    answers = [each for each in _ANSWERS if each < max_answers] + [max_answers]
+    return alone + [PromptSize(each, tokens) for each in answers for tokens in _TOKENS_BESIDE if tokens <= most]

@@ -24,6 +24,8 @@ class StepGraph:
     words: Tensor
     graph: torch.cuda.CUDAGraph
     logits: Tensor
+    chunks_at: int | None = None
+    """See `StepPacker.pack`."""
 
     def replay(self, words: Tensor) -> Tensor:
         """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab], good until
@@ -34,7 +36,15 @@ class StepGraph:
         return self.logits
 
 
-def capture_step(compute: Callable[[], Tensor], words: Tensor, sizes: StepSizes, context: int, pool: Pool) -> StepGraph:
+def capture_step(
+    compute: Callable[[], Tensor],
+    words: Tensor,
+    sizes: StepSizes,
+    *,
+    context: int,
+    pool: Pool,
+    chunks_at: int | None = None,
+) -> StepGraph:
     """The graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
     compute()  # compiles kernels, which a capture cannot
     torch.cuda.synchronize()
@@ -42,7 +52,7 @@ def capture_step(compute: Callable[[], Tensor], words: Tensor, sizes: StepSizes,
     with torch.cuda.graph(graph, pool=pool):
         logits = compute()
     # The tensor itself would keep its memory from the graphs captured after this one.
-    return StepGraph(sizes, context, words, graph, borrow(logits))
+    return StepGraph(sizes, context, words, graph, borrow(logits), chunks_at)
 
 
 class _Borrowed:

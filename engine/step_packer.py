@@ -145,15 +145,26 @@ class StepPacker:
         drawn = singles + sum(row.draw is not None for row in batch.chunks)
         return StepSizes(tokens, len(batch), self.limits.pages_of(longest), drawn)
 
-    def pack(self, batch: StepBatch, sizes: StepSizes, words: Words, drawn_before: Sequence[int] = ()) -> None:
+    def pack(
+        self,
+        batch: StepBatch,
+        sizes: StepSizes,
+        words: Words,
+        drawn_before: Sequence[int] = (),
+        chunks_at: int | None = None,
+    ) -> None:
         """Fill `words` [sizes.words]. `sizes` may have more rows and tokens than `batch`: the rest read and write
-        nothing. `drawn_before`: for each row of the step before, which of its draws is this row's; empty
-        if each row's is its own.
+        nothing. The chunks' rows and tokens begin at number `chunks_at`, None = behind the rows of one token.
+        `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
+        own.
         """
         sections = _Sections.of(words, sizes)
+        singles = len(batch.tokens)
+        first = singles if chunks_at is None else chunks_at
         self._fill_tokens(sections, batch.tokens, drawn_before)
-        tokens, drawn = self._fill_chunks(sections, batch, drawn_before)
-        self._fill_nothing(sections, len(batch), tokens, drawn)
+        _fill_single_padding(sections, singles, first)
+        tokens, drawn = self._fill_chunks(sections, batch, first, drawn_before)
+        self._fill_nothing(sections, first + len(batch.chunks), tokens, drawn)
         self._check_ids(sections)
 
     def _fill_tokens(self, into: _Sections, rows: TokenRows, drawn_before: Sequence[int]) -> None:
@@ -181,9 +192,11 @@ class StepPacker:
         one_each = len(into.token_ids) == len(into.contexts)
         into.row_starts[rows:] = np.arange(rows, len(into.row_starts)) if one_each else tokens
 
-    def _fill_chunks(self, into: _Sections, batch: StepBatch, drawn_before: Sequence[int]) -> tuple[int, int]:
-        """Behind the rows of one token, the others → tokens and draws of all rows."""
-        first, page_tokens = len(batch.tokens), self.limits.page_tokens
+    def _fill_chunks(
+        self, into: _Sections, batch: StepBatch, first: int, drawn_before: Sequence[int]
+    ) -> tuple[int, int]:
+        """From row and token `first` on those of several tokens → the end of all rows' tokens, and of their draws."""
+        page_tokens, singles = self.limits.page_tokens, len(batch.tokens)
         start = first
         for index, row in enumerate(batch.chunks, first):
             end, context = start + len(row.token_ids), row.start + len(row.token_ids)
@@ -199,10 +212,10 @@ class StepPacker:
             pages = into.table[index, here // page_tokens]
             into.slots[start:end] = pages * np.int64(page_tokens) + here % page_tokens
             start = end
-        into.row_starts[len(batch)] = start
+        into.row_starts[first + len(batch.chunks)] = start
         drawn = [index for index, row in enumerate(batch.chunks, first) if row.draw is not None]
-        into.drawn[first : first + len(drawn)] = into.row_starts[1:][drawn] - 1
-        return start, first + len(drawn)
+        into.drawn[singles : singles + len(drawn)] = into.row_starts[1:][drawn] - 1
+        return start, singles + len(drawn)
 
     def _check_tokens(self, rows: TokenRows) -> int:
         """The longest context."""
@@ -235,6 +248,16 @@ class StepPacker:
             raise Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
         if sections.table.view(np.uint32).max() >= self.limits.pages:
             raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
+
+
+def _fill_single_padding(into: _Sections, begin: int, end: int) -> None:
+    """Rows `begin` to `end` - 1 have one token each, which reads and writes nothing."""
+    into.table[begin:end] = 0
+    into.contexts[begin:end] = 0
+    into.token_ids[begin:end] = into.positions[begin:end] = 0
+    into.sources[begin:end] = FROM_HOST
+    into.slots[begin:end] = _NOWHERE
+    into.row_starts[begin:end] = np.arange(begin, end)
 
 
 def _fill_table(into: Narrow, table: Narrow) -> None:

@@ -17,7 +17,9 @@ from wire.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=4, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)
-GRAPH = SimpleNamespace(sizes=StepSizes(tokens=8, rows=2, width=4, drawn=2), replay=lambda words: torch.zeros(2, 50))
+GRAPH = SimpleNamespace(
+    chunks_at=None, sizes=StepSizes(tokens=8, rows=2, width=4, drawn=2), replay=lambda words: torch.zeros(2, 50)
+)
 
 
 def stepper_with(graph: object, monkeypatch: pytest.MonkeyPatch) -> CudaStepper:

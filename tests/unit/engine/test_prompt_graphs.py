@@ -7,7 +7,7 @@ import pytest
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cuda_graphs import SHORT_CONTEXT
 from engine.models.shapes import shape_config
-from engine.prompt_graphs import PromptGraphs, prompt_graph_sizes
+from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
 from engine.step_graph import StepGraph
 from engine.step_packer import StepLimits, StepPacker, StepSizes
 from wire.messages import SamplingParams
@@ -21,11 +21,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
     nothing = cast(Any, None)
     made = PromptGraphs(StepPacker(LIMITS), nothing, nothing, (0, 0))
 
-    def captured(tokens: int) -> StepGraph:
-        return StepGraph(StepSizes(tokens, 8, LIMITS.pages_of(SHORT_CONTEXT), 8), SHORT_CONTEXT, *[nothing] * 3)
+    def captured(size: PromptSize) -> StepGraph:
+        rows = size.answers + 8
+        sizes = StepSizes(size.answers + size.tokens, rows, LIMITS.pages_of(SHORT_CONTEXT), rows)
+        return StepGraph(sizes, SHORT_CONTEXT, *[nothing] * 3, chunks_at=size.answers)
 
     monkeypatch.setattr(made, "_capture", captured)
-    made.capture([64, 512, 128])
+    made.capture([PromptSize(*each) for each in ((0, 64), (0, 512), (0, 128), (16, 64), (64, 64), (64, 512))])
     return made
 
 
@@ -33,10 +35,20 @@ def chunk(tokens: int, start: int = 0) -> StepRow:
     return StepRow([1] * tokens, start, range(LIMITS.pages), DRAW)
 
 
-def tokens_of(graphs: PromptGraphs, *rows: StepRow) -> int | None:
+def answer(start: int = 40) -> StepRow:
+    return StepRow([1], start, range(LIMITS.pages), DRAW)
+
+
+def size_of(graphs: PromptGraphs, *rows: StepRow) -> tuple[int | None, int] | None:
+    """Answers and prompt tokens of the graph that takes these rows."""
     batch = StepBatch(rows)
     graph = graphs.fitting(batch, StepPacker(LIMITS).sizes(batch))
-    return None if graph is None else graph.sizes.tokens
+    return None if graph is None else (graph.chunks_at, graph.sizes.tokens - graph.sizes.rows + 8)
+
+
+def tokens_of(graphs: PromptGraphs, *rows: StepRow) -> int | None:
+    found = size_of(graphs, *rows)
+    return None if found is None else found[1]
 
 
 def test_the_smallest_that_holds_all_tokens(graphs: PromptGraphs) -> None:
@@ -52,19 +64,37 @@ def test_steps_that_none_takes(graphs: PromptGraphs) -> None:
     assert tokens_of(graphs, *[chunk(2)] * 9) is None
     assert tokens_of(graphs, chunk(100, SHORT_CONTEXT - 99)) is None
     assert tokens_of(graphs, chunk(1)) is None, "a row that decodes"
-    assert tokens_of(graphs, chunk(1), chunk(64)) is None
+    assert tokens_of(graphs, *[answer()] * 65, chunk(64)) is None
+    assert tokens_of(graphs, answer(), chunk(513)) is None
+    assert tokens_of(graphs, answer(SHORT_CONTEXT), chunk(64)) is None
+
+
+def test_answers_beside_prompts(graphs: PromptGraphs) -> None:
+    assert size_of(graphs, answer(), chunk(64)) == (16, 64)
+    assert size_of(graphs, *[answer()] * 16, chunk(2), chunk(62)) == (16, 64)
+    assert size_of(graphs, *[answer()] * 17, chunk(64)) == (64, 64)
+    assert size_of(graphs, answer(), chunk(65)) == (64, 512)
+    assert size_of(graphs, chunk(64)) == (0, 64)
 
 
 @pytest.mark.parametrize(
     ("name", "most"), [("qwen3-0.6b", 2048), ("llama-3.2-1b", 2048), ("llama-3-8b", 512), ("qwen3-32b", 256)]
 )
 def test_wide_layers_keep_the_device_busy_with_fewer_tokens(name: str, most: int) -> None:
-    sizes = prompt_graph_sizes(shape_config(name), max_step_tokens=16384)
-    assert sizes == sorted(sizes)
-    assert sizes[-1] == most
+    sizes = prompt_graph_sizes(shape_config(name), max_step_tokens=16384, max_answers=100)
+    alone = [size.tokens for size in sizes if size.answers == 0]
+    assert alone == sorted(alone)
+    assert alone[-1] == most
+    assert sorted({size.answers for size in sizes}) == [0, 16, 32, 64, 100]
+    assert {size.tokens for size in sizes if size.answers == 32} == {
+        each for each in (64, 128, 256, 512, 1024, 2048) if each <= most
+    }
+    assert sizes[-1] == PromptSize(100, most), "the largest, in whose memory the others have room"
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
     narrow = shape_config("qwen3-0.6b")
-    assert prompt_graph_sizes(narrow, max_step_tokens=700)[-1] == 640
-    assert prompt_graph_sizes(narrow, max_step_tokens=63) == []
+    sizes = prompt_graph_sizes(narrow, max_step_tokens=700, max_answers=1)
+    assert max(size.tokens for size in sizes) == 640
+    assert sizes[-1] == PromptSize(1, 512)
+    assert prompt_graph_sizes(narrow, max_step_tokens=63, max_answers=1) == []

@@ -53,6 +53,25 @@ def test_prompts_in_a_larger_step_leave_empty_rows_behind_their_tokens() -> None
     assert step.drawn.tolist() == [2, 0, 0, 0]
 
 
+def test_answers_and_prompts_in_a_larger_step() -> None:
+    """Two rows of nothing stand between them, and one empty row and tokens behind the last."""
+    packer = StepPacker(LIMITS)
+    batch = StepBatch([row([0], 5, [3, 8], source=1), row([4, 5], 0, [1], draw=None), row([7, 8, 9], 5, [6, 2])])
+    sizes = StepSizes(tokens=3 + 8, rows=3 + 3, width=16, drawn=6)
+    words = torch.full((sizes.words,), -77, dtype=torch.int64)
+    packer.pack(batch, sizes, words.numpy(), drawn_before=[0, 4], chunks_at=3)
+    step = view_step(words, sizes, max_row_tokens=8, max_context=64, single_rows=3)
+    assert step.token_ids.tolist() == [0, 0, 0, 4, 5, 7, 8, 9, 0, 0, 0]
+    assert step.sources.tolist() == [4] + [-1] * 10
+    assert step.layout.slots.tolist() == [33, -1, -1, 4, 5, 9, 10, 11, -1, -1, -1]
+    assert step.layout.positions.tolist() == [5, 0, 0, 0, 1, 5, 6, 7, 0, 0, 0]
+    assert step.layout.row_starts.tolist() == [0, 1, 2, 3, 5, 8, 8]
+    assert step.layout.context_lens.tolist() == [6, 0, 0, 2, 8, 0]
+    assert step.layout.page_table[:, :2].tolist() == [[3, 8], [0, 0], [0, 0], [1, 0], [6, 2], [0, 0]]
+    assert step.drawn is not None
+    assert step.drawn.tolist() == [0, 7, 0, 0, 0, 0], "logits in the order of the draws"
+
+
 def test_sources_are_draws_of_the_step_before() -> None:
     packer = StepPacker(LIMITS)
     batch = StepBatch([row([0], 5, [3, 8], source=2), row([4, 5, 6], 0, [1]), row([0], 1, [2], source=0)])
