@@ -19,10 +19,11 @@ from cluster.temp_folder import TempFolder, remove_abandoned
 OBJECT_STORE_BYTES = 80 << 20
 """Request data never goes through Ray; this is about the smallest store it accepts."""
 
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+"""One token a process: Ray reads it once, at the latest when it starts, and keeps it."""
+
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "token",
-    # One token a process: Ray reads it once and keeps it.
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    **TOKEN,
     # Ray turns a loopback address into the host's outer one, and then listens on every interface, unless the host
     # is told not to join clusters. The switch is named after other systems but holds on Linux too.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

@@ -124,7 +124,6 @@ def test_a_chunk_behind_what_is_stored(runners: dict[str, ModelRunner]) -> None:
     assert errors["graphs"].max() <= 2 * errors["plain"].max()
 
 
-@pytest.mark.parametrize("asked", [ASKED, ASKED[:1]], ids=["every kind of draw", "greedy alone"])
 def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
     held, found = [300, 41, 129, 64, 2], {}
     for name, runner in runners.items():
@@ -147,6 +146,7 @@ def test_answers_decode_beside_prompts(runners: dict[str, ModelRunner]) -> None:
     assert errors["graphs"].mean() <= 2 * errors["plain"].mean()
 
 
+@pytest.mark.parametrize("asked", [ASKED, ASKED[:1]], ids=["every kind of draw", "greedy alone"])
 @pytest.mark.parametrize("name", ["graphs", "eager"])
 def test_each_token_is_drawn_from_its_own_logits(
     runners: dict[str, ModelRunner], name: str, asked: list[SamplingParams]

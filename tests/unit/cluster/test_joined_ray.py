@@ -6,16 +6,8 @@ import time
 
 import pytest
 
-from cluster import ray_node
 from cluster.joined_ray import JoinedRay
 from wire.errors import FailedPrecondition, Unavailable
-
-
-@pytest.fixture(autouse=True)
-def _the_token_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray reads it once a process and keeps it: with none, no test after these could start a Ray of its own."""
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.setenv(name, ray_node._ENVIRONMENT[name])
 
 
 def test_a_silent_address_is_told_at_once() -> None:
