@@ -12,6 +12,24 @@ from wire.convert.cluster import (
     worker_info_from_proto,
     worker_info_to_proto,
 )
+from wire.convert.events import (
+    event_from_proto,
+    event_to_proto,
+    step_events_from_proto,
+    step_events_to_proto,
+    step_tokens_from_proto,
+    step_tokens_to_proto,
+    token_logprobs_from_proto,
+    token_logprobs_to_proto,
+)
+from wire.convert.load import (
+    cost_from_proto,
+    cost_to_proto,
+    inspection_from_proto,
+    inspection_to_proto,
+    load_from_proto,
+    load_to_proto,
+)
 from wire.convert.prefixes import (
     prefix_changes_from_proto,
     prefix_changes_to_proto,
@@ -45,32 +63,18 @@ from wire.convert.types import (
     transfer_to_proto,
 )
 from wire.convert.work import (
-    cost_from_proto,
-    cost_to_proto,
     destination_from_proto,
     destination_to_proto,
-    event_from_proto,
-    event_to_proto,
     granted_from_proto,
     granted_to_proto,
-    inspection_from_proto,
-    inspection_to_proto,
     lease_from_proto,
     lease_to_proto,
-    load_from_proto,
-    load_to_proto,
     prefill_task_from_proto,
     prefill_task_to_proto,
     ref_from_proto,
     ref_to_proto,
     reservation_from_proto,
     reservation_to_proto,
-    step_events_from_proto,
-    step_events_to_proto,
-    step_tokens_from_proto,
-    step_tokens_to_proto,
-    token_logprobs_from_proto,
-    token_logprobs_to_proto,
 )
 
 __all__ = [

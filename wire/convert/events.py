@@ -1,0 +1,90 @@
+"""From workers to routers: what steps bring to requests."""
+
+from wire.convert.load import load_from_proto, load_to_proto
+from wire.convert.prefixes import prefix_changes_from_proto, prefix_changes_to_proto
+from wire.convert.types import (
+    edges_from_proto,
+    edges_to_proto,
+    error_from_proto,
+    error_to_proto,
+    finish_from_proto,
+    finish_to_proto,
+    transfer_from_proto,
+    transfer_to_proto,
+)
+from wire.generated.tandem.v1 import worker_pb2
+from wire.messages import RequestEvent, RequestRef, StepEvents, StepTokens, TokenLogprobs
+
+
+def token_logprobs_to_proto(value: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(chosen=value.chosen, top_ids=value.top_ids, top=value.top)
+
+
+def token_logprobs_from_proto(message: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(message.chosen, tuple(message.top_ids), tuple(message.top))
+
+
+def event_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
+    return worker_pb2.RequestEvent(
+        request_id=value.ref.request_id,
+        attempt=value.ref.attempt,
+        first_index=value.first_index,
+        token_ids=value.token_ids,
+        finish_reason=finish_to_proto(value.finish_reason),
+        error=None if value.error is None else error_to_proto(value.error),
+        edges=edges_to_proto(value.edges),
+        transfer=None if value.transfer is None else transfer_to_proto(value.transfer),
+        logprobs=[token_logprobs_to_proto(each) for each in value.logprobs],
+        cached_tokens=value.cached_tokens,
+        preempted=value.preempted,
+    )
+
+
+def event_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
+    return RequestEvent(
+        ref=RequestRef(message.request_id, message.attempt),
+        first_index=message.first_index,
+        token_ids=tuple(message.token_ids),
+        finish_reason=finish_from_proto(message.finish_reason),
+        error=error_from_proto(message.error) if message.HasField("error") else None,
+        edges=edges_from_proto(message.edges),
+        transfer=transfer_from_proto(message.transfer) if message.HasField("transfer") else None,
+        logprobs=tuple(token_logprobs_from_proto(each) for each in message.logprobs),
+        cached_tokens=message.cached_tokens,
+        preempted=message.preempted,
+    )
+
+
+def step_tokens_to_proto(value: StepTokens) -> worker_pb2.StepTokens:
+    return worker_pb2.StepTokens(
+        request_ids=value.request_ids,
+        attempts=value.attempts,
+        indices=value.indices,
+        token_ids=value.token_ids,
+    )
+
+
+def step_tokens_from_proto(message: worker_pb2.StepTokens) -> StepTokens:
+    return StepTokens(
+        tuple(message.request_ids), tuple(message.attempts), tuple(message.indices), tuple(message.token_ids)
+    )
+
+
+def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
+    return worker_pb2.StepEvents(
+        step=value.step,
+        events=[event_to_proto(e) for e in value.events],
+        load=load_to_proto(value.load),
+        prefixes=[prefix_changes_to_proto(each) for each in value.prefixes],
+        tokens=[step_tokens_to_proto(each) for each in value.tokens],
+    )
+
+
+def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
+    return StepEvents(
+        message.step,
+        tuple(event_from_proto(e) for e in message.events),
+        load_from_proto(message.load),
+        tuple(prefix_changes_from_proto(each) for each in message.prefixes),
+        tuple(step_tokens_from_proto(each) for each in message.tokens),
+    )

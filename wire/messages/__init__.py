@@ -1,0 +1,69 @@
+"""What rooms say to each other: frozen dataclasses, one for each message of `proto/` that leaves a servicer.
+
+The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand the types. Along a request: references,
+sampling, leases, work, transfer, events, load; and about the workers: duty, membership. Others import from here.
+"""
+
+from wire.messages.duty import Duty, Role
+from wire.messages.events import (
+    ErrorDetail,
+    FinishReason,
+    RequestEvent,
+    RoutedEvent,
+    RoutedTokens,
+    StepEvents,
+    StepTokens,
+)
+from wire.messages.leases import GrantedLease, Lease
+from wire.messages.load import WorkerInspection, WorkerLoad
+from wire.messages.membership import Membership, ModelFacts, WorkerInfo
+from wire.messages.references import PeerRef, RequestRef
+from wire.messages.sampling import (
+    CACHE_SALT_MAX,
+    FREQUENCY_MAX,
+    LOGPROBS_MAX,
+    PRESENCE_MAX,
+    REPETITION_MAX,
+    REPETITION_MIN,
+    SamplingParams,
+    TokenLogprobs,
+)
+from wire.messages.transfer import Handshake, PageChecksum, PeerDescription, TransferNotice, hash_token_ids
+from wire.messages.work import Destination, PrefillTask, Reservation
+
+__all__ = [
+    "CACHE_SALT_MAX",
+    "FREQUENCY_MAX",
+    "LOGPROBS_MAX",
+    "PRESENCE_MAX",
+    "REPETITION_MAX",
+    "REPETITION_MIN",
+    "Destination",
+    "Duty",
+    "ErrorDetail",
+    "FinishReason",
+    "GrantedLease",
+    "Handshake",
+    "Lease",
+    "Membership",
+    "ModelFacts",
+    "PageChecksum",
+    "PeerDescription",
+    "PeerRef",
+    "PrefillTask",
+    "RequestEvent",
+    "RequestRef",
+    "Reservation",
+    "Role",
+    "RoutedEvent",
+    "RoutedTokens",
+    "SamplingParams",
+    "StepEvents",
+    "StepTokens",
+    "TokenLogprobs",
+    "TransferNotice",
+    "WorkerInfo",
+    "WorkerInspection",
+    "WorkerLoad",
+    "hash_token_ids",
+]

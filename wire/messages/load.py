@@ -1,0 +1,47 @@
+"""How much a worker has to do and to hold: after each step, and on inspection."""
+
+from dataclasses import dataclass
+
+from wire.cost_parameters import UNMEASURED, CostParameters
+from wire.messages.references import PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A worker's load after a step; tokens and pages are counts."""
+
+    prefill_requests: int
+    prefill_tokens: int
+    decode_requests: int
+    pages_used: int
+    pages_total: int
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    decode_context_tokens: int = 0
+    cost: CostParameters = UNMEASURED
+    preemptions: int = 0
+    """Requests that had to give their pages to older ones, since the worker started."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInspection:
+    """Page counts by state, open work, and what `check_integrity()` found ("" = sound)."""
+
+    peer: PeerRef
+    pages_total: int
+    pages_free: int
+    pages_owned: int
+    pages_shared: int
+    pages_advertised: int
+    pages_quarantined: int
+    pages_promised: int
+    requests: int
+    leases: int
+    integrity_error: str
+    fenced: int
+    checksums_equal: int = 0
+    checksum_failures: int = 0
+    pages_cached: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    step_cost_error: float = 0.0

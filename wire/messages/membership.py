@@ -1,0 +1,65 @@
+"""Who serves, and with what model."""
+
+from dataclasses import dataclass
+
+from wire.messages.duty import Duty, Role
+from wire.messages.references import PeerRef
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What routers need to know of the loaded model; `max_context` counts prompt and answer, in tokens."""
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker that serves, as it registers with the controller. `role`: the halves that are open or still finish what
+    they have.
+    """
+
+    peer: PeerRef
+    role: Role
+    address: str
+    model: ModelFacts
+    pages_total: int
+    page_tokens: int
+    max_batch_requests: int
+    max_step_tokens: int
+    device: str
+    transport: str
+    not_ready: str = ""
+    """Why it takes nothing new for now; empty = it is ready."""
+    warnings: tuple[str, ...] = ()
+    """What works but should not stay as it is."""
+    duty: Duty | None = None
+    """What it was told to do last; None = nobody knows."""
+    closing: Role | None = None
+    """The halves among `role` that take nothing new and finish what they have."""
+
+    @property
+    def open(self) -> Role | None:
+        """The halves that take new work; None = neither does, it drains."""
+        return self.role if self.closing is None else self.role.without(self.closing)
+
+    @property
+    def takes_prompts(self) -> bool:
+        return self.open is not None and self.open.prefills
+
+    @property
+    def takes_answers(self) -> bool:
+        return self.open is not None and self.open.decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """All serving workers; `revision` grows with each change, `mode` is the routers', "" = as they were started."""
+
+    revision: int
+    workers: tuple[WorkerInfo, ...]
+    mode: str = ""
