@@ -188,10 +188,11 @@ class DecodeAdmission:
         one that does not fit the reservation fails the request, which is prefilled again."""
         with self._lock:
             try:
-                arrived = self._leased.arrive(notice)
+                change = self._leases.settle(notice.lease, notice.prefill)
             except StaleEpoch as error:
                 log.info("a notice was dropped: %s", error.message)
                 return
+            arrived = self._leased.settle(change)
             if arrived is not None:
                 self._intake.take_in(arrived, notice, self._clock())
         self._changed()

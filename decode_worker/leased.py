@@ -12,7 +12,7 @@ from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, TandemError
-from wire.messages import Lease, PeerRef, Reservation, TransferNotice, hash_token_ids
+from wire.messages import Lease, PeerRef, Reservation, hash_token_ids
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +66,12 @@ class LeasedRequests:
         self._table.advertise(lease, prefill, missing)
         return tuple(missing)
 
-    def arrive(self, notice: TransferNotice) -> DecodeRequest | None:
-        """Whose KV has arrived; it is leased no more. None if it was over before, and its pages only waited for the
-        end of the writes. StaleEpoch for an old lease.
+    def settle(self, change: LeaseChange) -> DecodeRequest | None:
+        """Whose KV has arrived, by what the table says of a notice; it is leased no more. None if it was over before,
+        and its pages only waited for the end of the writes.
         """
-        change = self._table.settle(notice.lease, notice.prefill)
         if change.action is PageAction.ADMIT:
-            return self._by_epoch.pop(notice.lease.epoch)
+            return self._by_epoch.pop(change.lease.epoch)
         self.follow(change, None)
         return None
 
