@@ -9,7 +9,7 @@ The path of a request, by its queues (`decode_worker/request.py`):
   4. `join`     the running batch takes it; `leave` ends it, `preempt` does so before its answer is complete, as an
                 older one has no page to `grow` into (`preemption.py`)
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
-table, which says what to do with the pages.
+table, which says what to do with the pages (`leased.py`).
 
 Every method answers at once, from any thread, under one lock.
 """
@@ -22,14 +22,14 @@ from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
 from decode_worker.holdings import Holdings
 from decode_worker.intake import Intake
+from decode_worker.leased import LeasedRequests
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
-from engine.cache.prefix_cache import Prefix, PrefixCache
+from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
-from wire.ending import pages_for
-from wire.errors import InvalidArgument, StaleEpoch, TandemError, TransferFailed
+from kv_transfer.lease import LeaseTable, PageAction
+from wire.errors import StaleEpoch, TransferFailed
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -39,7 +39,6 @@ from wire.messages import (
     Reservation,
     RoutedEvent,
     TransferNotice,
-    hash_token_ids,
 )
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,6 @@ class DecodeAdmission:
         self._config = config
         self._clock = clock
         self._cache = cache
-        self._pool = cache.pool
         self._page_tokens = cache.page_tokens
         self._expect = expect
         self._wake = wake
@@ -86,10 +84,9 @@ class DecodeAdmission:
         )
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
         self._lock = threading.Lock()
-        # By epoch: exactly the requests whose lease the table holds and has not revoked; both change under one lock.
-        self._leased: dict[int, DecodeRequest] = {}
         self._room = Room(config, me.worker_id, cache, self._leases, model=model, clock=clock)
         self._held = Holdings(cache, self._room, emit)
+        self._leased = LeasedRequests(self._leases, cache, self._room, self._held)
         self.arrival = ArrivalCheck(me, model, checks)
         self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
         self._stale_attempts = 0
@@ -108,7 +105,7 @@ class DecodeAdmission:
         prefix = self._cache.prefix(reservation.prompt_token_ids, reservation.cache_salt)
         with self._lock:
             try:
-                request = self._known(reservation) or self._grant(reservation, prefix)
+                request = self._known(reservation) or self._leased.grant(reservation, prefix)
             finally:
                 self._expect(self._leases.open_leases)
         return GrantedLease(request.lease, self._config.lease_s, request.skipped * self._page_tokens)
@@ -164,19 +161,7 @@ class DecodeAdmission:
         lease is over or another worker's, InvalidArgument when the count is not the prompt's.
         """
         with self._lock:
-            held = self._leases.permit(lease, prefill)
-            if held is not None:
-                return held
-            request = self._leased[lease.epoch]
-            if pages != request.prompt_pages:
-                raise InvalidArgument(
-                    "pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}"
-                )
-            missing = self._pool.advertise(lease, pages - request.skipped)
-            request.pages = [*request.prefix.pages, *missing]
-            self._room.spend_on_prompt(request, len(missing))
-            self._leases.advertise(lease, prefill, missing)
-            return tuple(missing)
+            return self._leased.allot(lease, pages, prefill)
 
     def prolong(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:
         """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
@@ -185,7 +170,7 @@ class DecodeAdmission:
     def release(self, lease: Lease, prefill: PeerRef) -> None:
         """`prefill` gave up and is quiet: the lease's pages are free. StaleEpoch when the lease is over."""
         with self._lock:
-            self._follow(self._leases.release(lease, prefill), None)
+            self._leased.follow(self._leases.release(lease, prefill), None)
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
@@ -194,7 +179,7 @@ class DecodeAdmission:
             lost = self._leases.delivered(leases, prefill)
             for change in lost:
                 log.warning("the notice of %s from %s was lost", change.lease, prefill.worker_id)
-            self._follow_all(lost, TransferFailed("the notice of the transfer was lost; prefill again"))
+            self._leased.follow_all(lost, TransferFailed("the notice of the transfer was lost; prefill again"))
         if lost:
             self._changed()
 
@@ -207,17 +192,16 @@ class DecodeAdmission:
             except StaleEpoch as error:
                 log.info("a notice was dropped: %s", error.message)
                 return
-            if change.action is PageAction.ADMIT:
-                self._intake.take_in(self._leased.pop(notice.lease.epoch), notice, self._clock())
-            else:
-                self._follow(change, None)
+            arrived = self._leased.settle(change)
+            if arrived is not None:
+                self._intake.take_in(arrived, notice, self._clock())
         self._changed()
 
     def peer_gone(self, peer: PeerRef) -> None:
         """The process of `peer` is believed dead: whatever it was to write is over."""
         with self._lock:
             reason = TransferFailed(f"prefill worker {peer.worker_id} is gone; prefill again elsewhere")
-            self._follow_all(self._leases.peer_gone(peer), reason)
+            self._leased.follow_all(self._leases.peer_gone(peer), reason)
         self._changed()
 
     def peer_back(self, peer: PeerRef) -> None:
@@ -233,7 +217,7 @@ class DecodeAdmission:
             reason = TransferFailed("the lease had no heartbeat and expired; prefill again")
             changes = self._leases.expire()
             self.expired_leases += sum(change.action is not PageAction.FREE for change in changes)
-            self._follow_all(changes, reason)
+            self._leased.follow_all(changes, reason)
             late = self._held.end_late_checks(self._clock())
         if changes or late:
             self._changed()
@@ -324,43 +308,8 @@ class DecodeAdmission:
         self._abort(known)
         return None
 
-    def _grant(self, reservation: Reservation, prefix: Prefix) -> DecodeRequest:
-        pages, promised = self._room.take(reservation, prefix)
-        prompt_pages, skipped = pages_for(len(reservation.prompt_token_ids), self._page_tokens), len(prefix.pages)
-        try:
-            lease = self._leases.grant(reservation.ref, reservation.prefill)
-        except TandemError:
-            self._cache.let_go(prefix)
-            self._room.take_back(pages, promised, prompt_pages, skipped)
-            raise
-        token_hash = hash_token_ids(reservation.prompt_token_ids)
-        request = DecodeRequest(reservation, lease, prompt_pages, pages, promised, token_hash, prefix, skipped)
-        self._leased[lease.epoch] = request
-        self._held.add(request)
-        return request
-
     def _abort(self, request: DecodeRequest) -> None:
         if request.stage is Stage.LEASED:
-            self._follow(self._leases.revoke(request.lease), None)
+            self._leased.revoke(request)
         else:
             self._held.cancel(request)
-
-    def _follow_all(self, changes: Iterable[LeaseChange], failure: TandemError) -> None:
-        """One that cannot be followed keeps no other from it: the table has forgotten them all."""
-        for change in changes:
-            try:
-                self._follow(change, failure)
-            except Exception:
-                log.exception("the end of %s was not followed", change.lease)
-
-    def _follow(self, change: LeaseChange, failure: TandemError | None) -> None:
-        """Do with the pages what the lease table says; a request that was alive is over, its router hears `failure`."""
-        request = self._leased.pop(change.lease.epoch, None)
-        if change.action is PageAction.QUARANTINE:
-            self._pool.quarantine(change.lease)
-        elif change.action is PageAction.FREE and request is not None:
-            self._pool.free_lease(change.lease)
-        elif change.action is PageAction.FREE:
-            self._pool.free_quarantined(change.lease)
-        if request is not None:
-            self._held.end(request, failure)

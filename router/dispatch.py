@@ -1,4 +1,4 @@
-"""One request's walk: queue, place, reserve on the decode worker, prefill, and its end, whatever the end is.
+"""One request's walk: queue, place, reserve on the decode worker, prefill; its end, whatever that is, is in `ends.py`.
 
 The request's queues, in order:
 1. waiting: admitted, in the queue (binder.py) until a worker has room.
@@ -12,15 +12,15 @@ import asyncio
 import contextlib
 import logging
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator
 
-from router.answer import Answer, Ending
-from router.answer_text import AnswerText, TokenText
+from router.answer_text import TokenText
 from router.binder import Binder, book
-from router.choices import Choices, choice_of
+from router.choices import Choices
 from router.config import RouterConfig
+from router.ends import RequestEnds
 from router.foresight import Foresight
+from router.live_requests import LiveRequests
 from router.metrics import RouterMetrics
 from router.placement import Mode, Pair, Placement
 from router.request import Admitted, RoutedRequest
@@ -29,23 +29,11 @@ from router.sweeper import Sweeper
 from router.walk import Walks
 from router.worker_link import WorkerLink
 from router.worker_pool import WorkerPool
-from wire.errors import (
-    DeadlineExceeded,
-    InvalidArgument,
-    RoleClosed,
-    StaleEpoch,
-    TandemError,
-    TransferFailed,
-    Unavailable,
-)
-from wire.logs import about
+from wire.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
 from wire.messages import FinishReason, Lease, StepEvents
 from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
-
-_RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
-"""Failures of an attempt, not of the request: with other workers, or once more with these, it can succeed."""
 
 
 class Dispatcher:
@@ -60,18 +48,10 @@ class Dispatcher:
     ) -> None:
         """`tokens` turns token ids into text; `on_readiness` is called when `pool.ready` may have changed."""
         self._config = config
-        self._tokens = tokens
         self._on_readiness = on_readiness
-        self._live: dict[str, RoutedRequest] = {}
-        self._by_client_id: dict[str, list[RoutedRequest]] = {}
-        self._held = 0
-        """Requests that wait for the first answer of theirs."""
-        self._arrivals = 0
+        self._live = LiveRequests(tokens)
         self._pump_scheduled = False
         self._draining = False
-        self._emptied = asyncio.Event()
-        self._walks = Walks(config, self)
-        self._events = EventStream(config, self)
         self._placement = placement
         self.pool = WorkerPool(config, self)
         self._binder = Binder(config, placement, self.pool.fleet, time.monotonic)
@@ -79,7 +59,17 @@ class Dispatcher:
         """How good placement's expectations are."""
         self.metrics = RouterMetrics(config)
         self.metrics.watch(lambda: self.running, lambda: self.waiting)
-        self._sweeper = Sweeper(config, self, time.monotonic)
+        self._ends = RequestEnds(
+            config,
+            self._live,
+            self._binder,
+            foresight=self.foresight,
+            metrics=self.metrics,
+            pump=self._schedule_pump,
+        )
+        self._walks = Walks(config, self._ends)
+        self._events = EventStream(config, self._ends)
+        self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
 
     # ---- what the doors call ----
 
@@ -94,32 +84,30 @@ class Dispatcher:
             raise
 
     def _submit(self, admitted: Admitted) -> Choices:
-        if admitted.request_id in self._by_client_id:
+        if self._live.of_client(admitted.request_id):
             raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
         if self._draining:
             raise self._leaving()
         if not self.pool.ready:
             raise self._nobody()
-        requests = [self._new_request(choice_of(admitted, index)) for index in range(admitted.n)]
-        first, *others = requests
-        self._binder.enter(first.ticket, more=len(others), held=self._held)
-        first.held = tuple(others)
-        self._held += len(others)
-        self._live |= {request.wire_id: request for request in requests}
-        self._by_client_id[admitted.request_id] = requests
+        requests = self._live.make(admitted)
+        for request in requests:
+            self._connect(request)
+        self._binder.enter(requests[0].ticket, more=len(requests) - 1, held=self._live.held)
+        self._live.add(requests)
         self._schedule_pump()
         return Choices([request.answer for request in requests])
 
     def abort(self, request_id: str) -> bool:
         """End a running request by its client's id: its answer completes with finish reason `abort`."""
-        requests = self._by_client_id.get(request_id, [])
+        requests = self._live.of_client(request_id)
         for request in requests[::-1]:
-            self.finish(request, FinishReason.ABORT, "")
+            self._ends.finish(request, FinishReason.ABORT, "")
         return bool(requests)
 
     @property
     def waiting(self) -> int:
-        return len(self._binder) + self._held
+        return len(self._binder) + self._live.held
 
     @property
     def running(self) -> int:
@@ -129,11 +117,10 @@ class Dispatcher:
         """Take nothing new, let what runs end for `grace_s` seconds, then fail the rest."""
         self._draining = True
         if self._live and grace_s > 0:
-            self._emptied.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._emptied.wait(), grace_s)
+                await asyncio.wait_for(self._live.until_empty(), grace_s)
         for request in list(self._live.values()):
-            self.fail(request, self._leaving())
+            self._ends.fail(request, self._leaving())
 
     async def close(self) -> None:
         """Fail what still runs, abort it on the workers, and close every connection."""
@@ -142,95 +129,6 @@ class Dispatcher:
         await self._walks.close()
         await self.pool.close()
         await self._events.close()
-
-    # ---- ends of a request ----
-
-    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
-        """The answer is complete."""
-        if request.ended:
-            return
-        if reason is FinishReason.ABORT:
-            after = request.edges[-1].edge.name
-            log.info("request %s cancelled after %s", request.wire_id, after, extra=about(request.wire_id))
-        request.answer.finish(lambda: self._ending(request, reason, matched_stop))
-        if request.generated and (record := request.placement_record()) is not None:
-            self.foresight.record(record)
-            self.metrics.placed(record)
-        self._end(request)
-
-    def fail(self, request: RoutedRequest, error: TandemError) -> None:
-        """The answer ends with `error`."""
-        if request.ended:
-            return
-        log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
-        request.answer.fail(error)
-        self.metrics.failed(request, error)
-        self._end(request)
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
-        """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
-        else the request fails. A worker that changes its role or drains is nobody's failure.
-        """
-        request.failures += not isinstance(error, RoleClosed)
-        retry = isinstance(error, _RETRYABLE) if retry is None else retry
-        if not retry or request.failures >= self._config.max_attempts:
-            self.fail(request, error)
-            return
-        failed = "request %s, attempt %d failed, again: %s"
-        log.info(failed, request.wire_id, request.attempt, error.message, extra=about(request.wire_id))
-        request.waiting_since = time.monotonic()
-        self.metrics.retried()
-        self.requeue(request)
-
-    def _end(self, request: RoutedRequest) -> None:
-        request.ended = True
-        self._binder.leave(request.ticket)
-        self._binder.ended(request.ticket, request.assembler.count)
-        del self._live[request.wire_id]
-        if all(each.ended for each in self._by_client_id[request.admitted.request_id]):
-            del self._by_client_id[request.admitted.request_id]
-        if not self._live:
-            self._emptied.set()
-        self._leave_workers(request)
-        self.release(request)
-
-    def release(self, request: RoutedRequest) -> None:
-        """Its prompt is cached where it can be, or it is over: the other answers begin, in its place in the queue."""
-        held, request.held = request.held, ()
-        self._held -= len(held)
-        for each in held:
-            if not each.ended:
-                each.waiting_since = time.monotonic()
-                each.ticket.start_by_s, each.ticket.slo = request.ticket.start_by_s, request.ticket.slo
-                self._binder.enter_again(each.ticket)
-                self._schedule_pump()
-
-    def requeue(self, request: RoutedRequest) -> None:
-        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
-        self._leave_workers(request)
-        request.attempt += 1
-        request.preempted_at = None
-        request.assembler.restart()
-        request.ticket.resumed = request.assembler.count > 0
-        self._binder.enter_again(request.ticket)
-        self._schedule_pump()
-
-    def _leave_workers(self, request: RoutedRequest) -> None:
-        """Free the books, and let the workers forget the attempt unless they have finished it."""
-        ref = request.ref
-        for link in {link for link in (request.prefill, request.decode) if link is not None}:
-            if not request.generated:
-                link.abort(ref)
-        self.settle(request)
-        request.prefill = request.decode = None
-        self._schedule_pump()
-
-    def settle(self, request: RoutedRequest) -> None:
-        """No worker computes for this attempt any more: their room is free."""
-        if request.prefill is not None:
-            request.prefill.books.unbook_prefill(request.wire_id)
-        if request.decode is not None:
-            request.decode.unbook_decode(request.wire_id)
 
     # ---- queue and placement ----
 
@@ -244,7 +142,7 @@ class Dispatcher:
         self._pump_scheduled = False
         if not self.pool.staffed:
             for request in list(self.waiting_requests()):
-                self.fail(request, self._nobody())
+                self._ends.fail(request, self._nobody())
         while (ticket := self._binder.head()) is not None:
             request = self._live[ticket.wire_id]
             # Not before now: the largest prefill worker may have died while the request waited.
@@ -301,12 +199,14 @@ class Dispatcher:
         for request_id in link.request_ids:
             request = self._live.get(request_id)
             if request is not None:
-                self.fail_attempt(request, lost, retry=elsewhere)
+                self._ends.fail_attempt(request, lost, retry=elsewhere)
 
     def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
         request = self._live.get(lease.request_id)
         if request is not None and request.lease == lease and request.decode is link:
-            self.fail_attempt(request, StaleEpoch(f"{link.name} dropped the lease before the transfer was complete"))
+            self._ends.fail_attempt(
+                request, StaleEpoch(f"{link.name} dropped the lease before the transfer was complete")
+            )
 
     def on_mode(self, mode: str) -> None:
         try:
@@ -322,23 +222,11 @@ class Dispatcher:
 
     # ---- small parts ----
 
-    def _new_request(self, admitted: Admitted) -> RoutedRequest:
-        self._arrivals += 1
-        now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
-        request = RoutedRequest(
-            wire_id=wire_id,
-            admitted=admitted,
-            ticket=admitted.ticket(wire_id, self._arrivals, now),
-            text=AnswerText(self._tokens, admitted.stop),
-            answer=Answer(admitted.request_id),
-            waiting_since=now,
-            edges=list(admitted.edges),
-        )
+    def _connect(self, request: RoutedRequest) -> None:
         request.answer.connect(
             leave=lambda tokens: self._leave(request, tokens),
             close=lambda: self._close(request),
         )
-        return request
 
     def _leave(self, request: RoutedRequest, tokens: int) -> None:
         """A piece of its answer is on its way to the client."""
@@ -346,15 +234,9 @@ class Dispatcher:
             request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
         self.metrics.tokens_leave(request, tokens)
 
-    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
-        """The last message of its answer is on its way."""
-        ending = request.ending(reason, matched_stop)
-        self.metrics.finished(request, reason)
-        return ending
-
     def _close(self, request: RoutedRequest) -> None:
         """Its reader is gone."""
-        self.finish(request, FinishReason.ABORT, "")
+        self._ends.finish(request, FinishReason.ABORT, "")
         self.metrics.left(request)
 
     def _leaving(self) -> Unavailable:

@@ -20,7 +20,7 @@ from wire.timeline import Edge
 
 
 class RequestOwner(Protocol):
-    """Who ends requests: the dispatcher."""
+    """Who ends requests: `RequestEnds`."""
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None: ...
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from router.config import RouterConfig
+from router.ends import RequestEnds
 from router.request import RoutedRequest
-from wire.errors import DeadlineExceeded, TandemError
+from wire.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +26,6 @@ class SweptRequests(Protocol):
     def live_requests(self) -> Iterable[RoutedRequest]:
         """All of them."""
 
-    def fail(self, request: RoutedRequest, error: TandemError) -> None: ...
-
-    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None: ...
-
     def swept(self) -> None:
         """A round is over: what waits may have a place now."""
 
@@ -36,9 +33,12 @@ class SweptRequests(Protocol):
 class Sweeper:
     """A round every quarter of a second. Belongs to the event loop."""
 
-    def __init__(self, config: RouterConfig, owner: SweptRequests, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RouterConfig, owner: SweptRequests, ends: RequestEnds, clock: Callable[[], float]
+    ) -> None:
         self._config = config
         self._owner = owner
+        self._ends = ends
         self._clock = clock
         self._task = asyncio.create_task(self._run(), name="router-sweep")
 
@@ -59,7 +59,7 @@ class Sweeper:
         for request in list(self._owner.waiting_requests()):
             if now - request.waiting_since > self._config.queue_timeout_s:
                 message = f"no worker had room for {self._config.queue_timeout_s:g} s; try again later"
-                self._owner.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
+                self._ends.fail(request, DeadlineExceeded(message, retry_after_s=self._config.retry_after_s))
         for request in list(self._owner.live_requests()):
             placed = request.prefill is not None
             if placed and now - request.last_heard > self._config.stall_timeout_s:
@@ -67,5 +67,5 @@ class Sweeper:
                 message = f"the workers ({silent}) were silent for {self._config.stall_timeout_s:g} s; send it again"
                 # Once all is generated, its text is late: no worker could help.
                 retry = False if request.generated else None
-                self._owner.fail_attempt(request, DeadlineExceeded(message), retry=retry)
+                self._ends.fail_attempt(request, DeadlineExceeded(message), retry=retry)
         self._owner.swept()

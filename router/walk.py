@@ -31,7 +31,7 @@ _COME_LATER = (ResourceExhausted, RoleClosed)
 
 
 class WalkOwner(Protocol):
-    """Who decides what a refused walk means: the dispatcher."""
+    """Who decides what a refused walk means: `RequestEnds`."""
 
     def requeue(self, request: RoutedRequest) -> None: ...
 

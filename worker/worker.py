@@ -31,7 +31,6 @@ from wire.messages import (
     RequestEvent,
     RequestRef,
     Reservation,
-    Role,
     RoutedEvent,
     WorkerInfo,
     WorkerInspection,
@@ -41,13 +40,15 @@ from wire.prefixes import PrefixList
 from worker.batch_growth import BatchGrowth
 from worker.caretaker import Caretaker
 from worker.config import WorkerConfig
-from worker.duty import Half, WorkerDuty, decode_batch, decode_pages
+from worker.duty import WorkerDuty, decode_batch, decode_pages
+from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
 from worker.metrics import WorkerMetrics
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
+from worker.report import WorkerReport
 from worker.step_meter import StepMeter
 from worker.step_policy import StepPolicy, make_policy
 from worker.validation import check_prefill, check_reservation
@@ -77,12 +78,12 @@ class Worker:
         roofline = engine.roofline if config.ceilings is None else replace(engine.roofline, ceilings=config.ceilings)
         self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: self.duty.role.value, roofline)
         """What is counted here; export `worker_facts` beside it."""
-        self._pool = engine.pool
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
         self._outbox = Outbox(self._events, self.load, self._router_gone, config.attach_grace_s, self._cache.changes)
         self._checks = PageChecks(engine.page_sums, config.kv_checksum_rate, engine.page_tokens)
-        self.admission = self._make_admission(engine)
+        pages, longest = engine.pool.counts().total, pages_for(engine.facts.max_context, engine.page_tokens)
+        self.admission = self._make_admission(engine, decode_pages(config.role, pages, longest))
         self.transport = open_transport(self.admission.notice)
         facts = (*engine_facts(engine, layout), *self._checks.facts(), *self.transport.facts())
         mine = make_handshake(self.transport.describe(), facts, layout)
@@ -104,11 +105,18 @@ class Worker:
             config.transfer_deadline_s,
         )
         self._prefill = self._make_prefill(engine)
+        self._halves = Halves(
+            self._prefill, self._decode, self.admission, engine=config.engine, pages=pages, longest=longest
+        )
         self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
         self._loop = self._make_loop(engine)
-        self._sizes = engine.pool.counts().total, pages_for(engine.facts.max_context, engine.page_tokens)
         self.duty = WorkerDuty(
-            me, config.duty, self._halves(), resize=self._resize, steer=self._steer, emit=self._outbox.post
+            me,
+            config.duty,
+            self._halves.doors(),
+            resize=self._halves.resize,
+            steer=self._steer,
+            emit=self._outbox.post,
         )
         """What this worker does now."""
         self._warm_ups = WarmUps(self.peers, lambda: self.duty.duty.role.prefills and not self.duty.draining)
@@ -120,6 +128,14 @@ class Worker:
             checks=self._checks,
             open_requests=self.open_requests,
             on_stuck=self._die,
+        )
+        self._report = WorkerReport(
+            me,
+            cache=self._cache,
+            halves=self._halves,
+            loop=self._loop,
+            meter=self._meter,
+            caretaker=self._caretaker,
         )
 
     def start(self) -> None:
@@ -152,8 +168,7 @@ class Worker:
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         """Forget these requests in both halves; unknown ones are ignored."""
-        self._prefill.abort(router_id, refs)
-        self.admission.abort(router_id, refs)
+        self._halves.abort(router_id, refs)
 
     # ---- other workers ----
 
@@ -191,23 +206,11 @@ class Worker:
     @property
     def batch_limit(self) -> int:
         """Most requests that decode in one step, in its present role."""
-        return decode_batch(self.duty.role, self._config.engine)
+        return self._halves.batch_limit(self.duty.role)
 
     def load(self) -> WorkerLoad:
-        """Load now."""
-        counts = self._pool.counts()
-        return WorkerLoad(
-            prefill_requests=self._prefill.waiting_requests(),
-            prefill_tokens=self._prefill.waiting_tokens(),
-            decode_requests=self._decode.running_requests(),
-            pages_used=counts.total - counts.free - counts.cached + counts.promised,
-            pages_total=counts.total,
-            prefix_query_tokens=self._cache.query_tokens,
-            prefix_hit_tokens=self._cache.hit_tokens,
-            decode_context_tokens=self._loop.decoding.decode_context_tokens,
-            cost=self._meter.parameters,
-            preemptions=self.admission.preemptions,
-        )
+        """See `WorkerReport.load`."""
+        return self._report.load()
 
     @property
     def prefix_events(self) -> tuple[int, int]:
@@ -216,31 +219,11 @@ class Worker:
 
     def open_requests(self) -> int:
         """Requests either half knows."""
-        return self._prefill.known_requests() + self.admission.open_requests
+        return self._halves.open_requests()
 
     def inspect(self) -> WorkerInspection:
-        """Page counts, open work, and whether the pool was sound whenever this worker was idle; takes microseconds."""
-        counts = self._pool.counts()
-        return WorkerInspection(
-            peer=self.me,
-            pages_total=counts.total,
-            pages_free=counts.free,
-            pages_owned=counts.owned,
-            pages_shared=counts.shared,
-            pages_advertised=counts.advertised,
-            pages_quarantined=counts.quarantined,
-            pages_promised=counts.promised,
-            requests=self.open_requests(),
-            leases=self.admission.open_leases,
-            integrity_error=self._caretaker.integrity_error,
-            fenced=self.admission.fenced + self._prefill.fenced,
-            checksums_equal=self.admission.arrival.checksums_equal,
-            checksum_failures=self.admission.arrival.checksum_failures,
-            pages_cached=counts.cached,
-            prefix_query_tokens=self._cache.query_tokens,
-            prefix_hit_tokens=self._cache.hit_tokens,
-            step_cost_error=self._meter.parameters.error,
-        )
+        """See `WorkerReport.inspect`."""
+        return self._report.inspect()
 
     # ---- the end ----
 
@@ -253,10 +236,10 @@ class Worker:
         self._caretaker.stop()
         self.duty.stop()
         await self._warm_ups.close()
-        for router_id in {router_id for router_id, _ in self._refs()}:
+        for router_id in {router_id for router_id, _ in self._halves.refs()}:
             self._router_gone(router_id)
         await asyncio.to_thread(self._loop.stop)
-        self._abandon()
+        self._halves.abandon()
         await asyncio.to_thread(self.transport.close)
         self._checks.close()
         await self._handovers.settle()
@@ -265,11 +248,9 @@ class Worker:
 
     # ---- inside ----
 
-    def _make_admission(self, engine: LoadedEngine) -> DecodeAdmission:
+    def _make_admission(self, engine: LoadedEngine, max_pages: int | None) -> DecodeAdmission:
         config = DecodeConfig(
-            max_pages=decode_pages(
-                self._config.role, engine.pool.counts().total, pages_for(engine.facts.max_context, engine.page_tokens)
-            ),
+            max_pages=max_pages,
             lease_s=self._config.lease_s,
             quarantine_s=self._config.quarantine_s,
             quarantine_far_s=self._config.quarantine_far_s,
@@ -291,24 +272,6 @@ class Worker:
             lives=self._lives,
             checks=self._checks,
         )
-
-    def _halves(self) -> tuple[Half, Half]:
-        prefill, admission = self._prefill, self.admission
-        return (
-            Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
-            Half(
-                Role.DECODE,
-                admission.open,
-                admission.close,
-                admission.refs,
-                admission.abort,
-                lambda: admission.open_requests,
-            ),
-        )
-
-    def _resize(self, role: Role) -> None:
-        self._decode.limit(decode_batch(role, self._config.engine))
-        self.admission.limit(decode_pages(role, *self._sizes))
 
     def _steer(self, duty: Duty) -> None:
         self._loop.steer(self._policy(duty), BatchGrowth(self._meter.cost, duty.itl_target_s))
@@ -371,11 +334,8 @@ class Worker:
     def _post_threadsafe(self, call: Callable[[Any], None], value: object) -> None:
         self._events.call_soon_threadsafe(call, value)
 
-    def _refs(self) -> list[tuple[str, RequestRef]]:
-        return [*self._prefill.refs(), *self.admission.refs()]
-
     def _router_gone(self, router_id: str) -> list[RequestEvent]:
-        refs = {*self._prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+        refs = self._halves.abort_router(router_id)
         if refs:
             log.info("router %s is gone: %d requests aborted", router_id, len(refs))
         reason = Unavailable("the event stream was replaced; send the request again")
@@ -390,20 +350,15 @@ class Worker:
         if self.died.done():
             return
         log.critical("a step failed; this worker ends", exc_info=error)
-        self._prefill.close(DIES)
-        self.admission.close(DIES)
+        self._halves.close(DIES)
         reason = Internal(
             f"worker {self.me.worker_id} failed in a step ({first_line(error)}) and restarts; send it again"
         )
-        known = set(self._refs())
-        for router_id, ref in known.intersection(self._abandon()):
+        known = set(self._halves.refs())
+        for router_id, ref in known.intersection(self._halves.abandon()):
             self._outbox.post(RoutedEvent(router_id, failure_event(ref, reason)))
         self._outbox.close()
         self.died.set_result(error)
-
-    def _abandon(self) -> list[tuple[str, RequestRef]]:
-        """The requests of launched steps, with their routers."""
-        return [*self._prefill.abandon(), *self._decode.abandon()]
 
 
 def first_line(error: BaseException) -> str:

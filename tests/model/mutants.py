@@ -46,7 +46,7 @@ def a_notice_counts_for_every_epoch(patch: pytest.MonkeyPatch) -> None:
     notice = DecodeAdmission.notice
 
     def take(self: DecodeAdmission, late: TransferNotice) -> None:
-        for request in self._leased.values():
+        for request in self._leased:
             if request.lease.request_id == late.lease.request_id and request.pages:
                 late = replace(late, lease=request.lease, prefill=request.reservation.prefill)
                 break

@@ -154,8 +154,9 @@ class RouterProcess:
         """What the router still keeps books of; "" when nothing."""
         dispatcher = self.dispatcher
         links = [link for link in dispatcher.pool.links if not link.books.idle or len(link.leases)]
-        busy = dispatcher._live or dispatcher._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
-        return f"{list(dispatcher._live.values())} {links}" if busy else ""
+        live = dispatcher._live
+        busy = live or live._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
+        return f"{list(live.values())} {links}" if busy else ""
 
     def _ask(self, client: Client) -> None:
         now = EdgeStamp.now(Edge.RECEIVED)

@@ -21,7 +21,9 @@ import kv_transfer.checksums
 import prefill_worker.permission
 import prefill_worker.renewals
 import router.dispatch
+import router.ends
 import router.lease_keeper
+import router.live_requests
 import router.stream
 import router.worker_link
 import router.worker_pool
@@ -112,12 +114,18 @@ class World:
         clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
         for module in (router.dispatch, router.lease_keeper, router.stream, router.worker_link, worker.worker):
             self._patches.setattr(module, "time", clock)
-        for timed in (worker.loop, prefill_worker.permission, prefill_worker.renewals):
+        for timed in (
+            router.ends,
+            router.live_requests,
+            worker.loop,
+            prefill_worker.permission,
+            prefill_worker.renewals,
+        ):
             self._patches.setattr(timed, "time", clock)
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
-        self._patches.setattr(router.dispatch, "uuid", uuid)
-        self._patches.setattr(router.dispatch, "Answer", CountedAnswer)
+        self._patches.setattr(router.live_requests, "uuid", uuid)
+        self._patches.setattr(router.live_requests, "Answer", CountedAnswer)
         self._patches.setattr(router.stream, "TextThread", InlineText)
         self._patches.setattr(worker.worker, "StepLoop", LoopByHand)
         self._patches.setattr(

@@ -84,7 +84,7 @@ class Cluster:
             assert link.books.idle
             assert len(link.leases) == 0
             assert not link.books.slo_loads
-        assert not dispatcher._by_client_id
+        assert not dispatcher._live._by_client_id
         assert dispatcher.waiting == 0
 
 

@@ -99,7 +99,7 @@ async def test_an_answer_that_fails_fails_the_call(cluster: Cluster, client: Cli
     running = asyncio.create_task(client.error(ask(500, n=3)))
     await until(lambda: len(cluster.decode.tasks) == 3, "all three decode")
     dispatcher = cluster.router._dispatcher
-    dispatcher.fail(list(dispatcher._live.values())[1], Internal("this one alone"))
+    dispatcher._ends.fail(list(dispatcher._live.values())[1], Internal("this one alone"))
     error = await running
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "this one alone")
     await cluster.settled()

@@ -260,7 +260,7 @@ async def test_priority_goes_first(cluster: Cluster, client: Client) -> None:
     runs = []
     for number, priority in enumerate((0, 0, 5)):
         runs.append(asyncio.create_task(client.run(ask(20, prompt=[10 + number] * 4, priority=priority))))
-        await until(lambda n=number: cluster.router._dispatcher._arrivals == n + 1, "it arrived")
+        await until(lambda n=number: cluster.router._dispatcher._live.arrivals == n + 1, "it arrived")
     await asyncio.gather(*runs)
     assert [task.prompt_token_ids[0] for task in cluster.prefill.prefills] == [10, 12, 11]
 
@@ -273,7 +273,7 @@ class TestFullQueue:
     async def test_the_next_one_is_turned_away_at_once(self, cluster: Cluster, client: Client) -> None:
         cluster.decode.switches.refuse_reserve = 10**9
         waiting = [asyncio.create_task(client.run(ask(4))) for _ in range(2)]
-        await until(lambda: cluster.router._dispatcher._arrivals == 2, "both arrived")
+        await until(lambda: cluster.router._dispatcher._live.arrivals == 2, "both arrived")
         error = None
         while error is None:  # one of the two may be on its walk, out of the queue, for a moment
             call = client.stub.Generate(ask(4))

@@ -1,0 +1,82 @@
+"""Both halves of a worker as one: how much they may take, what they have, and how it is given up."""
+
+from collections.abc import Sequence
+
+from decode_worker.admission import DecodeAdmission
+from decode_worker.half import DecodeHalf
+from engine.config import EngineConfig
+from prefill_worker.half import PrefillHalf
+from wire.messages import RequestRef, Role
+from worker.duty import Half, decode_batch, decode_pages
+
+
+class Halves:
+    """Says to both what is said to the worker. They own their requests and pages; both are over only together."""
+
+    def __init__(
+        self,
+        prefill: PrefillHalf,
+        decode: DecodeHalf,
+        admission: DecodeAdmission,
+        *,
+        engine: EngineConfig,
+        pages: int,
+        longest: int,
+    ) -> None:
+        """`pages` has the pool, `longest` of them has the longest prompt."""
+        self.prefill = prefill
+        self.decode = decode
+        self.admission = admission
+        self._engine = engine
+        self._pages = pages
+        self._longest = longest
+
+    def doors(self) -> tuple[Half, Half]:
+        """What it takes to open and close each of them."""
+        prefill, admission = self.prefill, self.admission
+        return (
+            Half(Role.PREFILL, prefill.open, prefill.close, prefill.refs, prefill.abort, prefill.known_requests),
+            Half(
+                Role.DECODE,
+                admission.open,
+                admission.close,
+                admission.refs,
+                admission.abort,
+                lambda: admission.open_requests,
+            ),
+        )
+
+    def batch_limit(self, role: Role) -> int:
+        """Most requests that decode in one step in this role."""
+        return decode_batch(role, self._engine)
+
+    def resize(self, role: Role) -> None:
+        """Fit the decode half to a role: the prompts of an open prefill half need room beside it."""
+        self.decode.limit(self.batch_limit(role))
+        self.admission.limit(decode_pages(role, self._pages, self._longest))
+
+    def open_requests(self) -> int:
+        """Requests either half knows."""
+        return self.prefill.known_requests() + self.admission.open_requests
+
+    def refs(self) -> list[tuple[str, RequestRef]]:
+        """These, with their routers; one that both know comes twice."""
+        return [*self.prefill.refs(), *self.admission.refs()]
+
+    def close(self, why: str) -> None:
+        """Take nothing new."""
+        self.prefill.close(why)
+        self.admission.close(why)
+
+    def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
+        """Forget these requests; unknown ones are ignored."""
+        self.prefill.abort(router_id, refs)
+        self.admission.abort(router_id, refs)
+
+    def abort_router(self, router_id: str) -> set[RequestRef]:
+        """Forget every request of a router; returns them."""
+        return {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+
+    def abandon(self) -> list[tuple[str, RequestRef]]:
+        """The requests of launched steps, with their routers: no step will end any more."""
+        return [*self.prefill.abandon(), *self.decode.abandon()]
