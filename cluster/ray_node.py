@@ -19,11 +19,10 @@ from cluster.temp_folder import TempFolder, remove_abandoned
 OBJECT_STORE_BYTES = 80 << 20
 """Request data never goes through Ray; this is about the smallest store it accepts."""
 
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""One token a process: Ray reads it once, at the latest when it starts, and keeps it."""
-
-_ENVIRONMENT = {
-    **TOKEN,
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    # One token a process: Ray reads it once and keeps it.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
     # Ray turns a loopback address into the host's outer one, and then listens on every interface, unless the host
     # is told not to join clusters. The switch is named after other systems but holds on Linux too.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -38,7 +37,7 @@ _ENVIRONMENT = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-
+"""What must be set before Ray is imported: much of it is read then, once."""
 
 _PREFERENCES = {
     # Transfers stay on this host; otherwise UCX opens a port on every interface too.
@@ -56,7 +55,7 @@ class RayNode:
 
     def start(self, resources: dict[str, float], processes: int) -> None:
         """Start Ray for about `processes` actors on a node that offers `resources`. About three seconds."""
-        os.environ.update(_ENVIRONMENT)
+        os.environ.update(ENVIRONMENT)
         for name, value in _PREFERENCES.items():
             os.environ.setdefault(name, value)
         import ray

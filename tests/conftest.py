@@ -22,13 +22,13 @@ from cli.controller_client import ControllerClient
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
 from cluster.launcher import Cluster
-from cluster.ray_node import TOKEN
+from cluster.ray_node import ENVIRONMENT
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# Before any test imports Ray, which keeps the token that it reads first.
-os.environ.update(TOKEN)
+# Before any test imports Ray, which keeps what it reads first: its token, and whether it stays on loopback.
+os.environ.update(ENVIRONMENT)
 # Threads on cores that others use too wait for each other: with two test processes ten times as long as one would work.
 torch.set_num_threads(1)
 
