@@ -16,7 +16,7 @@ from tests.worker_pair import WorkerPair, until
 from wire import convert, rpc
 from wire.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Destination, Lease, PeerRef, Role
+from wire.messages import Destination, Lease, PeerRef
 from worker.peers import Peers
 
 THERE = PeerRef("decode-0", 5)
@@ -204,7 +204,7 @@ async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest
 
     async with WorkerPair() as pair:
         monkeypatch.setattr(pair.prefill.worker.peers, "warm_up", endless)
-        info: Any = SimpleNamespace(peer=pair.decode.me, address=pair.decode.address, role=Role.DECODE)
+        info: Any = SimpleNamespace(peer=pair.decode.me, address=pair.decode.address, takes_answers=True)
         pair.prefill.worker.peer_joined(info)
         await begun.wait()
     assert ended.is_set()
