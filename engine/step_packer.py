@@ -154,17 +154,19 @@ class StepPacker:
         chunks_at: int | None = None,
     ) -> None:
         """Fill `words` [sizes.words]. `sizes` may have more rows and tokens than `batch`: the rest read and write
-        nothing. The chunks' rows and tokens begin at number `chunks_at`, None = behind the rows of one token.
+        nothing. The chunks' rows and tokens begin at number `chunks_at`, None = behind the rows of one token: without
+        chunks those are all rows.
         `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
         own.
         """
         sections = _Sections.of(words, sizes)
         singles = len(batch.tokens)
-        first = singles if chunks_at is None else chunks_at
+        if chunks_at is None:
+            chunks_at = singles if batch.chunks else sizes.rows
         self._fill_tokens(sections, batch.tokens, drawn_before)
-        _fill_single_padding(sections, singles, first)
-        tokens, drawn = self._fill_chunks(sections, batch, first, drawn_before)
-        self._fill_nothing(sections, first + len(batch.chunks), tokens, drawn)
+        _fill_single_padding(sections, singles, chunks_at)
+        tokens, drawn = self._fill_chunks(sections, batch, chunks_at, drawn_before)
+        _fill_empty_rows(sections, chunks_at + len(batch.chunks), tokens, drawn)
         self._check_ids(sections)
 
     def _fill_tokens(self, into: _Sections, rows: TokenRows, drawn_before: Sequence[int]) -> None:
@@ -180,17 +182,6 @@ class StepPacker:
         into.row_starts[:count] = into.drawn[:count] = each
         pages = rows.starts // page_tokens
         into.slots[:count] = (into.table[each, pages] - pages) * page_tokens + rows.starts
-
-    def _fill_nothing(self, into: _Sections, rows: int, tokens: int, drawn: int) -> None:
-        """Behind so many rows, tokens and draws there is padding: rows of one token each where all are, else empty."""
-        into.table[rows:] = 0
-        into.contexts[rows:] = 0
-        into.token_ids[tokens:] = into.positions[tokens:] = 0
-        into.sources[tokens:] = FROM_HOST
-        into.slots[tokens:] = _NOWHERE
-        into.drawn[drawn:] = 0
-        one_each = len(into.token_ids) == len(into.contexts)
-        into.row_starts[rows:] = np.arange(rows, len(into.row_starts)) if one_each else tokens
 
     def _fill_chunks(
         self, into: _Sections, batch: StepBatch, first: int, drawn_before: Sequence[int]
@@ -252,12 +243,24 @@ class StepPacker:
 
 def _fill_single_padding(into: _Sections, begin: int, end: int) -> None:
     """Rows `begin` to `end` - 1 have one token each, which reads and writes nothing."""
-    into.table[begin:end] = 0
-    into.contexts[begin:end] = 0
-    into.token_ids[begin:end] = into.positions[begin:end] = 0
-    into.sources[begin:end] = FROM_HOST
-    into.slots[begin:end] = _NOWHERE
+    _blank(into, slice(begin, end), slice(begin, end))
     into.row_starts[begin:end] = np.arange(begin, end)
+
+
+def _fill_empty_rows(into: _Sections, rows: int, tokens: int, drawn: int) -> None:
+    """Behind so many rows, tokens and draws there are rows without tokens, tokens of no row, and draws of nobody."""
+    _blank(into, slice(rows, None), slice(tokens, None))
+    into.row_starts[rows:] = tokens
+    into.drawn[drawn:] = 0
+
+
+def _blank(into: _Sections, rows: slice, tokens: slice) -> None:
+    """These rows see nothing, and these tokens are stored nowhere."""
+    into.table[rows] = 0
+    into.contexts[rows] = 0
+    into.token_ids[tokens] = into.positions[tokens] = 0
+    into.sources[tokens] = FROM_HOST
+    into.slots[tokens] = _NOWHERE
 
 
 def _fill_table(into: Narrow, table: Narrow) -> None:
