@@ -9,8 +9,10 @@ import gc
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -22,7 +24,7 @@ from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
 from engine.layers.attention import attention_shape
 from engine.model_runner import ModelRunner
@@ -32,6 +34,10 @@ BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
 PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
+UNEVEN = ((12, 2048), (48, 2048))
+"""Rows whose lengths differ as those of conversations do, and their mean."""
+_SIGMA = 0.8
+"""Of the logarithm of these lengths."""
 _PAGE_TOKENS = 128
 _STEP_TOKENS = 16384
 
@@ -125,21 +131,44 @@ def _prefill(engine: GpuEngine, matrix: float) -> Figures:
 def _attention(shape: AttentionShape, copy: float) -> Figures:
     """The model's decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
     found: Figures = {}
+    token_bytes = 2 * shape.kv_heads * shape.head_dim * 2
     for rows, tokens in ATTENTIONS:
-        seconds = _attention_seconds(shape, rows, tokens)
-        share = 2 * rows * tokens * shape.kv_heads * shape.head_dim * 2 / seconds / copy
+        seconds = _attention_seconds(shape, [tokens] * rows)
+        share = rows * tokens * token_bytes / seconds / copy
         found |= {
             f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
             f"attention_us_{rows}x{tokens}": seconds * 1e6,
         }
         print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
+    for rows, mean in UNEVEN:
+        contexts = _uneven(rows, mean)
+        shared, own = (_attention_seconds(shape, contexts, choose) for choose in (make_plan, _own_programs))
+        share = sum(contexts) * token_bytes / shared / copy
+        found |= {
+            f"attention_bw_ratio_{rows}_uneven": round(share, 4),
+            f"attention_own_over_shared_programs_{rows}_uneven": round(own / shared, 3),
+        }
+        print(f"attention {rows} uneven {shared * 1e6:8.1f} us  {share:6.1%} of copy, {own / shared:.2f} x as fast")
     return found
 
 
-def _attention_seconds(shape: AttentionShape, rows: int, tokens: int) -> float:
-    """Device seconds of one layer's decode attention of `rows` rows with `tokens` tokens each."""
-    device = torch.device("cuda")
-    width = -(-tokens // _PAGE_TOKENS)
+def _uneven(rows: int, mean: int) -> list[int]:
+    """Lengths at evenly spread ranks of a lognormal distribution."""
+    ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
+    lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
+    return [max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist()]
+
+
+def _own_programs(rows: int, *others: Any) -> Plan:
+    """Each row cut in as many stretches as every other."""
+    plan = make_plan(rows, *others)
+    return replace(plan, slots=0, splits=max(plan.splits, plan.slots // rows))
+
+
+def _attention_seconds(shape: AttentionShape, lengths: Sequence[int], choose: PlanFunction = make_plan) -> float:
+    """Device seconds of one layer's decode attention of rows of these lengths."""
+    device, rows = torch.device("cuda"), len(lengths)
+    width = -(-max(lengths) // _PAGE_TOKENS)
     page_bytes = 2 * shape.kv_heads * _PAGE_TOKENS * shape.head_dim * 2
     layers = max(2, min(16, (1 << 30) // (rows * width * page_bytes)))
     cache = torch.randn(
@@ -147,8 +176,8 @@ def _attention_seconds(shape: AttentionShape, rows: int, tokens: int) -> float:
     )
     table = torch.randperm(rows * width, device=device).view(rows, width).int()
     q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
-    contexts = torch.full((rows,), tokens, device=device, dtype=torch.int32)
-    attend = DecodeAttention(shape, rows, device, overlaps_launches())
+    contexts = torch.tensor(lengths, device=device, dtype=torch.int32)
+    attend = DecodeAttention(shape, rows, device, overlaps_launches(), choose=choose)
     return graph_seconds(lambda number: attend(q, cache, number % layers, table, contexts), repeats=2 * layers)
 
 

@@ -53,6 +53,8 @@ class ModelSizes:
     """Bytes of keys and values of one token, all layers."""
     attention_flop_per_pair: int
     """Operations of one token attending to one other, all layers and heads."""
+    output_weights: int = 0
+    """Those of the weights that make scores of all words: of a prompt only the last token needs them."""
 
     def step_bytes(self, work: StepWork) -> float:
         """Bytes that a step of this work must read: all weights, and the KV that its decode rows attend to. Of prompts
@@ -62,9 +64,9 @@ class ModelSizes:
 
     def step_flops(self, work: StepWork) -> float:
         """Operations that it must do."""
-        tokens = work.decode_rows + work.prefill_tokens
+        products = self.weights * work.decode_rows + (self.weights - self.output_weights) * work.prefill_tokens
         pairs = work.decode_context_tokens + work.prefill_pairs
-        return _FLOP_A_WEIGHT * self.weights * tokens + self.attention_flop_per_pair * pairs
+        return _FLOP_A_WEIGHT * products + self.attention_flop_per_pair * pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class Roofline:
     ceilings: Ceilings
 
 
-def guess(sizes: ModelSizes, device: Ceilings) -> CostParameters:
-    """The parameters a worker starts with."""
+def guess(sizes: ModelSizes, device: Ceilings, tile_tokens: int = 1) -> CostParameters:
+    """The parameters a worker starts with; its steps of prompts fill tiles of so many tokens."""
     token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
     weights_s = sizes.weight_bytes / device.bytes_per_s
     return CostParameters(
@@ -88,4 +90,5 @@ def guess(sizes: ModelSizes, device: Ceilings) -> CostParameters:
         row_s=token_s / 2,
         context_s=sizes.kv_bytes_per_token / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
+        tile_tokens=tile_tokens,
     )

@@ -7,12 +7,14 @@ A step reads the weights once, whatever it computes; beside that every part of i
             + row · decode rows                          + context · tokens of decode context
 
 The free tokens are the knee of the roofline: as long as a step has fewer tokens than the device can multiply while it
-reads the weights, a token more costs nothing. Piecewise linear, so that it can be fitted in microseconds
-(`costs/step_fit.py`) and solved for the number of tokens that fit into a given time.
+reads the weights, a token more costs nothing. Where steps fill tiles (`costs/step_grid.py`), whole tiles are charged.
+Piecewise linear: fitted in microseconds (`costs/step_fit.py`), and solved for the number of tokens that
+fit into a given time.
 """
 
 from dataclasses import dataclass
 
+from costs.step_grid import padded_prompts, unpadded_prompts
 from wire.cost_parameters import UNMEASURED, CostParameters
 
 __all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
@@ -67,13 +69,22 @@ class StepCost:
     def mixed_step_seconds(self, tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
         """Of one step with prompt tokens, their attention pairs, and decode rows that attend to `context_tokens`."""
         p = self.parameters
-        prompts = p.prompt_base_s + p.token_s * _beyond(tokens, p.free_tokens - rows) + p.pair_s * pairs
+        prompts = p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * pairs
         return p.base_s + p.row_s * rows + p.context_s * context_tokens + prompts
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
         """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
         p = self.parameters
         return p.base_s + p.row_s * rows + p.context_s * context_tokens if rows else 0.0
+
+    def charged(self, tokens: int, rows: int) -> int:
+        """Those of a step's prompt tokens, beside so many decode rows, that cost `token_s` each."""
+        p = self.parameters
+        if not tokens:
+            return 0
+        padded = padded_prompts(tokens, rows, p.tile_tokens) if p.tile_tokens > 1 else tokens
+        free = p.free_tokens - rows
+        return padded if free <= 0 else max(0, padded - free)
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
@@ -84,8 +95,14 @@ class StepCost:
             return 0
         free, each_s = max(0, p.free_tokens - rows), p.pair_s * pairs_per_token
         if spare_s <= free * each_s:
-            return int(spare_s / each_s)
-        return int((spare_s + free * p.token_s) / max(each_s + p.token_s, _TOKEN_MIN_S))
+            most = int(spare_s / each_s)
+        else:
+            most = int((spare_s + free * p.token_s) / max(each_s + p.token_s, _TOKEN_MIN_S))
+        if p.tile_tokens <= 1:
+            return most
+        most = unpadded_prompts(most, rows, p.tile_tokens)
+        left_s = spare_s - p.token_s * self.charged(most, rows)
+        return max(0, min(most, int(left_s / max(each_s, _TOKEN_MIN_S))))
 
     def prefill_seconds(
         self,
@@ -102,13 +119,8 @@ class StepCost:
         p = self.parameters
         full, rest = divmod(uncached_tokens, max(1, chunk_tokens))
         steps = full + (rest > 0)
-        free = p.free_tokens - beside_decode.decode_rows
-        charged = full * _beyond(chunk_tokens, free) + _beyond(rest, free)
+        rows = beside_decode.decode_rows
+        charged = full * self.charged(chunk_tokens, rows) + self.charged(rest, rows)
         each = p.base_s + p.prompt_base_s + p.row_s * beside_decode.decode_rows
         each += p.context_s * beside_decode.decode_context_tokens
         return steps * each + p.token_s * charged + p.pair_s * chunk_pairs(uncached_tokens, context)
-
-
-def _beyond(tokens: int, free: int) -> int:
-    """Those of `tokens` that are not among the first `free` ones."""
-    return tokens if free <= 0 else max(0, tokens - free)

@@ -102,8 +102,16 @@ class StepFit:
             self._solve(np.array(self._rows) * self._scale, np.array(self._targets))
             self._rows, self._targets = [], []
             base, prompt_base, token, pair, row, context = (self._coefficients * self._scale).tolist()
-        self.parameters = CostParameters(
-            base, prompt_base, token, pair, row, context, known.free_tokens, self._error, self._observed
+        self.parameters = replace(
+            known,
+            base_s=base,
+            prompt_base_s=prompt_base,
+            token_s=token,
+            pair_s=pair,
+            row_s=row,
+            context_s=context,
+            error=self._error,
+            observed=self._observed,
         )
         self._cost = StepCost(self.parameters)
 
@@ -122,12 +130,10 @@ class StepFit:
 
     def _amounts(self, work: StepWork) -> tuple[float, ...]:
         """Of each part, in the coefficients' order."""
-        prompts = work.prefill_tokens
-        free = max(0, self.parameters.free_tokens - work.decode_rows)
         return (
             1.0,
-            1.0 if prompts else 0.0,
-            max(0, prompts - free),
+            1.0 if work.prefill_tokens else 0.0,
+            self._cost.charged(work.prefill_tokens, work.decode_rows),
             work.prefill_pairs,
             work.decode_rows,
             work.decode_context_tokens,

@@ -52,7 +52,8 @@ class StepBatch:
     @property
     def draws(self) -> Draws:
         """Of the rows that draw, in their order."""
-        return self.tokens.draws.followed_by([row.draw for row in self.chunks if row.draw is not None])
+        draws = self.tokens.columns.draws
+        return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,16 @@ class StepResult:
 
     def split(self, rows: int) -> tuple["StepResult", "StepResult"]:
         """The results of the first `rows` rows, and of the others."""
+        if rows == len(self.token_ids):
+            return self, NO_RESULT
         first, others = slice(rows), slice(rows, None)
         return (
             StepResult(self.token_ids[first], self.logprobs[first]),
             StepResult(self.token_ids[others], self.logprobs[others]),
         )
 
+
+NO_RESULT = StepResult(())
 
 PendingStep = Callable[[], StepResult]
 """A step that was launched: called once, waits for its result. Raises what the device reports."""

@@ -10,8 +10,9 @@ from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.sampler_cuda import PARAMS, DeviceSampler
-from engine.step_graph import Pool, StepGraph, capture_step
-from engine.step_packer import StepPacker, StepSizes, view_step
+from engine.step_graph import Pool, StepGraph, capture_step, empty_step
+from engine.step_packer import StepPacker
+from engine.step_sections import StepSizes
 from engine.weights.checkpoint import Progress
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
@@ -67,18 +68,16 @@ class DecodeGraphs:
         """The smallest graph that computes `batch`, or None: more rows than any, or rows that do not just decode."""
         if batch.chunks:
             return None
-        rows, context = len(batch), int(batch.tokens.starts.max()) + 1
+        rows, context = len(batch), batch.tokens.columns.longest
         fits = (g for g in self._graphs if g.sizes.rows >= rows and g.context >= context)
         return next(fits, None)
 
     def _step(self, rows: int, context: int) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
         """A step of padded rows: the words it reads, the launch of all its kernels → logits, and its sizes."""
         sizes = StepSizes(tokens=rows, rows=rows, width=self._packer.limits.pages_of(context), drawn=rows)
-        host = torch.empty(sizes.words, dtype=torch.int64)
-        self._packer.pack(StepBatch([]), sizes, host.numpy())
-        words = host.to(self._drawn.device)
-        step = view_step(words, sizes, max_row_tokens=1, max_context=context, single_rows=rows)
-
+        words, step = empty_step(
+            self._packer, sizes, self._drawn.device, singles=rows, max_row_tokens=1, context=context
+        )
         unread = torch.zeros(rows, PARAMS, dtype=torch.float64, device=words.device)
 
         def compute() -> Tensor:

@@ -12,7 +12,8 @@ from engine.graph_use import GraphUse
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.prompt_graphs import PromptGraphs
-from engine.step_packer import StepPacker, StepSizes, unpack
+from engine.step_packer import StepPacker, unpack
+from engine.step_sections import StepSizes
 from engine.token_draws import DrawMemory, TokenDraws
 
 _WORDS_AT_FIRST = 1 << 16

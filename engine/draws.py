@@ -54,6 +54,8 @@ class Draws(Sequence[Draw]):
     """[n], of the seeds: `seeded.start_of`."""
     indices: NDArray[np.int64]
     """[n]"""
+    greedy: bool
+    """Whether none is random."""
     penalized: bool
     """Whether any has penalties."""
     scored: bool
@@ -66,20 +68,17 @@ class Draws(Sequence[Draw]):
             return draws
         samplings = [draw.sampling for draw in draws]
         histories = [draw.history for draw in draws]
+        settings = np.array([settings_of(each) for each in samplings], dtype=np.float64).reshape(-1, SETTINGS)
         return cls(
             samplings,
             histories,
-            np.array([settings_of(each) for each in samplings], dtype=np.float64).reshape(-1, SETTINGS),
+            settings,
             np.array([start_of(each.seed) for each in samplings], dtype=np.uint64),
             np.array([draw.index for draw in draws], dtype=np.int64),
+            all_greedy(settings),
             any(history is not None for history in histories),
             any(each.logprobs is not None for each in samplings),
         )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether none is random."""
-        return not self.settings[:, TEMPERATURE].any()
 
     def numbers(self) -> NDArray[np.float64]:
         """[n] in [0, 1): each draw's number, 0 for greedy ones."""
@@ -96,6 +95,7 @@ class Draws(Sequence[Draw]):
             np.concatenate((self.settings, more.settings)),
             np.concatenate((self.starts, more.starts)),
             np.concatenate((self.indices, more.indices)),
+            self.greedy and more.greedy,
             self.penalized or more.penalized,
             self.scored or more.scored,
         )
@@ -115,10 +115,16 @@ class Draws(Sequence[Draw]):
                 self.settings[at],
                 self.starts[at],
                 self.indices[at],
+                all_greedy(self.settings[at]),
                 self.penalized,
                 self.scored,
             )
         return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
+
+
+def all_greedy(settings: NDArray[np.float64]) -> bool:
+    """Whether none of these `Draws.settings` is random."""
+    return not settings[:, TEMPERATURE].any()
 
 
 def settings_of(sampling: SamplingParams) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """The engine: one model, one paged cache, one step at a time, on whatever device it was loaded on."""
 
 import os
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from engine.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
+from engine.ceilings import measure_ceilings
 from engine.config import EngineConfig
 from engine.device import choose_kernels, device_name, parse_device, parse_dtype, parse_page_tokens
 from engine.graph_use import GraphUse
@@ -143,6 +145,14 @@ class ModelRunner:
             if logits is None:
                 return torch.empty(0, self.model_config.vocab_size)
             return logits[: len(batch.draws)]
+
+    def measure_ceilings(self, threads: int | None = None) -> None:
+        """Tell by what this device does at best instead of a typical one; on CPUs with so many threads, None = all.
+
+        It takes some tenths of a second, in which nobody else of this process may compute.
+        """
+        cache = self.cache.tensor
+        self.roofline = replace(self.roofline, ceilings=measure_ceilings(cache.device, cache.dtype, threads))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         """What two workers must share, as (name, value), before KV may move between them."""

@@ -2,6 +2,7 @@
 
 from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
+from costs.step_grid import TILE_TOKENS
 from engine.cache.paged_cache import PagedCache
 from engine.models.config import ModelConfig
 
@@ -11,12 +12,14 @@ _ATTENTION_FLOP = 4
 
 def model_sizes(config: ModelConfig, cache: PagedCache) -> ModelSizes:
     """Matrices alone: norms, biases and the embedding of a few tokens are next to nothing."""
-    weights = config.layers * layer_weights(config) + config.vocab_size * config.hidden_size
+    output = config.vocab_size * config.hidden_size
+    weights = config.layers * layer_weights(config) + output
     return ModelSizes(
         weights=weights,
         weight_bytes=weights * cache.item_bytes,
         kv_bytes_per_token=cache.page_bytes // cache.page_tokens,
         attention_flop_per_pair=_ATTENTION_FLOP * config.layers * config.heads * config.head_dim,
+        output_weights=output,
     )
 
 
@@ -34,4 +37,4 @@ def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
 def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
     """What steps should take there, before one was measured."""
     limits = roofline(config, cache)
-    return guess(limits.sizes, limits.ceilings)
+    return guess(limits.sizes, limits.ceilings, TILE_TOKENS if cache.tensor.is_cuda else 1)

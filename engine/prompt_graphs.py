@@ -5,28 +5,30 @@ slowly than the device computes them: short steps of small models.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from costs.step_grid import TILE_TOKENS, answer_slots
 from engine.batch import StepBatch
 from engine.cuda_graphs import SHORT_CONTEXT
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.model_sizes import layer_weights
 from engine.models.config import ModelConfig
-from engine.step_graph import Pool, StepGraph, capture_step
-from engine.step_packer import StepPacker, StepSizes, view_step
+from engine.step_graph import Pool, StepGraph, capture_step, empty_step
+from engine.step_packer import StepPacker
+from engine.step_sections import StepSizes
 from engine.weights.checkpoint import Progress
 
 _TOKENS = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
 """Of the prompts of a step alone: what is padded costs an eighth at most where the device is busy."""
-_TOKENS_BESIDE = (64, 128, 256, 512, 1024, 2048)
-"""Of those beside answers."""
-_ANSWERS = (16, 32, 64, 128, 256)
+_BESIDE = (*range(TILE_TOKENS, 513, TILE_TOKENS), 1024, 2048)
+"""Tokens of a step with answers, theirs included: what is beyond a tile of the matrix units costs as much as a tile."""
+_LEAST_PROMPT = 32
+"""Fewest of them that prompts get."""
 _ROWS = 8
 """Prompts of a step."""
-_HOST_S = 450e-6
-"""What the host takes to launch a layer."""
+_HOST_S = 900e-6
+"""What the host takes to launch a layer, beside a busy event loop: twice of what it takes alone."""
 _DEVICE_FLOPS = 600e12
 """Of a GPU at large products."""
 
@@ -79,10 +81,14 @@ class PromptGraphs:
     def _capture(self, size: PromptSize) -> StepGraph:
         rows = size.answers + _ROWS
         sizes = StepSizes(size.answers + size.tokens, rows, self._packer.limits.pages_of(self._context), rows)
-        host = torch.empty(sizes.words, dtype=torch.int64)
-        self._packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=size.answers)
-        words = host.to(self._drawn.device)
-        step = view_step(words, sizes, max_row_tokens=size.tokens, max_context=self._context, single_rows=size.answers)
+        words, step = empty_step(
+            self._packer,
+            sizes,
+            self._drawn.device,
+            singles=size.answers,
+            max_row_tokens=size.tokens,
+            context=self._context,
+        )
 
         def compute() -> Tensor:
             logits = self._forward(step, Feed(step.sources, self._drawn))
@@ -99,5 +105,5 @@ def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: i
     hidden_by_device = _HOST_S * _DEVICE_FLOPS / (2 * layer_weights(config))
     most = min(hidden_by_device, max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in _TOKENS if tokens <= most]
-    answers = [each for each in _ANSWERS if each < max_answers] + [max_answers]
-    return alone + [PromptSize(each, tokens) for each in answers for tokens in _TOKENS_BESIDE if tokens <= most]
+    beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in _BESIDE]
+    return alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]

@@ -1,12 +1,9 @@
 """From rows to tensors: one host buffer a step, which goes to the device in one piece."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,13 +11,9 @@ from engine.batch import StepBatch, StepRow, TokenRows
 from engine.cache.paged_cache import PagedCache
 from engine.kernels.base import StepLayout
 from engine.models.config import ModelConfig
-from engine.token_rows import FROM_HOST
+from engine.step_sections import Narrow, Sections, StepSizes, Words
+from engine.token_rows import FROM_HOST, RowColumns
 from wire.errors import Internal
-
-Words = npt.NDArray[np.int64]
-Narrow = npt.NDArray[np.int32]
-
-_Array = TypeVar("_Array", Words, Narrow)
 
 _NOWHERE = -1
 
@@ -58,92 +51,32 @@ def step_limits(config: ModelConfig, cache: PagedCache) -> StepLimits:
     return StepLimits(config.vocab_size, reachable, cache.pages, cache.page_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepSizes:
-    """How long each section of the buffer is, in elements.
-
-    In order: int64 token_ids, slots, drawn; int32 positions, sources, row starts, contexts, page table. Each begins at
-    a multiple of 16 bytes, as kernels are compiled once more for addresses that do not.
-    """
-
-    tokens: int
-    rows: int
-    width: int
-    """Pages of the page table's rows."""
-    drawn: int
-
-    @property
-    def wide(self) -> list[int]:
-        return [self.tokens, self.tokens, self.drawn]
-
-    @property
-    def narrow(self) -> list[int]:
-        return [self.tokens, self.tokens, self.rows + 1, self.rows, self.rows * self.width]
-
-    @property
-    def wide_room(self) -> list[int]:
-        """Elements from each int64 section's start to the next one's."""
-        return [-(-length // 2) * 2 for length in self.wide]
-
-    @property
-    def narrow_room(self) -> list[int]:
-        """Elements from each int32 section's start to the next one's."""
-        return [-(-length // 4) * 4 for length in self.narrow]
-
-    @property
-    def words(self) -> int:
-        """Of 8 bytes, for all sections."""
-        return sum(self.wide_room) + sum(self.narrow_room) // 2
-
-
-@dataclass(slots=True)
-class _Sections:
-    """Views into one buffer."""
-
-    token_ids: Words
-    slots: Words
-    drawn: Words
-    positions: Narrow
-    sources: Narrow
-    row_starts: Narrow
-    contexts: Narrow
-    table: Narrow
-
-    @classmethod
-    def of(cls, words: Words, sizes: StepSizes) -> "_Sections":
-        wide_room = sizes.wide_room
-        narrow = words[sum(wide_room) :].view(np.int32)
-        token_ids, slots, drawn = _slices(words, wide_room, sizes.wide)
-        positions, sources, row_starts, contexts, table = _slices(narrow, sizes.narrow_room, sizes.narrow)
-        return cls(
-            token_ids, slots, drawn, positions, sources, row_starts, contexts, table.reshape(sizes.rows, sizes.width)
-        )
-
-
-def _slices(words: _Array, rooms: list[int], lengths: list[int]) -> list[_Array]:
-    ends = itertools.accumulate(rooms)
-    return [words[end - room : end - room + length] for end, room, length in zip(ends, rooms, lengths, strict=True)]
-
-
 class StepPacker:
     """Checks steps and writes them into buffers; holds none itself."""
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
+        self._each = np.arange(0)
+        """0, 1, … for as many rows as there were."""
 
     def sizes(self, batch: StepBatch) -> StepSizes:
         """What `batch` needs as it is; raises Internal for a batch that breaks the limits: its maker should have
         refused the request.
         """
-        longest = max(self._check_tokens(batch.tokens), self._check_chunks(batch.chunks))
-        if not len(batch):
+        singles, chunks = len(batch.tokens), batch.chunks
+        if not singles and not chunks:
             raise Internal("A step needs at least one row.")
+        longest = self._check_tokens(batch.tokens)
+        if chunks:
+            longest = max(longest, self._check_chunks(chunks))
         if longest > self.limits.max_context:
             raise Internal(f"A row ends at position {longest}; the context is {self.limits.max_context} tokens.")
-        singles = len(batch.tokens)
-        tokens = singles + sum(len(row.token_ids) for row in batch.chunks)
-        drawn = singles + sum(row.draw is not None for row in batch.chunks)
-        return StepSizes(tokens, len(batch), self.limits.pages_of(longest), drawn)
+        width = self.limits.pages_of(longest)
+        if not chunks:
+            return StepSizes(singles, singles, width, singles)
+        tokens = singles + sum(len(row.token_ids) for row in chunks)
+        drawn = singles + sum(row.draw is not None for row in chunks)
+        return StepSizes(tokens, singles + len(chunks), width, drawn)
 
     def pack(
         self,
@@ -159,32 +92,40 @@ class StepPacker:
         `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
         own.
         """
-        sections = _Sections.of(words, sizes)
+        sections = Sections.of(words, sizes)
         singles = len(batch.tokens)
         if chunks_at is None:
             chunks_at = singles if batch.chunks else sizes.rows
-        self._fill_tokens(sections, batch.tokens, drawn_before)
-        _fill_single_padding(sections, singles, chunks_at)
-        tokens, drawn = self._fill_chunks(sections, batch, chunks_at, drawn_before)
-        _fill_empty_rows(sections, chunks_at + len(batch.chunks), tokens, drawn)
+        if singles:
+            self._fill_tokens(sections, batch.tokens.columns, singles, drawn_before)
+        if singles < chunks_at:
+            _fill_single_padding(sections, singles, chunks_at)
+        if batch.chunks or chunks_at < max(sizes.tokens, sizes.rows):
+            tokens, drawn = self._fill_chunks(sections, batch, chunks_at, drawn_before)
+            _fill_empty_rows(sections, chunks_at + len(batch.chunks), tokens, drawn)
+        else:
+            sections.row_starts[chunks_at:] = chunks_at
+            sections.drawn[singles:] = 0
         self._check_ids(sections)
 
-    def _fill_tokens(self, into: _Sections, rows: TokenRows, drawn_before: Sequence[int]) -> None:
+    def _fill_tokens(self, into: Sections, rows: RowColumns, count: int, drawn_before: Sequence[int]) -> None:
         """Rows of one token each: the first of every section."""
-        count, page_tokens = len(rows), self.limits.page_tokens
-        each = np.arange(count)
+        page_tokens, starts = self.limits.page_tokens, rows.starts
+        if count > len(self._each):
+            self._each = np.arange(2 * count)
+        each = self._each[:count]
         _fill_table(into.table[:count], rows.table)
         into.token_ids[:count] = rows.token_ids
-        into.positions[:count] = rows.starts
-        into.contexts[:count] = rows.starts + 1
+        into.positions[:count] = starts
+        into.contexts[:count] = starts + 1
         # The last place is for rows without a source, which is -1.
         into.sources[:count] = np.array([*drawn_before, FROM_HOST])[rows.sources] if drawn_before else rows.sources
         into.row_starts[:count] = into.drawn[:count] = each
-        pages = rows.starts // page_tokens
-        into.slots[:count] = (into.table[each, pages] - pages) * page_tokens + rows.starts
+        pages = starts // page_tokens
+        into.slots[:count] = (rows.table[each, pages] - pages) * page_tokens + starts
 
     def _fill_chunks(
-        self, into: _Sections, batch: StepBatch, first: int, drawn_before: Sequence[int]
+        self, into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int]
     ) -> tuple[int, int]:
         """From row and token `first` on those of several tokens → the end of all rows' tokens, and of their draws."""
         page_tokens, singles = self.limits.page_tokens, len(batch.tokens)
@@ -212,12 +153,13 @@ class StepPacker:
         """The longest context."""
         if not len(rows):
             return 0
-        starts = rows.starts
-        bad = (starts < 0) | (starts >= rows.held * np.int64(self.limits.page_tokens))
+        starts, held = rows.columns.starts, rows.columns.held
+        # Without their signs, starts that are negative are too large.
+        bad = starts.view(np.uint64) >= (held * np.int64(self.limits.page_tokens)).view(np.uint64)
         if bad.any():
             at = int(bad.argmax())
-            raise Internal(f"A row from {starts[at]} to {starts[at] + 1} brings {rows.held[at]} pages.")
-        return int(starts.max()) + 1
+            raise Internal(f"A row from {starts[at]} to {starts[at] + 1} brings {held[at]} pages.")
+        return rows.columns.longest
 
     def _check_chunks(self, rows: Sequence[StepRow]) -> int:
         """The longest context."""
@@ -233,7 +175,7 @@ class StepPacker:
                 raise Internal("A row whose token the step before draws has exactly that token.")
         return longest
 
-    def _check_ids(self, sections: _Sections) -> None:
+    def _check_ids(self, sections: Sections) -> None:
         # Without their signs, what is negative is too large.
         if sections.token_ids.view(np.uint64).max() >= self.limits.vocab_size:
             raise Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
@@ -241,20 +183,20 @@ class StepPacker:
             raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
 
 
-def _fill_single_padding(into: _Sections, begin: int, end: int) -> None:
+def _fill_single_padding(into: Sections, begin: int, end: int) -> None:
     """Rows `begin` to `end` - 1 have one token each, which reads and writes nothing."""
     _blank(into, slice(begin, end), slice(begin, end))
     into.row_starts[begin:end] = np.arange(begin, end)
 
 
-def _fill_empty_rows(into: _Sections, rows: int, tokens: int, drawn: int) -> None:
+def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
     """Behind so many rows, tokens and draws there are rows without tokens, tokens of no row, and draws of nobody."""
     _blank(into, slice(rows, None), slice(tokens, None))
     into.row_starts[rows:] = tokens
     into.drawn[drawn:] = 0
 
 
-def _blank(into: _Sections, rows: slice, tokens: slice) -> None:
+def _blank(into: Sections, rows: slice, tokens: slice) -> None:
     """These rows see nothing, and these tokens are stored nowhere."""
     into.table[rows] = 0
     into.contexts[rows] = 0
@@ -280,7 +222,7 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
     """Views into `words` [sizes.words] int64, on any device."""
     tokens, chunks = batch.tokens, batch.chunks
     longest = max((len(row.token_ids) for row in chunks), default=1)
-    context = int(tokens.starts.max(initial=-1)) + 1
+    context = tokens.columns.longest
     context = max(context, *(row.start + len(row.token_ids) for row in chunks)) if chunks else context
     single = next((i for i, row in enumerate(chunks, len(tokens)) if len(row.token_ids) > 1), sizes.rows)
     return view_step(words, sizes, max_row_tokens=longest, max_context=context, single_rows=single)

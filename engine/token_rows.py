@@ -4,8 +4,7 @@ A decode step of hundreds of rows is made, packed and sampled in a few operation
 of its rows would take longer than a small model's step.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple, overload
 
@@ -36,9 +35,8 @@ class StepRow(NamedTuple):
     source: int | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenRows(Sequence[StepRow]):
-    """n rows of one token each, which all draw. Nothing of them changes after they are launched."""
+class RowColumns(NamedTuple):
+    """n rows of one token each, which all draw. Nothing of them changes once they are made."""
 
     token_ids: NDArray[np.int64]
     """[n]"""
@@ -50,7 +48,24 @@ class TokenRows(Sequence[StepRow]):
     """[n, at least max(held)]: each row's pages, 0 behind the last of them."""
     held: NDArray[np.int32]
     """[n]: how many pages each row has."""
+    longest: int
+    """Tokens that the row of most context attends to, itself included; 0 without rows."""
     draws: Draws
+
+
+class TokenRows(Sequence[StepRow]):
+    """n rows of one token each. Their columns are made when they are first asked for, before anything of the next step
+    is planned: who only counts rows, as a simulation does, pays for none.
+    """
+
+    __slots__ = ("_columns", "_make", "_rows", "context_tokens")
+
+    def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
+        """`context_tokens`: that all rows attend to, themselves included."""
+        self._rows = rows
+        self.context_tokens = context_tokens
+        self._make = make
+        self._columns: RowColumns | None = None
 
     @classmethod
     def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
@@ -60,39 +75,44 @@ class TokenRows(Sequence[StepRow]):
         table = np.zeros((len(first), held.max(initial=0)), dtype=np.int32)
         for into, row in zip(table, first, strict=True):
             into[: len(row.page_ids)] = row.page_ids
-        return cls(
+        starts = np.array([row.start for row in first], dtype=np.int64)
+        columns = RowColumns(
             np.array([row.token_ids[0] for row in first], dtype=np.int64),
-            np.array([row.start for row in first], dtype=np.int64),
+            starts,
             np.array([FROM_HOST if row.source is None else row.source for row in first], dtype=np.int32),
             table,
             held,
+            int(starts.max(initial=-1)) + 1,
             Draws.of([row.draw for row in first if row.draw is not None]),
         )
+        return cls(len(first), int(starts.sum()) + len(first), lambda: columns)
 
     @property
-    def context_tokens(self) -> int:
-        """That all rows attend to, themselves included."""
-        return int(self.starts.sum()) + len(self)
+    def columns(self) -> RowColumns:
+        if self._columns is None:
+            self._columns = self._make()
+        return self._columns
 
     def __len__(self) -> int:
-        return len(self.token_ids)
+        return self._rows
 
     def __iter__(self) -> Iterator[StepRow]:
-        return map(self._row, range(len(self)))
+        return map(self._row, range(self._rows))
 
     @overload
     def __getitem__(self, at: int) -> StepRow: ...
     @overload
     def __getitem__(self, at: slice) -> Sequence[StepRow]: ...
     def __getitem__(self, at: int | slice) -> StepRow | Sequence[StepRow]:
-        return list(self)[at] if isinstance(at, slice) else self._row(range(len(self))[at])
+        return list(self)[at] if isinstance(at, slice) else self._row(range(self._rows)[at])
 
     def _row(self, at: int) -> StepRow:
-        source = int(self.sources[at])
+        columns = self.columns
+        source = int(columns.sources[at])
         return StepRow(
-            (int(self.token_ids[at]),),
-            int(self.starts[at]),
-            self.table[at, : self.held[at]].tolist(),
-            self.draws[at],
+            (int(columns.token_ids[at]),),
+            int(columns.starts[at]),
+            columns.table[at, : columns.held[at]].tolist(),
+            columns.draws[at],
             None if source == FROM_HOST else source,
         )

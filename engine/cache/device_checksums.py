@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.device_wait import wait_for
 from engine.kernels.triton_checksum import SPLITS, partial_sums
 
 _MOST_PAGES = 64
@@ -15,7 +16,7 @@ _MASK = (1 << 64) - 1
 class DeviceChecksums:
     """`PageChecksums` on a stream of its own: no step waits for it, and it waits for none.
 
-    Only the thread that asks waits, asleep. Compiled when it is made; from then on it takes no memory.
+    Only the thread that asks waits, and soon sleeps. Compiled when it is made; from then on it takes no memory.
     """
 
     def __init__(self, words: Tensor) -> None:
@@ -42,12 +43,12 @@ class DeviceChecksums:
 
     def _sum(self, chosen: Sequence[tuple[int, int]]) -> list[int]:
         count = len(chosen)
-        self._chosen_here[:count] = torch.tensor(chosen, dtype=torch.int64)
+        self._chosen_here.numpy()[:count] = chosen
         # Which device is current is each thread's own setting; the stream's context sets it as well.
         with torch.cuda.stream(self._stream):
             self._chosen[:count].copy_(self._chosen_here[:count], non_blocking=True)
             partial_sums(self._words, self._chosen[:count], self._parts[:count])
             self._parts_here[:count].copy_(self._parts[:count], non_blocking=True)
             self._done.record()
-        self._done.synchronize()
-        return [total & _MASK for total in self._parts_here[:count].sum(dim=1).tolist()]
+        wait_for(self._done)
+        return [total & _MASK for total in self._parts_here.numpy()[:count].sum(axis=1).tolist()]

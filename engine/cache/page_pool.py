@@ -169,6 +169,17 @@ class PagePool:
                     cached += 1
             return cached
 
+    @property
+    def total(self) -> int:
+        """Pages in all states."""
+        return self._total
+
+    @property
+    def room(self) -> int:
+        """Pages that nobody uses and that are promised to nobody; of the counts, what costs nothing to know."""
+        with self.lock:
+            return self._room
+
     def counts(self) -> PageCounts:
         """Pages by state, all of one moment."""
         with self.lock:

@@ -3,9 +3,10 @@
 Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one row, one key head and one stretch of the
 row's context, and holds all query heads that share the key head as the rows of one tile, so that every key and value is
 read from memory once. The grid depends on the number of rows alone, as CUDA graphs want it: how long a stretch is, and
-how many of a row's programs have one, follows on the device from the row's context. The last program of a row and key
-head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs give the
-same bits.
+which row's a program has, follows on the device from the rows' contexts. Rows too few to fill the GPU share programs by
+their context, so that none is held up by the longest; float32 rows have programs of their own. The last program of a
+row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs
+give the same bits.
 """
 
 import math
@@ -35,6 +36,8 @@ MOST_SPLITS = 32
 """More make a single row no faster, as its last program has to merge them."""
 LONG_TOKENS, LONG_SPLITS = 8192, 4
 """A row this long holds up the others even where they fill the GPU, and is split so often."""
+ROWS_TILE = 32
+"""Rows whose contexts a program looks at together: one warp's."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
 """Splits and shortest stretch of float32, whatever the batch."""
 
@@ -48,6 +51,8 @@ class Plan:
     stages: int
     splits: int
     least_tiles: int
+    slots: int = 0
+    """Programs that all rows share, beside one for each; 0 = each row has `splits`."""
     overlaps: bool = False
     """Whether it shares multiprocessors with the kernels before and after it (see `share_memory_evenly`)."""
 
@@ -67,10 +72,10 @@ LONG_TILE = Plan(block_tokens=32, warps=4, stages=4, splits=LONG_SPLITS, least_t
 """Rows that fill the GPU; further programs are for a long row among short ones."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
-"""`_plan` or a stand-in for it."""
+"""`make_plan` or a stand-in for it."""
 
 
-def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
+def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
     """The plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
 
     float32 is cut the same way whatever the batch, so that a row's bits do not depend on the rows beside it.
@@ -79,13 +84,14 @@ def _plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.d
         block = LEAST_DOT
         splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    lanes = rows * kv_heads
-    splits = min(MOST_SPLITS, PROGRAMS_PER_SM * sms // lanes, -(-capacity // SMALL_TILE.block_tokens))
+    lanes, programs = rows * kv_heads, PROGRAMS_PER_SM * sms
+    splits = min(MOST_SPLITS, programs // lanes, -(-capacity // SMALL_TILE.block_tokens))
     if splits >= 2:
-        return replace(SMALL_TILE, splits=splits)
+        # As many as rows of one length would have, so that these are cut evenly.
+        return replace(SMALL_TILE, splits=splits) if rows == 1 else replace(SMALL_TILE, slots=rows * splits)
     if capacity > LONG_TOKENS:
         return LONG_TILE
-    if lanes <= PROGRAMS_PER_SM * sms or head_dim > LARGE_TILE_DIMS:
+    if lanes <= programs or head_dim > LARGE_TILE_DIMS:
         return SMALL_TILE
     return NARROW_TILE if head_dim <= NARROW_TILE_DIMS else LARGE_TILE
 
@@ -112,7 +118,7 @@ class DecodeAttention:
         device: torch.device,
         pdl: bool,
         early: bool = False,
-        choose: PlanFunction = _plan,
+        choose: PlanFunction = make_plan,
     ) -> None:
         if shape.heads % shape.kv_heads:
             raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
@@ -125,7 +131,7 @@ class DecodeAttention:
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        stretches = max(self._most_splits(rows) * rows for rows in range(1, max_rows + 1)) * shape.kv_heads
+        stretches = max(self._most_stretches(rows) for rows in range(1, max_rows + 1)) * shape.kv_heads
         group = shape.heads // shape.kv_heads
         self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
@@ -147,7 +153,8 @@ class DecodeAttention:
         page_tokens = cache.shape[4]
         chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
-        compiled = decode_attention_kernel[(shape.kv_heads, rows, chosen.splits)](
+        grid = (shape.kv_heads, rows + chosen.slots, 1) if chosen.slots else (shape.kv_heads, rows, chosen.splits)
+        compiled = decode_attention_kernel[grid](
             q,
             cache,
             page_table,
@@ -162,8 +169,12 @@ class DecodeAttention:
             cache.stride(0),
             page_table.stride(0),
             chosen.least_tiles,
+            rows,
+            chosen.slots,
             shape.scale * math.log2(math.e),
             **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
+            SHARED=chosen.slots > 0,
+            ROWS_TILE=ROWS_TILE,
             PDL=self._pdl,
             EARLY=self._early,
             WIDE_DOT=INTERPRETED,
@@ -202,10 +213,9 @@ class DecodeAttention:
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, dtype, self._sms)
         return self._plans[key]
 
-    def _most_splits(self, rows: int) -> int:
-        """Splits of `rows` rows with tables of any size and any dtype."""
+    def _most_stretches(self, rows: int) -> int:
+        """Of one key head's `rows` rows with tables of any size and any dtype."""
         shape, endless = self._shape, 1 << 30
         dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        return max(
-            self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms).splits for dtype in dtypes
-        )
+        plans = [self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms) for dtype in dtypes]
+        return max(rows + plan.slots if plan.slots else rows * plan.splits for plan in plans)

@@ -11,6 +11,51 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
 @triton.jit
+def _tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """How many tiles rows of so much context see."""
+    tiles = tl.cdiv(context, BLOCK_TOKENS)
+    if WINDOW > 0:
+        tiles -= tl.maximum(context - WINDOW, 0) // BLOCK_TOKENS
+    return tiles
+
+
+@triton.jit
+def _share_of(
+    unit,
+    context_lens,
+    rows,
+    slots,
+    least_tiles,
+    WINDOW: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+):
+    """Which row, which of its stretches, and how many tiles a stretch has, if all rows' tiles are shared by `slots`
+    programs and each row's last stretch may be short: no more than `rows` + `slots` programs in all. Those beyond have
+    a stretch that the last row does not.
+    """
+    number = tl.arange(0, ROWS_TILE)
+    total = 0
+    for first in tl.range(0, rows, ROWS_TILE):
+        context = tl.load(context_lens + first + number, mask=first + number < rows, other=0)
+        total += tl.sum(_tiles_of(context, WINDOW, BLOCK_TOKENS))
+    stretch = tl.maximum(tl.cdiv(total, slots), least_tiles)
+    row = 0
+    before = 0
+    programs = 0
+    for first in tl.range(0, rows, ROWS_TILE):
+        present = first + number < rows
+        context = tl.load(context_lens + first + number, mask=present, other=0)
+        count = tl.where(present, tl.maximum(tl.cdiv(_tiles_of(context, WINDOW, BLOCK_TOKENS), stretch), 1), 0)
+        passed = present & (programs + tl.cumsum(count, 0) <= unit)
+        row += tl.sum(passed.to(tl.int32))
+        before += tl.sum(tl.where(passed, count, 0))
+        programs += tl.sum(count)
+    split = tl.where(unit < programs, unit - before, rows + slots)
+    return tl.minimum(row, rows - 1), split, stretch
+
+
+@triton.jit
 def _page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The page id of a tile that lies in one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
@@ -90,7 +135,7 @@ def _merge(
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "least_tiles"],
+    do_not_specialize=["table_stride", "least_tiles", "rows", "slots"],
     do_not_specialize_on_alignment=["page_table", "context_lens"],
 )
 def decode_attention_kernel(
@@ -108,6 +153,8 @@ def decode_attention_kernel(
     page_stride,
     table_stride,
     least_tiles,
+    rows,
+    slots,
     log2_scale,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -120,29 +167,38 @@ def decode_attention_kernel(
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits.
+    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits. If
+    SHARED, program (key head, unit), and a stretch is what divides all rows over `slots`.
 
     Tiles are counted from position 0, scores are in units of log2, and one tile always has a visible position, so the
     running maximum is finite after it.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
-    row = tl.program_id(1)
-    split = tl.program_id(2)
     head = tl.arange(0, GROUP_TILE)
     token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
     held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
-    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
     if not EARLY:
         wait_for_inputs(PDL)
 
+    if SHARED:
+        unit = tl.program_id(1)
+        row, split, stretch = _share_of(unit, context_lens, rows, slots, least_tiles, WINDOW, BLOCK_TOKENS, ROWS_TILE)
+        first_partial = kv_head * tl.num_programs(1) + unit - split
+    else:
+        row = tl.program_id(1)
+        split = tl.program_id(2)
+        first_partial = (row * KV_HEADS + kv_head) * tl.num_programs(2)
+    q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
+    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
     table = page_table + row * table_stride
     context = tl.load(context_lens + row)
     begin = 0
@@ -150,7 +206,8 @@ def decode_attention_kernel(
         begin = tl.maximum(context - WINDOW, 0)
     first_tile = begin // BLOCK_TOKENS
     tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-    stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
+    if not SHARED:
+        stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
     # A padded row has no tile; its first program still writes the zeros.
     active = tl.maximum(tl.cdiv(tiles, stretch), 1)
     start = first_tile + split * stretch
@@ -207,8 +264,8 @@ def decode_attention_kernel(
         if active == 1:
             tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
         else:
-            lane_partials = partials + lane * tl.num_programs(2) * (GROUP * HEAD_DIM)
-            lane_lse = partial_lse + lane * tl.num_programs(2) * GROUP
+            lane_partials = partials + first_partial * (GROUP * HEAD_DIM)
+            lane_lse = partial_lse + first_partial * GROUP
             tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
             tl.store(lane_lse + split * GROUP + head, highest + tl.log2(total), mask=head < GROUP)
             # All warps' stores come before the one thread that counts.

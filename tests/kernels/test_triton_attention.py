@@ -103,6 +103,16 @@ def test_any_number_of_splits(shape: AttentionShape, splits: int, dtype: torch.d
     check(decode_step([1, 33, 700], shape, page_tokens=64), dtype, choose=fixed(splits))
 
 
+@pytest.mark.parametrize("slots", [1, 3, 40])
+@pytest.mark.parametrize("shape", [SHAPES["mqa"], SHAPES["window"]], ids=["mqa", "window"])
+def test_rows_share_programs_by_their_context(shape: AttentionShape, slots: int) -> None:
+    """One long row among short ones, of more rows than a program looks at together."""
+    lengths = [1, 700, *[5, 33] * 16, 129]
+    step = decode_step(lengths, shape, 16)
+    choose: Any = lambda *_: Plan(32, warps=4, stages=2, splits=1, least_tiles=1, slots=slots)  # noqa: E731
+    check(step, torch.float16, choose=choose)
+
+
 def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
     step = decode_step([700, 500], SHAPES["window"], page_tokens=16)
     baseline, exact = torch_of(step, dtype), torch_of(step, torch.float64)

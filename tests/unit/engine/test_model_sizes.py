@@ -21,6 +21,8 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
     if not shape.tied_embeddings:
         del multiplied["model.embed_tokens.weight"]
     assert sizes.weights == sum(each.numel() for each in multiplied.values())
+    head = "model.embed_tokens.weight" if shape.tied_embeddings else "lm_head.weight"
+    assert sizes.output_weights == multiplied[head].numel()
     assert sizes.weight_bytes == 4 * sizes.weights
     assert sizes.kv_bytes_per_token * cache.page_tokens == cache.tensor[0].nbytes
     assert runner.cost_guess.base_s > 0

@@ -4,12 +4,14 @@ from typing import Any, cast
 
 import pytest
 
+from costs.step_grid import TILE_TOKENS, slots_of, unpadded_prompts
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cuda_graphs import SHORT_CONTEXT
 from engine.models.shapes import shape_config
 from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
 from engine.step_graph import StepGraph
-from engine.step_packer import StepLimits, StepPacker, StepSizes
+from engine.step_packer import StepLimits, StepPacker
+from engine.step_sections import StepSizes
 from wire.messages import SamplingParams
 
 LIMITS = StepLimits(vocab_size=50, max_context=4 * SHORT_CONTEXT, pages=9000, page_tokens=16)
@@ -78,7 +80,7 @@ def test_answers_beside_prompts(graphs: PromptGraphs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("qwen3-0.6b", 2048), ("llama-3.2-1b", 2048), ("llama-3-8b", 512), ("qwen3-32b", 256)]
+    ("name", "most"), [("qwen3-0.6b", 2048), ("llama-3.2-1b", 2048), ("llama-3-8b", 1024), ("qwen3-32b", 512)]
 )
 def test_wide_layers_keep_the_device_busy_with_fewer_tokens(name: str, most: int) -> None:
     sizes = prompt_graph_sizes(shape_config(name), max_step_tokens=16384, max_answers=100)
@@ -86,15 +88,22 @@ def test_wide_layers_keep_the_device_busy_with_fewer_tokens(name: str, most: int
     assert alone == sorted(alone)
     assert alone[-1] == most
     assert sorted({size.answers for size in sizes}) == [0, 16, 32, 64, 100]
-    assert {size.tokens for size in sizes if size.answers == 32} == {
-        each for each in (64, 128, 256, 512, 1024, 2048) if each <= most
-    }
-    assert sizes[-1] == PromptSize(100, most), "the largest, in whose memory the others have room"
+    totals = {size.answers + size.tokens for size in sizes if size.answers}
+    assert totals == {each for each in (128, 256, 384, 512, 1024, 2048) if each <= most}
+    assert len(sizes) < 50, "each takes its time at the start"
+
+
+def test_a_step_with_answers_fills_tiles() -> None:
+    """As costs count on it: what they take for the end of a tile fills a graph."""
+    sizes = prompt_graph_sizes(shape_config("llama-3-8b"), max_step_tokens=16384, max_answers=256)
+    for answers, asked in ((3, 200), (16, 300), (17, 500), (100, 300)):
+        tokens = unpadded_prompts(asked, answers, TILE_TOKENS)
+        assert PromptSize(slots_of(answers), tokens) in sizes
 
 
 def test_no_graph_is_larger_than_a_step_may_be() -> None:
     narrow = shape_config("qwen3-0.6b")
     sizes = prompt_graph_sizes(narrow, max_step_tokens=700, max_answers=1)
     assert max(size.tokens for size in sizes) == 640
-    assert sizes[-1] == PromptSize(1, 512)
+    assert sizes[-1] == PromptSize(1, 511)
     assert prompt_graph_sizes(narrow, max_step_tokens=63, max_answers=1) == []

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from engine.batch import Draw, StepBatch, StepRow
-from engine.step_packer import StepLimits, StepPacker, StepSizes, unpack, view_step
+from engine.step_packer import StepLimits, StepPacker, unpack, view_step
+from engine.step_sections import StepSizes
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

@@ -1,0 +1,35 @@
+"""What steps of prompts are padded to on GPUs: as the engine captures them, and as worker and router count on it."""
+
+TILE_TOKENS = 128
+"""Of a large product's tile: it takes the matrix units as long for one token as for all of these."""
+_FEWEST_SLOTS = 16
+
+
+def slots_of(answers: int) -> int:
+    """Places that so many answers take in a step with prompts."""
+    return max(_FEWEST_SLOTS, 1 << (answers - 1).bit_length()) if answers else 0
+
+
+def answer_slots(most: int) -> list[int]:
+    """All numbers of places that up to `most` answers take, rising; the last is for `most`."""
+    slots = [_FEWEST_SLOTS]
+    while slots[-1] < most:
+        slots.append(2 * slots[-1])
+    return [*slots[:-1], min(slots[-1], most)]
+
+
+def padded_prompts(tokens: int, answers: int, tile: int) -> int:
+    """Prompt tokens that a step computes that has so many, beside so many answers, where steps fill tiles."""
+    if tile <= 1:
+        return tokens
+    slots = slots_of(answers)
+    return -(-(tokens + slots) // tile) * tile - slots
+
+
+def unpadded_prompts(tokens: int, answers: int, tile: int) -> int:
+    """The most of `tokens` that fill whole tiles beside so many answers; all of them if they fill none."""
+    if tile <= 1:
+        return tokens
+    slots = slots_of(answers)
+    whole = (tokens + slots) // tile * tile - slots
+    return whole if whole > 0 else tokens

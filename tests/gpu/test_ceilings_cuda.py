@@ -1,0 +1,29 @@
+"""What a GPU can do at best, measured in passing: nothing stays on the device, and a full one is no error."""
+
+import pytest
+import torch
+
+from costs.roofline import GPU
+from engine.ceilings import measure_ceilings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEVICE = torch.device("cuda:0")
+SPARE_BYTES = 200 << 20
+
+
+def test_nothing_stays_on_the_device() -> None:
+    measure_ceilings(DEVICE, torch.bfloat16)  # libraries keep what they need for their work
+    before = torch.cuda.memory_reserved(DEVICE)
+    found = measure_ceilings(DEVICE, torch.bfloat16)
+    assert torch.cuda.memory_reserved(DEVICE) <= before
+    assert found != GPU
+    assert found.flops > 10 * measure_ceilings(torch.device("cpu"), torch.float32, threads=1).flops
+
+
+def test_a_full_device_has_a_typical_ones() -> None:
+    free, _ = torch.cuda.mem_get_info(DEVICE)
+    held = torch.empty(free - SPARE_BYTES, dtype=torch.uint8, device=DEVICE)
+    assert measure_ceilings(DEVICE, torch.bfloat16) == GPU
+    del held
+    torch.cuda.empty_cache()

@@ -1,0 +1,55 @@
+"""Steps of prompts fill tiles: what is charged for, and what is worth asking for."""
+
+from dataclasses import replace
+
+import pytest
+
+from costs.step_cost import CostParameters, StepCost, StepWork
+from costs.step_grid import TILE_TOKENS, answer_slots, padded_prompts, slots_of, unpadded_prompts
+
+H200 = CostParameters(
+    base_s=4e-3, prompt_base_s=3e-4, token_s=2.5e-5, pair_s=9e-10, row_s=1e-5, context_s=3e-8, free_tokens=150
+)
+TILED = StepCost(replace(H200, tile_tokens=TILE_TOKENS))
+
+
+def test_answers_have_places_by_powers_of_two() -> None:
+    assert [slots_of(rows) for rows in (0, 1, 16, 17, 100, 256)] == [0, 16, 16, 32, 128, 256]
+    assert answer_slots(256) == [16, 32, 64, 128, 256]
+    assert answer_slots(100) == [16, 32, 64, 100]
+    assert answer_slots(1) == [1]
+
+
+@pytest.mark.parametrize("answers", [0, 1, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 88, 112, 113, 128, 129, 1000])
+def test_a_step_is_a_multiple_of_a_tile(tokens: int, answers: int) -> None:
+    padded = padded_prompts(tokens, answers, TILE_TOKENS)
+    assert tokens <= padded < tokens + TILE_TOKENS
+    assert (padded + slots_of(answers)) % TILE_TOKENS == 0
+    assert padded_prompts(tokens, answers, 1) == tokens
+
+
+def test_tokens_that_begin_another_tile_are_left_for_the_next_step() -> None:
+    assert unpadded_prompts(200, 5, TILE_TOKENS) == 112
+    assert unpadded_prompts(112, 5, TILE_TOKENS) == 112
+    assert unpadded_prompts(100, 5, TILE_TOKENS) == 100, "less than a tile is all there is"
+    assert unpadded_prompts(200, 5, 1) == 200
+
+
+@pytest.mark.parametrize("target_s", [0.0052, 0.0065, 0.008, 0.012, 0.025])
+@pytest.mark.parametrize("pairs", [0.0, 1000.0, 50_000.0])
+@pytest.mark.parametrize("rows", [3, 20, 100])
+def test_the_most_tokens_within_a_target(target_s: float, pairs: float, rows: int) -> None:
+    context = 400 * rows
+    tokens = TILED.tokens_within(target_s, rows, context, pairs)
+    within = [
+        each for each in range(1, 2000) if TILED.seconds(StepWork(each, each * pairs, rows, context)) <= target_s + 1e-9
+    ]
+    best = max(within, default=0)
+    assert tokens <= best, "never too many"
+    assert tokens >= best - 1 or tokens >= unpadded_prompts(best, rows, TILE_TOKENS) - 1
+
+
+def test_a_tile_costs_the_same_however_full_it_is() -> None:
+    seconds = [TILED.seconds(StepWork(tokens, 0.0, 4, 0)) for tokens in (1, 112, 113, 240, 241)]
+    assert seconds[0] == seconds[1] < seconds[2] == seconds[3] < seconds[4]
