@@ -40,6 +40,7 @@ from wire.messages import (
     RoutedEvent,
     TransferNotice,
 )
+from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
@@ -167,10 +168,13 @@ class DecodeAdmission:
         """`prefill` may begin to write under these for `write_window_s` from now on, but for those returned."""
         return self._leases.prolong(leases, prefill)
 
-    def release(self, lease: Lease, prefill: PeerRef) -> None:
-        """`prefill` gave up and is quiet: the lease's pages are free. StaleEpoch when the lease is over."""
+    def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> None:
+        """`prefill` gave up: the lease's pages are free; where a write of it failed, which is `in_doubt`, after the
+        grace. StaleEpoch when the lease is over.
+        """
         with self._lock:
-            self._leased.follow(self._leases.release(lease, prefill), None)
+            for change in self._leases.release(lease, prefill, in_doubt=in_doubt):
+                self._leased.follow(change, None)
         self._changed()
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> None:
@@ -186,6 +190,7 @@ class DecodeAdmission:
     def notice(self, notice: TransferNotice) -> None:
         """Transfer thread: every byte of the prompt's KV has arrived. A notice of an old lease is dropped and counted;
         one that does not fit the reservation fails the request, which is prefilled again."""
+        seen = EdgeStamp.now(Edge.NOTICE_SEEN)
         with self._lock:
             try:
                 change = self._leases.settle(notice.lease, notice.prefill)
@@ -194,8 +199,10 @@ class DecodeAdmission:
                 return
             arrived = self._leased.settle(change)
             if arrived is not None:
+                arrived.edges.append(seen)
                 self._intake.take_in(arrived, notice, self._clock())
-        self._changed()
+            checking = arrived is not None and arrived.stage is Stage.CHECKING
+        self._changed(work=not checking)
 
     def peer_gone(self, peer: PeerRef) -> None:
         """The process of `peer` is believed dead: whatever it was to write is over."""
@@ -288,12 +295,15 @@ class DecodeAdmission:
         """Why nothing is promised for now, in words; empty = promises are made."""
         return self._room.not_ready
 
-    def _changed(self) -> None:
-        """Outside the lock: leases may have ended and pages become free."""
+    def _changed(self, *, work: bool = True) -> None:
+        """Outside the lock: leases may have ended and pages become free. `work`: that, or a request that is ready, may
+        be news for the step loop, which must not be woken in vain where others need the interpreter at once.
+        """
         with self._lock:
             self._expect(self._leases.open_leases)
             self._room.look()
-        self._wake()
+        if work:
+            self._wake()
 
     # ---- inside, under the lock ----
 

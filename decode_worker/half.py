@@ -13,17 +13,20 @@ Engine thread only. What all requests need in a step is columns (`decode_worker/
 """
 
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 from decode_worker.admission import DecodeAdmission
-from decode_worker.news import StepNews
+from decode_worker.landed import Landed
+from decode_worker.news import NO_NEWS, StepNews
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.running_batch import Cohort, Places, RunningBatch
+from decode_worker.running_batch import RunningBatch
 from engine.batch import History, TokenRows
 from wire.ending import Ending
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
 from wire.timeline import Edge, EdgeStamp
+
+NO_ROWS = TokenRows.of(())
 
 
 class DecodeHalf:
@@ -36,8 +39,6 @@ class DecodeHalf:
         self._model = model
         self._max_batch = max_batch_requests
         self._batch = RunningBatch(max_batch_requests, page_tokens)
-        self._steps: deque[Cohort] = deque()
-        """The requests of each step that was launched and not applied, oldest first."""
         self._cancelled = 0
         """Of the admission's count, those that were looked for."""
         self._short = False
@@ -52,15 +53,12 @@ class DecodeHalf:
         """
         self._notice_cancelled()
         self._let_go()
-        room = 0 if self._short else min(self._max_batch, budget) - len(self._batch)
-        for request in self._admission.join(room):
-            self._start(request)
-        places = self._with_pages(self._batch.due())
-        if not len(places):
-            return TokenRows.of(())
-        rows, step = self._batch.launch(places)
-        self._steps.append(step)
-        return rows
+        # Who becomes ready behind this look is in the next step.
+        if self._admission.ready_requests and not self._short:
+            for request in self._admission.join(min(self._max_batch, budget) - len(self._batch)):
+                self._start(request)
+        self._give_pages()
+        return self._batch.launch() or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> StepNews:
         """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
@@ -68,16 +66,12 @@ class DecodeHalf:
         `logprobs` is empty or has an entry for each row.
         """
         if not token_ids:
-            return StepNews()
-        step = self._steps.popleft()
+            return NO_NEWS
         self._notice_cancelled()
-        landed = self._batch.land(step, token_ids)
-        events = [
-            self._tell(step.requests[row], index, token, logprobs[row] if logprobs else None)
-            for row, index, token in landed.specials()
-        ]
+        landed = self._batch.land(cast("Sequence[int]", token_ids))
+        events = [self._tell(landed, row, logprobs[row] if logprobs else None) for row in landed.special]
         self._let_go()
-        return StepNews(events, landed.usual(step))
+        return StepNews(events, landed)
 
     def limit(self, max_batch_requests: int) -> None:
         """Let so many requests run at most; those that run go on. From any thread."""
@@ -89,8 +83,8 @@ class DecodeHalf:
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
-        computed = {request for step in self._steps for request in step.requests}
-        self._steps.clear()
+        computed = {seat.request: None for _, cohort in self._batch.flying for seat in cohort.seats}
+        self._batch.flying.clear()
         for request in list(self._batch.requests):
             self._leave(request)
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
@@ -111,12 +105,12 @@ class DecodeHalf:
             for request in [each for each in self._batch.requests if each.cancelled]:
                 self._batch.drop(request)
 
-    def _with_pages(self, places: Places) -> Places:
-        """Those of `places` that have a page for their next row; others may have left or stopped for it."""
+    def _give_pages(self) -> None:
+        """To those that need one for their next row; others may leave or stop for it."""
         self._short = False
-        needy = self._batch.without_page(places)
+        needy = self._batch.without_page()
         if not needy:
-            return places
+            return
         preemptions = self._admission.preemptions
         for request in needy:
             if request.stage is not Stage.RUNNING or request.leaving:
@@ -125,10 +119,8 @@ class DecodeHalf:
                 self._batch.grown(request)
             else:
                 self._short = True
-        if not self._short and self._admission.preemptions == preemptions:
-            return places
-        self._follow_preemption()
-        return self._batch.with_page(self._batch.due())
+        if self._short or self._admission.preemptions != preemptions:
+            self._follow_preemption()
 
     def _follow_preemption(self) -> None:
         for request in list(self._batch.requests):
@@ -155,8 +147,9 @@ class DecodeHalf:
         self._batch.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
-    def _tell(self, request: DecodeRequest, index: int, token_id: int, score: TokenLogprobs | None) -> RoutedEvent:
+    def _tell(self, landed: Landed, row: int, score: TokenLogprobs | None) -> RoutedEvent:
         """A token of which there may be more to tell: that it is the last, say."""
+        request, index, token_id = landed.token(row)
         edges, request.edges = tuple(request.edges), []
         reason = request.ending.reason(token_id, index)
         if reason is not None:

@@ -11,6 +11,7 @@ from decode_worker.request import DecodeRequest, Stage
 from wire.errors import TransferFailed, Unavailable
 from wire.logs import about
 from wire.messages import TransferNotice
+from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ class Intake:
 
     def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
         """The checks' thread: whether the bytes of a request's pages are right."""
+        checked = EdgeStamp.now(Edge.KV_CHECKED)
         with self._lock:
+            request.edges.append(checked)
             try:
                 self._judge(request, notice, problem)
             except Exception:

@@ -13,7 +13,7 @@ from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
 
 if TYPE_CHECKING:
-    from decode_worker.running_batch import RunningBatch
+    from decode_worker.seat import Seat
 
 
 class Stage(Enum):
@@ -72,10 +72,8 @@ class DecodeRequest:
     """Its last token is here; a step that was launched before may still use its pages."""
     yielding: bool = False
     """Running, but to give way when the launched steps with a row of it are over."""
-    batch: RunningBatch | None = None
-    """That it runs in."""
-    place: int = 0
-    """Its index in the columns of the batch."""
+    seat: Seat | None = None
+    """Of a running request, in the batch."""
     prompt_tokens: int = field(init=False)
     """Of the client's own prompt."""
     ending: Ending = field(init=False)
@@ -90,8 +88,8 @@ class DecodeRequest:
     @property
     def token_ids(self) -> list[int]:
         """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
-        if self.batch is not None:
-            self.batch.hand_over(self)
+        if self.seat is not None:
+            self.seat.batch.hear(self)
         return self.answer
 
     @property
@@ -109,7 +107,7 @@ class DecodeRequest:
     @property
     def in_flight(self) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""
-        return 0 if self.batch is None else self.batch.in_flight(self)
+        return 0 if self.seat is None else self.seat.batch.in_flight(self)
 
     @property
     def key(self) -> tuple[str, str]:

@@ -1,9 +1,11 @@
 """The transfer seam. A prefill worker has a `Sender`, a decode worker a `Receiver`; both come from one `Transport`.
 
 Ownership: the sender only reads its own pages and writes the peer's pages it was allotted; it never frees. Local pages
-must stay untouched until the write is settled (`done` or `failed` — and quiet: after it is settled, no byte of it
-moves any more). A write is the sender's either way: which of the two processes moves the bytes, the `Direction`, is
-the transport's own affair and a setting.
+must stay untouched until the write is settled (`done` or `failed` — and quiet: no byte of them is read any more). The
+peer's pages are quiet, too, when it is done; of one that failed, bytes may lie in the peer's buffers and land later,
+so the sender says that one has failed and the peer keeps its pages apart for a while (`fence.py`). A write is the
+sender's either way: which of the two processes moves the bytes, the `Direction`, is the transport's own affair and a
+setting.
 
 Threads: every method may be called from any thread and returns without waiting for the network, except `close`.
 Callbacks run on the transport's own thread and must return at once.
@@ -30,28 +32,43 @@ class Direction(StrEnum):
     """The receiver reads from the sender's memory, when it is told to."""
 
 
+def whenever() -> float:
+    """Of a write that may begin at any time."""
+    return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class WriteDone:
+    """A settled write: bytes moved, how long it took from its beginning to completion (ns), and when that was (Unix
+    ns).
+    """
+
+    bytes: int
+    duration_nanos: int
+    ended_nanos: int
+
+    @property
+    def begun_nanos(self) -> int:
+        """Unix ns."""
+        return self.ended_nanos - self.duration_nanos
+
+
 @dataclass(frozen=True, slots=True)
 class PageWrite:
     """Write my `local_pages` onto `peer`'s `remote_pages`, one to one; then, if given, deliver `notice`.
 
-    The notice arrives after every byte of this write. A sender that needs earlier writes to have landed as well waits
-    for them before it posts the one with the notice. A write that has not begun by `begin_by` (`time.monotonic`) never
-    does: that is for how long the peer has given its pages.
+    It begins once those `behind` which it goes have landed, and never if one of them has not; they are this sender's,
+    too. The notice arrives after every byte of all of these. A write that has not begun by `begin_by`
+    (`time.monotonic`) never does: that is for how long the peer has given its pages. It is asked when the write could
+    begin, on any thread.
     """
 
     peer: PeerRef
     local_pages: Sequence[int]
     remote_pages: Sequence[int]
     notice: TransferNotice | None = None
-    begin_by: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class WriteDone:
-    """A settled write: bytes moved and how long it took from post to completion (ns)."""
-
-    bytes: int
-    duration_nanos: int
+    begin_by: Callable[[], float] = whenever
+    behind: "Sequence[Future[WriteDone]]" = ()
 
 
 class Sender(ABC):
@@ -72,10 +89,11 @@ class Sender(ABC):
 
     @abstractmethod
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
-        """Post a write. The future ends with `WriteDone`, or `TransferFailed` once the write is known to be quiet.
+        """Post a write. The future ends with `WriteDone`, or `TransferFailed` once the write is known to be quiet here.
 
-        Past `deadline_s` (seconds from now) a write that has not begun fails, and one in flight fails when it comes to
-        rest; unless its notice has left, for then the peer goes on with the request. Cancelling the future does
+        Past `deadline_s` (seconds from now) a write that has not begun fails, though no sooner than those that it goes
+        behind are over, and one in flight fails when it comes to rest; unless its notice has left, for then the peer
+        goes on with the request. Cancelling the future does
         nothing: a posted write is always waited for.
         """
 
@@ -112,6 +130,10 @@ class Transport(Sender, Receiver):
     @abstractmethod
     def transport_name(self) -> str:
         """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX write (cma)`."""
+
+    def transport_kinds(self) -> str:
+        """The same without any peer's name, for metrics: it has few values, however many peers come and go."""
+        return self.backend
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """For the handshake, (name, value) in words: what the transports of two workers must share."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from kv_transfer.pace import wait_precisely
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Lease, PageChecksum
 
@@ -141,6 +142,7 @@ class PageChecks:
         return tuple(map(PageChecksum, numbers, self._sums([pages[number] for number in numbers], filled)))
 
     def _run(self) -> None:
+        wait_precisely()
         for work in iter(self._work.get, None):
             self._busy_since = time.monotonic()
             try:

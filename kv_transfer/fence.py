@@ -1,4 +1,4 @@
-"""When pages are safe again from a writer that is believed dead.
+"""When pages are safe again from a writer that is believed dead, or says that a write of it failed.
 
 A death is a belief: a worker that is cut off looks like a dead one and may go on to write. What can be done depends on
 what this host's kernel says of its process (`processes.py`):
@@ -9,6 +9,7 @@ what this host's kernel says of its process (`processes.py`):
                   in time lands in the grace
 
 The grace counts only time in which this worker's transport listened: bytes in its socket buffers land when it looks.
+A write that failed leaves as much behind as one of a dead process, though its writer lives and begins nothing more.
 Between processes of one host nothing else is on the way. Over a network the last line is a bound, not a proof: a switch
 or a retransmission may hold bytes longer than the grace for distant writers, which is longer for that reason; and so
 may a writer that is stopped after its look at the clock, before or amid its write.
@@ -49,25 +50,35 @@ class Exposure:
         self._permitted_at = -math.inf
         self._grace_s: float | None = None
         self._safe_at: float | None = None
+        self._begins_no_more = False
 
     def permit(self, now: float) -> None:
         """From now on the writer may begin to write for `window_s`."""
         self._permitted_at = now
 
     def believe_dead(self) -> None:
-        """From now on it matters when its pages are safe."""
+        """From now on it matters when the pages are safe from it."""
         if self._grace_s is None:
             self._grace_s = self._fence.grace_s(self._writer)
 
+    def begins_no_more(self) -> None:
+        """The writer says so; what it had begun may still land, whether it lives or not."""
+        self.believe_dead()
+        self._begins_no_more = True
+
     def is_safe(self, now: float, lives: Lives) -> bool:
-        """Whether nothing of a writer that is believed dead lands any more; starts the grace when it is due."""
+        """Whether nothing lands any more of a writer that is believed dead or begins no more; starts the grace when it
+        is due.
+        """
         if self._grace_s is None:
             return False
-        alive = lives(self._writer)
-        if alive or (alive is None and now < self._permitted_at + self._fence.window_s):
+        if not self._begins_no_more and self._may_begin(now, lives(self._writer)):
             self._safe_at = None
             return False
         listened_s = self._fence.listened_s()
         if self._safe_at is None:
             self._safe_at = listened_s + self._grace_s
         return listened_s >= self._safe_at
+
+    def _may_begin(self, now: float, alive: bool | None) -> bool:
+        return bool(alive) or (alive is None and now < self._permitted_at + self._fence.window_s)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import PeerDescription, PeerRef
@@ -31,7 +32,7 @@ class Flight:
 
     sender: PeerRef
     write: PageWrite
-    posted_at: float
+    begun_at: float
     deadline: float
     future: "Future[WriteDone]"
     doomed: bool = False
@@ -45,7 +46,7 @@ class Flight:
             self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
         else:
             moved = len(self.write.local_pages) * page_bytes
-            self.future.set_result(WriteDone(moved, int((now - self.posted_at) * 1e9)))
+            self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
 
 class Fabric(Protocol):
@@ -250,19 +251,26 @@ class InMemoryTransport(Transport):
         future: Future[WriteDone] = Future()
         future.set_running_or_notify_cancel()
         now = self._fabric.now()
+        flight = Flight(self.me, write, now, now + deadline_s, future)
+        hold(write.behind, lambda why_not: self._begin(flight, why_not))
+        return future
+
+    def _begin(self, flight: Flight, why_not: str) -> None:
+        write, future, now = flight.write, flight.future, self._fabric.now()
         known = self._peers.get(write.peer.worker_id)
-        if self._closed or known is None or known.peer != write.peer:
+        if why_not:
+            future.set_exception(TransferFailed(f"the write may not begin: {why_not}; prefill again"))
+        elif self._closed or known is None or known.peer != write.peer:
             future.set_exception(TransferFailed(f"{write.peer} is not a known peer; introduce it first"))
-        elif deadline_s <= 0:
+        elif now >= flight.deadline:
             future.set_exception(TransferFailed("the write was past its deadline before it began; prefill again"))
-        elif now >= write.begin_by:
+        elif now >= write.begin_by():
             future.set_exception(TransferFailed("the write may not begin any more; prefill again"))
         else:
-            flight = Flight(self.me, write, now, now + deadline_s, future)
+            flight.begun_at = now
             self._posted.add(flight)
             future.add_done_callback(lambda _: self._posted.discard(flight))
             self._fabric.post(flight)
-        return future
 
     def describe(self) -> PeerDescription:
         layout = self.layout

@@ -5,10 +5,11 @@
     fabric.land(fabric.flights[0], 1)     # one page of the first write
     fabric.land(fabric.flights[0])        # the rest of it: the writer hears that it is done
     fabric.hear(0)                        # its notice arrives
+    fabric.fail(fabric.flights[0])        # a write fails; what the network holds of it may land until `rest`
 
-So writes overtake each other, end in the middle, outlive their writer for a while, and notices come late, twice or
-never. What it keeps of the contract (`kv_transfer/base.py`): a settled write moves no byte any more, and a notice is
-there only after every byte of its write. For one thread.
+So writes overtake each other, end in the middle, outlive their writer or their own failure for a while, and notices
+come late, twice or never. What it keeps of the contract (`kv_transfer/base.py`): a settled write reads no page any more
+and, if it was a success, moves no byte; and a notice is there only after every byte of its write. For one thread.
 """
 
 import ctypes
@@ -22,13 +23,15 @@ from wire.messages import PeerRef, TransferNotice
 
 @dataclass(slots=True, eq=False)
 class OnTheWay:
-    """A write on its way: how far it is, and the bytes themselves once its writer is dead."""
+    """A write on its way: how far it is, and the bytes themselves once its writer is dead or knows that it failed."""
 
     flight: Flight
     landed: int = 0
     """Pages of it that are there."""
     orphan: list[bytes] | None = None
-    """What the network still holds of a dead writer's pages; None while the writer lives."""
+    """What the network still holds of the pages of a dead writer, or of a write that failed; None otherwise."""
+    failed: bool = False
+    """Its writer was told so; nobody hears its notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +71,23 @@ class FabricByHand:
                 one.flight.land(receiver.layout.page_bytes, self.now(), heard=write.notice is not None)
 
     def fail(self, one: OnTheWay, *, after_notice: bool = False) -> None:
-        """The write comes to rest where it is, and fails; `after_notice`: all of it has landed, its notice has left."""
-        receiver = self._ends.get(one.flight.write.peer)
-        if after_notice and receiver is not None:
+        """The connection of a write breaks: its writer hears so, and what is not there yet lands late, until `rest`.
+
+        `after_notice`: all of it has landed, its notice has left.
+        """
+        sender, receiver = self._ends.get(one.flight.sender), self._ends.get(one.flight.write.peer)
+        if after_notice and receiver is not None and not one.failed:
             self._move(one, receiver, None)
             self._notice_leaves(one)
+        if one.orphan is not None or sender is None or receiver is None or after_notice:
+            self.rest(one)
+            return
+        one.orphan = [_bytes(sender, page) for page in one.flight.write.local_pages]
+        one.failed = True
+        one.flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
+
+    def rest(self, one: OnTheWay) -> None:
+        """Nothing of a write lands any more; it fails, unless its writer knows or is dead."""
         self.flights.remove(one)
         if one.orphan is None:
             one.flight.future.set_exception(TransferFailed("the write failed on the way; prefill again"))
@@ -93,7 +108,7 @@ class FabricByHand:
         """The process of `peer` is gone. Writes to it fail; its own go on to land until `bury`."""
         end = self._ends.pop(peer, None)
         for one in self.flights:
-            if one.flight.sender == peer and end is not None:
+            if one.flight.sender == peer and end is not None and not one.failed:
                 one.orphan = [_bytes(end, page) for page in one.flight.write.local_pages]
         self.drop_flights(lambda flight: flight.write.peer == peer, f"{peer.worker_id} is gone")
 
@@ -112,7 +127,7 @@ class FabricByHand:
             one.landed += 1
 
     def _notice_leaves(self, one: OnTheWay) -> None:
-        if one.flight.write.notice is not None:
+        if one.flight.write.notice is not None and not one.failed:
             self.notices.append(LateNotice(one.flight.write.peer, one.flight.write.notice))
 
     def now(self) -> float:

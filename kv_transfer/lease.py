@@ -1,24 +1,27 @@
 """The decode side's table of leases: who may write which pages, and when a page is safe again.
 
     granted ──advertise──► advertised ──settle──► ended (admit the pages)
-       │                       │ revoke, expire, peer_gone
+       │                       │ revoke, expire, peer_gone, release in doubt
        │ revoke, expire,       ▼
-       │ release, peer_gone  quarantined ──release, late notice, or writer dead for a while──► ended (free)
+       │ release, peer_gone  quarantined ──release, late notice, or in doubt or writer dead for a while──► ended (free)
        ▼
      ended (no pages)
 
 A lease is granted as a promise of so many pages and holds none; pages are attached when the writer asks for them.
 From then on the writer may write until it has delivered its notice (its last act, after every byte), or has released
-the lease (its word that nothing is in flight and nothing will follow), or is dead. No pages are freed before one of
-the three. A writer whose notice has left sends no release; one that failed or was told to stop does. Some time after
-the notice it says that this was `delivered`, which is the end of a lease whose notice was lost.
+the lease (its word that nothing will follow), or is dead. No pages are freed before one of the three. A writer whose
+notice has left sends no release; one that failed or was told to stop does. Its release proves that all is quiet only
+where every write has landed. Where one has failed it says so, in doubt: bytes of a broken connection may lie in this
+host's buffers, so the pages stay apart for the grace of a dead writer. Some time after the notice it says that this
+was `delivered`, which is the end of a lease whose notice was lost, as after a release in doubt: what has lost the
+notice was no sound connection.
 
 What happens when events cross; the first column came first:
 
     first            then              outcome
     abort            allot request     StaleEpoch: nothing was advertised, the writer stops
     abort            notice            the notice is the proof of quiet: fenced, pages freed, request not admitted
-    abort            release           pages freed
+    abort            release           pages freed; in doubt: after the grace
     abort            expiry            nothing: a quarantined lease has no deadline
     abort            writer dies       pages freed once they are safe, see below
     notice           abort             StaleEpoch: the lease is settled, the caller aborts the running request
@@ -26,13 +29,15 @@ What happens when events cross; the first column came first:
     notice           expiry, death     nothing: the lease is over
     notice           delivered         nothing: the lease is over
     release          notice            StaleEpoch: dropped; its bytes had landed before either was sent
-    delivered        notice            the same: it was not lost after all, and comes too late
+    rel. in doubt    notice            as after an abort: it goes behind every write, so the doubt is over
+    rel. in doubt    writer dies       nothing: the grace runs on
+    delivered        notice            as after a release in doubt: it was not lost after all, and comes too late
     release          abort, expiry     StaleEpoch, nothing
     expiry           renew             reported as unknown, the router takes its next attempt
     expiry           allot, notice,    as after an abort
                      release, death
     writer dies      notice            as after an abort: it had left before the death
-    writer dies      release           pages freed at once
+    writer dies      release           pages freed at once; in doubt: after the grace
     writer dies      abort             StaleEpoch: already quarantined, the clock runs on
     writer dies      grant for it      Unavailable
     writer dies      it lives: allot   StaleEpoch, and without permission it begins no write
@@ -189,24 +194,26 @@ class LeaseTable:
                 return self._end(entry, PageAction.FREE)
             return self._end(entry, PageAction.ADMIT)
 
-    def release(self, lease: Lease, prefill: PeerRef) -> LeaseChange:
-        """The writer is quiet and gives up: FREE, or NONE when it never held pages. StaleEpoch as in `settle`."""
+    def release(self, lease: Lease, prefill: PeerRef, *, in_doubt: bool = False) -> tuple[LeaseChange, ...]:
+        """The writer gives up and begins nothing more: FREE, or NONE when the lease never held pages.
+
+        `in_doubt`: a write failed, and what it left behind may still land: QUARANTINE, unless that is so already; it
+        ends (see `expire`) after the grace of a dead writer. StaleEpoch as in `settle`.
+        """
         with self._lock:
             entry = self._entry(lease, prefill)
-            return self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
+            if in_doubt:
+                return self._doubt(entry)
+            return (self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE),)
 
     def delivered(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[LeaseChange, ...]:
-        """The writer's notices of these leases have long left: those still open end as after a release, for theirs was
-        lost. Not counted as fenced.
+        """The writer's notices of these leases have long left: those still open end as after a release in doubt, for
+        theirs was lost. Not counted as fenced.
         """
         with self._lock:
             named = {lease.epoch: lease for lease in leases}
             unheard = [entry for epoch in named if (entry := self._entries.get(epoch)) and entry.lease == named[epoch]]
-            return tuple(
-                self._end(entry, PageAction.NONE if entry.page_ids is None else PageAction.FREE)
-                for entry in unheard
-                if entry.prefill == prefill
-            )
+            return tuple(change for entry in unheard if entry.prefill == prefill for change in self._doubt(entry))
 
     def revoke(self, lease: Lease) -> LeaseChange:
         """The request is over before its notice: QUARANTINE, or NONE without pages. StaleEpoch when already over."""
@@ -234,7 +241,9 @@ class LeaseTable:
             self._gone.take_back(peer)
 
     def expire(self) -> tuple[LeaseChange, ...]:
-        """What is due now: leases without a heartbeat are revoked, quarantines of dead writers end. Call it often."""
+        """What is due now: leases without a heartbeat are revoked, quarantines end that dead writers or a release in
+        doubt have left. Call it often.
+        """
         with self._lock:
             now, lives = self._clock(), cache(self._fence.lives)
             changes = []
@@ -282,6 +291,12 @@ class LeaseTable:
     def _stale(self, what: object, why: str) -> StaleEpoch:
         self._fenced += 1
         return StaleEpoch(f"{what} was refused: {why}; drop this attempt")
+
+    def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:
+        """Its writer begins nothing more, but what it began may still land."""
+        entry.exposure.begins_no_more()
+        entry.exposure.is_safe(self._clock(), self._fence.lives)  # the grace runs from now on
+        return () if entry.quarantined else (self._revoke(entry),)
 
     def _revoke(self, entry: _Entry) -> LeaseChange:
         if entry.page_ids is None:

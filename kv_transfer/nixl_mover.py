@@ -10,7 +10,7 @@ from typing import Any
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.nixl_peers import Link
 from wire.errors import TransferFailed
-from wire.messages import PeerDescription, TransferNotice
+from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 Deliver = Callable[[str, TransferNotice], None]
 """(agent name of the sender, its notice): hands it to the worker, or drops one that is not that sender's."""
@@ -21,7 +21,8 @@ class Flight:
     """A write from the call that asked for it to the end of its future. Times are monotonic seconds."""
 
     write: PageWrite
-    asked_at: float
+    begun_at: float
+    """When it was asked for, until it begins."""
     deadline: float
     future: "Future[WriteDone]"
     doomed: str = ""
@@ -39,7 +40,7 @@ class Flight:
     @property
     def forbidden(self) -> bool:
         """Whether it may not begin any more."""
-        return time.monotonic() >= self.write.begin_by
+        return time.monotonic() >= self.write.begin_by()
 
     def fail(self, why: str) -> None:
         if not self.told:
@@ -56,7 +57,8 @@ class Flight:
         elif self.late and self.write.notice is None:
             self.fail("it came to rest after its deadline")
         elif not self.told:
-            self.future.set_result(WriteDone(moved, int((time.monotonic() - self.asked_at) * 1e9)))
+            took_s = time.monotonic() - self.begun_at
+            self.future.set_result(WriteDone(moved, int(took_s * 1e9), time.time_ns()))
 
     def wrong(self, link: Link | None, pages_here: int) -> str:
         """Why it cannot begin, over the link to its peer from a pool of so many pages; "" = it can."""
@@ -122,6 +124,15 @@ class Mover(ABC):
     @abstractmethod
     def hear(self, sender: str, data: bytes) -> None:
         """A notification from the agent `sender`. google.protobuf.message.DecodeError when it cannot be read."""
+
+    @abstractmethod
+    def announce(self, peer: PeerRef) -> None:
+        """A notice for this peer waits for writes in flight: let it listen closely, if that is of use."""
+
+    @property
+    @abstractmethod
+    def notice_due(self) -> bool:
+        """Whether a peer has said that its notice comes soon."""
 
     @abstractmethod
     def abandon(self, link: Link, why: str) -> None:

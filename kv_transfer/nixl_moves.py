@@ -3,8 +3,10 @@
 A put or a get of UCX cannot be taken back: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent
 closes the endpoint with a flush. So one is quiet only
 - when NIXL says DONE: every byte is in its place (after puts NIXL flushes the endpoint);
-- `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card or a
-  copy engine had begun ends within microseconds, what lies in socket buffers arrives in that time or never.
+- here, `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card
+  or a copy engine had begun to read ends within microseconds. There nothing is proven: what TCP had taken lies in the
+  peer's socket buffers and lands when that looks. So whoever hears that one failed may use its own pages again, and
+  the decode worker keeps its for a grace (`fence.py`).
 A deadline therefore ends none in flight; it decides how it ends when it has come to rest. Nor does the removal of its
 peer, which may be alive. Even when nobody wants to hear of its end, it is looked after until UCX is done with it:
 before that its handle, the peer's metadata and the endpoint may not be freed (UCX still follows their pointers).
@@ -26,7 +28,7 @@ ERROR_REST_S = 0.5
 
 @dataclass(slots=True, eq=False)
 class _Move:
-    """`rests_at`: when it will be quiet after its failure; `abandoned`: nobody wants to hear of its end."""
+    """`rests_at`: when it will be quiet here after its failure; `abandoned`: nobody wants to hear of its end."""
 
     link: Link
     handle: Any

@@ -18,7 +18,7 @@ from kv_transfer.nixl_orders import Orders
 from kv_transfer.nixl_peers import Link, Links
 from wire.convert import decode_read_note
 from wire.errors import TransferFailed
-from wire.messages import PeerDescription
+from wire.messages import PeerDescription, PeerRef
 from wire.read_notes import ReadAnswer, ReadCancel, ReadOrder
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,13 @@ class Reads(Mover):
                 self._fetches.cancel(link, note)
             case ReadAnswer():
                 self._orders.answered(link, note)
+
+    def announce(self, peer: PeerRef) -> None:
+        """The peer knows when its notice is due: it moves the pages."""
+
+    @property
+    def notice_due(self) -> bool:
+        return False
 
     def abandon(self, link: Link, why: str) -> None:
         self._orders.abandon(link, why)

@@ -3,6 +3,7 @@
 One thread owns the agent; everybody else talks to it through a queue of commands. It waits on that queue, and how
 long depends on what is going on:
 - writes in flight: looks when the oldest should be over (`kv_transfer/pace.py`), every 20 µs to 500 µs;
+- a notice is due: looks every `DUE_LISTEN_S`;
 - notices or a peer's connection expected: looks every `LISTEN_S`, as UCX moves only while somebody looks;
 - nothing: looks every `REST_S`, so that a peer in the middle of something is answered, late but certainly.
 """
@@ -18,6 +19,7 @@ from functools import partial
 from google.protobuf.message import DecodeError
 
 from kv_transfer.base import Direction, NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_mover import Flight, Mover
@@ -32,6 +34,7 @@ from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 
+DUE_LISTEN_S = 20e-6
 LISTEN_S = 0.15e-3
 REST_S = 0.1
 LOOK_GAP_S = 0.1
@@ -39,6 +42,7 @@ LOOK_GAP_S = 0.1
 CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
+_CLOSED = "this worker's transport is closed"
 _MOVERS: dict[Direction, type[Writes] | type[Reads]] = {Direction.WRITE: Writes, Direction.READ: Reads}
 
 
@@ -61,7 +65,7 @@ class NixlTransport(Transport):
         self._looked_at = time.monotonic()
         self._attentive_until = 0.0
         self._wires = Wires(UCX, agent_name(me), layout, host_id(), direction)
-        self._closing = False
+        self._closing = self._left = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="nixl", daemon=True)
@@ -87,8 +91,8 @@ class NixlTransport(Transport):
         future.set_running_or_notify_cancel()
         now = time.monotonic()
         flight = Flight(write, now, now + deadline_s, future)
-        if not self._command(lambda: self._mover.post(flight)):
-            flight.fail("this worker's transport is closed")
+        if not self._command(partial(self._take, flight)):
+            flight.fail(_CLOSED)
         return future
 
     def describe(self) -> PeerDescription:
@@ -104,6 +108,9 @@ class NixlTransport(Transport):
 
     def transport_name(self) -> str:
         return self._wires.name
+
+    def transport_kinds(self) -> str:
+        return self._wires.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         return (("kv_direction", str(self._direction)),)
@@ -128,6 +135,20 @@ class NixlTransport(Transport):
             return not self._closing
 
     # ---- the thread ----
+
+    def _take(self, flight: Flight) -> None:
+        write = flight.write
+        if write.notice is not None and not all(other.done() for other in write.behind):
+            self._mover.announce(write.peer)
+        hold(write.behind, partial(self._begin, flight))
+
+    def _begin(self, flight: Flight, why_not: str) -> None:
+        """What it goes behind, if anything, has landed, unless it may not begin."""
+        if why_not or self._left:
+            flight.fail(why_not or _CLOSED)
+            return
+        flight.begun_at = time.monotonic()
+        self._guarded(partial(self._mover.post, flight))
 
     def _run(self, started: "Future[PeerDescription]") -> None:
         wait_precisely()
@@ -156,6 +177,8 @@ class NixlTransport(Transport):
             self._wires.learn(self._mover.reached.pop(), UCX_LOG.text())
 
     def _patience_s(self) -> float:
+        if self._mover.notice_due:
+            return DUE_LISTEN_S
         if self._mover.waited_for:
             return self._mover.next_look_s
         if self._expected or time.monotonic() < self._attentive_until:
@@ -214,6 +237,7 @@ class NixlTransport(Transport):
     def _finish(self) -> None:
         """Wait for what is unfinished, bounded; then leave."""
         self._obey(0)
+        self._left = True
         self._mover.leave()
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
         while self._mover.unfinished and time.monotonic() < give_up_at:

@@ -1,5 +1,11 @@
-"""Direction `write`: this worker's NIXL puts its pages into the peer's pool, and sends the notice behind them."""
+"""Direction `write`: this worker's NIXL puts its pages into the peer's pool, and sends the notice behind them.
 
+While a write with a notice is held behind others, its receiver is told that the notice is due, and listens closely. It
+only saves time: what is lost of it, or comes late, does no harm.
+"""
+
+import logging
+import time
 from functools import partial
 from typing import Any
 
@@ -10,7 +16,14 @@ from kv_transfer.nixl_moves import Moves
 from kv_transfer.nixl_peers import Link, Links
 from wire.convert import decode_notice, encode_notice
 from wire.errors import TransferFailed
-from wire.messages import PeerDescription
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+NOTICE_DUE = b"\0"
+"""In the place of a notice: one follows soon. No TransferNotice is encoded like this."""
+DUE_S = 5e-3
+"""For how long to listen closely: the last pages of most prompts take less."""
 
 
 class Writes(Mover):
@@ -20,6 +33,8 @@ class Writes(Mover):
         self._links, self._layout, self._deliver = links, layout, deliver
         self._moves = Moves(agent, links, layout.page_bytes)
         self._flights: dict[Flight, Link] = {}
+        self._due: dict[str, float] = {}
+        """Agents whose notice is due, each with the end of that (`time.monotonic`)."""
 
     @property
     def unfinished(self) -> bool:
@@ -63,7 +78,28 @@ class Writes(Mover):
         self._moves.poll()
 
     def hear(self, sender: str, data: bytes) -> None:
+        if data == NOTICE_DUE:
+            self._due[sender] = time.monotonic() + DUE_S
+            return
+        self._due.pop(sender, None)
         self._deliver(sender, decode_notice(data))
+
+    def announce(self, peer: PeerRef) -> None:
+        link = self._links.find(peer)
+        if link is None or not link.reached:
+            return
+        try:
+            self._links.tell(link, NOTICE_DUE)
+        except TransferFailed as error:
+            log.info("a notice could not be announced: %s", error.message)
+
+    @property
+    def notice_due(self) -> bool:
+        if not self._due:
+            return False
+        now = time.monotonic()
+        self._due = {sender: until for sender, until in self._due.items() if now < until}
+        return bool(self._due)
 
     def abandon(self, link: Link, why: str) -> None:
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:

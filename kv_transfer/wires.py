@@ -8,7 +8,7 @@ own.
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kv_transfer.base import Direction
@@ -45,6 +45,8 @@ class Wires:
         self._known: dict[PeerRef, tuple[str, tuple[str, ...]]] = {}
         self.name = self._backend
         """Back end, direction and wires, e.g. `UCX write (cma)`, with the peers where they differ."""
+        self.kinds = self._backend
+        """The same without peers, e.g. `UCX write (cma, tcp)`: there are as many as combinations of wires."""
         self.warnings: tuple[str, ...] = ()
         """What is slower or more fragile than it could be, with each peer, and what to do."""
 
@@ -73,8 +75,12 @@ class Wires:
         kinds = sorted({wire for _, wire in wires})
         _, to = _GO[self._direction]
         named = kinds if len(kinds) < 2 else [f"{wire} {to} {worker_id}" for worker_id, wire in wires]
-        self.name = f"{self._backend} ({', '.join(named)})" if named else self._backend
+        self.name = self._naming(named)
+        self.kinds = self._naming(kinds)
         self.warnings = tuple(warning for _, warnings in self._known.values() for warning in warnings)
+
+    def _naming(self, wires: Sequence[str]) -> str:
+        return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
 
 
 def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:

@@ -56,8 +56,9 @@ class DecodePeers(ABC):
         """The notice has left: the decode worker is told so, later and among others, lest it was lost on the way."""
 
     @abstractmethod
-    async def release(self, destination: Destination) -> None:
-        """Say that no write under the lease is in flight and none will follow; StaleEpoch if it is over.
+    async def release(self, destination: Destination, *, in_doubt: bool) -> None:
+        """Say that no write under the lease is in flight and none will follow; `in_doubt`: one failed, and what it left
+        behind may still land. StaleEpoch if the lease is over.
 
         A worker that is known to be gone needs no telling: that is a success.
         """

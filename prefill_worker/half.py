@@ -7,10 +7,10 @@ The path of a request, by its queues (`prefill_worker/request.py`):
                  in the cache
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
                  A local prompt is the decode half's before this returns, and is in the next step that is planned
-  4. the handoff writes the pages of all others, ends the request and calls `forget`
+  4. `take_news` tells the handoffs, which write the pages of all others, end the request and call `forget`
 
-Threads: `schedule`, `apply` and `announce` belong to the engine thread, everything else to the event loop; one lock
-guards both, and no call waits for more than it.
+Threads: `schedule`, `apply`, `take_news` and `announce` belong to the engine thread, everything else to the event
+loop; one lock guards both, and no call waits for more than it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
-from prefill_worker.line import PromptLine, Start, Waiting
+from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import Abortable, PrefillRequest
@@ -219,9 +219,16 @@ class PrefillHalf:
             self._local.notice(notice)
         return events
 
-    def announce(self) -> None:
-        """Tell the handoffs what the last step did; after its events are on their way, so that none overtakes."""
+    def take_news(self) -> Sequence[Callable[[], None]]:
+        """What the last step did, as calls for the event loop: there they tell the handoffs. To be made once the step's
+        events are on their way, so that none overtakes.
+        """
         news, self._news = self._news, []
+        return news
+
+    def announce(self) -> None:
+        """Have the event loop told by itself."""
+        news = self.take_news()
         if news:
             self._events.call_soon_threadsafe(_call_all, news)
 
@@ -234,11 +241,15 @@ class PrefillHalf:
 
     def waiting_tokens(self) -> int:
         """Prompt tokens not yet computed."""
+        if not len(self._line):
+            return 0
         with self._lock:
             return sum(request.remaining for request in self._line)
 
     def waiting(self) -> Waiting:
         """What the next step could compute."""
+        if not len(self._line):
+            return NOTHING_WAITS
         with self._lock:
             return self._line.waiting()
 

@@ -5,24 +5,26 @@
                 of the prompt's first pages the decode worker has and needs no more, and for how long the others may
                 be written (`permission.py`), which is renewed with those of other prompts (`renewals.py`)
 3. write        the other full pages of finished chunks, while the next chunk computes
-4. notice       with the last page, once all others have landed: token, draw, what was sent, and checksums of some
-                pages, which were begun as soon as those were final (`page_sums.py`). It goes with a page because NIXL
-                looks after writes to their end, and after a notice alone only until it is handed on
+4. notice       with the last page, which the transport holds until all others have landed: token, draw, what was sent,
+                and checksums of some pages, which were begun as soon as those were final (`page_sums.py`). It goes
+                with a page because NIXL looks after writes to their end, and after a notice alone only until it is
+                handed on
 5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
-6. give back    an undelivered lease, until the decode worker has heard it: its pages wait for nothing else
+6. give back    an undelivered lease, until the decode worker has heard it, and whether a write failed: if none did,
+                its pages wait for nothing else
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 from typing import Protocol
 
-from kv_transfer.base import PageWrite, Sender, WriteDone
+from kv_transfer.base import Sender
 from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.outgoing import OutgoingWrites
 from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.permission import Permission
 from prefill_worker.renewals import Renewals
@@ -39,7 +41,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import Edge, EdgeStamp, TransferStats
+from wire.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,6 @@ class Handoff:
         self._engine = engine
         self._me = me
         self._page_tokens = page_tokens
-        self._sender = sender
         self._backend = backend
         self._peers = peers
         self._renewals = renewals
@@ -86,9 +87,8 @@ class Handoff:
         self._emit = emit
         self._deadline_s = deadline_s
         self._checks = checks
-        self._writes: list[asyncio.Future[WriteDone]] = []
+        self._writes = OutgoingWrites(sender, deadline_s)
         self._skipped = 0
-        self._first_post = 0
         self._aborted = False
         self._delivered = False
         self._delivery = asyncio.ensure_future(self._deliver())
@@ -108,19 +108,28 @@ class Handoff:
                 log.warning("request %s failed: %s", request_id, error.message, extra=about(request_id))
                 self._emit_event(failure_event(self._request.task.ref, error))
         finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        try:
             await self._settle()
-            destination = self._request.task.destination
-            if destination is not None and not self._delivered:
-                await self._give_back(destination)
+        except Exception:
+            # Pages here may be lost with this. Those of the lease must not be, and they wait for the writes alone.
+            await self._writes.quiet()
+            await self._give_back_unless_delivered()
+            raise
+        await self._give_back_unless_delivered()
 
     async def _settle(self) -> None:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
-        if self._writes:
-            settled, _ = await asyncio.wait(self._writes)
-            for write in settled:
-                write.exception()  # looked at, or asyncio logs each failure that came after an abort or another one
+        await self._writes.quiet()
         self._engine.forget(self._request)
+
+    async def _give_back_unless_delivered(self) -> None:
+        destination = self._request.task.destination
+        if destination is not None and not self._delivered:
+            await self._give_back(destination)
 
     async def _give_back(self, destination: Destination) -> None:
         """Until it is heard: as long as this process lives, nothing else ends a quarantine over there."""
@@ -145,7 +154,7 @@ class Handoff:
         if self._request.local:
             self._local.release(destination.lease, self._me)
         else:
-            await self._peers.release(destination)
+            await self._peers.release(destination, in_doubt=self._writes.in_doubt)
 
     # ---- the way of a request that goes well ----
 
@@ -173,8 +182,7 @@ class Handoff:
             await self._write(destination, permission, needed)
         if self._delivered:
             self._peers.delivered(destination)
-            finished = EdgeStamp.now(Edge.TRANSFER_FINISHED)
-            edges = (EdgeStamp(Edge.TRANSFER_STARTED, self._first_post), finished)
+            edges = self._writes.edges()
             self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
     async def _write(self, destination: Destination, permission: Permission, needed: int) -> None:
@@ -189,20 +197,20 @@ class Handoff:
         if not self._goes_on():
             return
         last = needed - 1
+        self._writes.last_chunk_ended()
         if sent < last:
             await self._post(destination, permission, sent, last, None)
         sums.begin(self._request.pages, sent, needed)
-        await self._quiet()
         notice = self._notice(destination, token_hash, await self._summed(sums))
         await self._post(destination, permission, last, needed, notice)
-        await self._quiet()
+        await self._writes.landed()
         self._delivered = True
 
     async def _write_while_computing(self, destination: Destination, permission: Permission, sums: OutgoingSums) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
-            self._raise_failed_writes()
+            self._writes.raise_failed()  # a prompt that cannot be delivered need not be computed to its end
             computed = progress.computed_tokens
             full = computed // self._page_tokens
             if full > sent:
@@ -211,12 +219,6 @@ class Handoff:
                 sent = full
             await progress.beyond(computed)
         return sent
-
-    def _raise_failed_writes(self) -> None:
-        """A prompt that cannot be delivered need not be computed to its end."""
-        for write in self._writes:
-            if write.done():
-                write.result()
 
     def _goes_on(self) -> bool:
         """Whether there is a first token and the answer does not end with it."""
@@ -228,24 +230,8 @@ class Handoff:
     ) -> None:
         """Write the prompt's pages number `first` to `end - 1`, none of which is skipped."""
         there = (await permission.pages())[first - self._skipped : end - self._skipped]
-        begin_by = await permission.begin_by()
-        self._first_post = self._first_post or time.time_ns()
-        write = PageWrite(destination.peer, self._request.pages[first:end], there, notice, begin_by)
-        self._writes.append(asyncio.wrap_future(self._sender.write(write, self._deadline_s)))
-
-    async def _quiet(self) -> None:
-        """Wait until every posted write has settled; the first failure among them is raised.
-
-        One that moves no more cannot be taken back, but nobody waits longer for it than for its deadline: the router
-        hears TransferFailed and goes on elsewhere, while `_settle` keeps the pages until the write is quiet.
-        """
-        if self._writes:
-            # Not gather: a cancelled wait must leave the writes to `_settle`, which waits for them again.
-            settled, moving = await asyncio.wait(self._writes, timeout=self._deadline_s)
-            for write in settled:
-                write.result()
-            if moving:
-                raise TransferFailed(f"pages were not written within {self._deadline_s:g} s; prefill again elsewhere")
+        await permission.begin_by()
+        self._writes.post(destination.peer, self._request.pages[first:end], there, permission.until, notice)
 
     async def _summed(self, sums: OutgoingSums) -> tuple[PageChecksum, ...]:
         """The checksums, or TransferFailed where the device does not come back with them."""
@@ -274,8 +260,7 @@ class Handoff:
         )
 
     def _stats(self) -> TransferStats:
-        done = [write.result() for write in self._writes]
-        moved, nanos = sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
+        moved, nanos = self._writes.moved()
         pages = self._request.pages_needed - self._skipped
         return TransferStats(moved, pages, self._backend, nanos)
 

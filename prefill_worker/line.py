@@ -39,6 +39,9 @@ class Waiting:
     """Computed or cached tokens of the oldest or the shortest, whichever are more: what a chunk attends to."""
 
 
+NOTHING_WAITS = Waiting()
+
+
 class PromptLine:
     """In order of arrival. Guarded by the half's lock; the requests' pages are none of its business."""
 
@@ -71,7 +74,7 @@ class PromptLine:
         """Only what a step could compute."""
         rest = [request for request in self if request.remaining and not request.withdrawn]
         if not rest:
-            return Waiting()
+            return NOTHING_WAITS
         # These two get most of a step: a policy that counted with the shorter context would make it too long.
         context = max(min(rest, key=_ARRIVAL).launched, min(rest, key=_REMAINING).launched)
         return Waiting(len(rest), sum(request.remaining for request in rest), context)

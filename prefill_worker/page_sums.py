@@ -26,4 +26,9 @@ class OutgoingSums:
 
     async def all(self) -> tuple[PageChecksum, ...]:
         """By page number, as they were begun; raises what a sum has raised."""
-        return tuple([checksum for begun in self._begun for checksum in await asyncio.wrap_future(begun)])
+        sums: list[PageChecksum] = []
+        for begun in self._begun:
+            # Those of earlier chunks are there: to await them is a round of the event loop each.
+            some = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+            sums.extend(some)
+        return tuple(sums)

@@ -70,6 +70,10 @@ class Permission:
             raise TransferFailed(f"{peer} took too long to say that its pages may be written; prefill again elsewhere")
         return self.ends_at
 
+    def until(self) -> float:
+        """Until when a write may begin, as far as is known (`time.monotonic`). From any thread."""
+        return -math.inf if self.over else self.ends_at
+
     def prolong(self, asked_at: float, write_for_s: float) -> None:
         """It was given, or given again, to who asked at `asked_at`."""
         self.asked_at, self.ends_at = asked_at, asked_at + write_for_s

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -112,9 +112,11 @@ class Prefill:
         local: list[int],
         remote: list[int],
         notice: TransferNotice | None = None,
+        *,
         deadline_s: float = 20.0,
+        behind: "Sequence[Future[WriteDone]]" = (),
     ) -> "Future[WriteDone]":
-        return self.transport.write(PageWrite(peer.ref, local, remote, notice), deadline_s)
+        return self.transport.write(PageWrite(peer.ref, local, remote, notice, behind=behind), deadline_s)
 
 
 @pytest.fixture(params=["", "tcp"], ids=["best", "tcp"])
@@ -207,9 +209,8 @@ def test_many_requests_at_once(prefill: Prefill, peer: Peer) -> None:
         local = [(first * 7 + i * 13) % PAGES for i in range(4)]
         for i in range(3):
             futures.append(prefill.write(peer, [local[i]], [first + i]))
-        wait(futures[-3:], timeout=20)
         notice = prefill.notice(epoch, local, first)
-        futures.append(prefill.write(peer, local[3:], [first + 3], notice))
+        futures.append(prefill.write(peer, local[3:], [first + 3], notice, behind=futures[-3:]))
     assert sum(future.result(timeout=20).bytes for future in futures) == PAGES * PAGE_FLOATS * 4
     heard = peer.hears(32)
     assert sorted(one["epoch"] for one in heard) == list(range(1, 33))
@@ -224,6 +225,7 @@ def test_a_killed_peer_fails_its_writes_and_its_next_run_is_served(
         pytest.skip("UCX may abort the sender's process, see `fragile_wire`")
     every = list(range(PAGES))
     futures = [prefill.write(peer, every, every) for _ in range(6)]
+    futures.append(prefill.write(peer, every, every, behind=futures[:]))
     futures[0].result(timeout=20)
     peer.process.kill()
     peer.process.wait()

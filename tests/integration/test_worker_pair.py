@@ -376,7 +376,8 @@ async def test_edges_of_one_request(pair: Pair) -> None:
         await answer.done.wait()
     assert answer.edges == {
         Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED, Edge.TRANSFER_STARTED,
-        Edge.TRANSFER_FINISHED, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED,
+        Edge.LAST_PAGES_POSTED, Edge.NOTICE_MADE, Edge.NOTICE_POSTED, Edge.TRANSFER_FINISHED, Edge.NOTICE_SEEN,
+        Edge.KV_CHECKED, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED,
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from costs.roofline import CPU, Ceilings
 from engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire.errors import Internal, ModelError, Unavailable
@@ -26,6 +27,12 @@ def own_threads() -> set[str]:
     return {t.name for t in threading.enumerate()} & {"engine", "events", "nixl"}
 
 
+def ceilings(process: WorkerProcess) -> Ceilings:
+    """What utilization is told by."""
+    assert process._worker is not None
+    return process._worker.metrics.utilization.ceilings
+
+
 def config(model: Path, **changes: object) -> WorkerConfig:
     return WorkerConfig("w", Role.BOTH, tiny_engine_config(model), **changes)  # type: ignore[arg-type]
 
@@ -37,6 +44,7 @@ def test_starts_reports_and_stops(model: Path) -> None:
     assert (info.peer.worker_id, info.peer.incarnation, info.model.name) == ("w", 3, "tiny")
     assert info.pages_total > 0
     assert stages[-1] == "serving"
+    assert ceilings(process) != CPU, "those of the device are measured"
     assert own_threads() == {"engine", "events", "nixl"}
     host, port = info.address.split(":")
     with socket.create_connection((host, int(port)), timeout=5):
@@ -49,6 +57,14 @@ def test_starts_reports_and_stops(model: Path) -> None:
     assert own_threads() == set()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)), timeout=5)
+
+
+def test_ceilings_that_are_given_stay(model: Path) -> None:
+    given = Ceilings(flops=1e12, bytes_per_s=1e11, launch_s=0.0)
+    process = WorkerProcess(config(model, ceilings=given), 1)
+    process.start()
+    assert ceilings(process) == given
+    process.stop()
 
 
 def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:

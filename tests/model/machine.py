@@ -223,7 +223,7 @@ class ClusterMachine(RuleBasedStateMachine):
         return bool(echoes)
 
     def fail_write(self, which: int, much: int) -> bool:
-        """Before or after its notice left."""
+        """Before or after its notice left; before it, its bytes may come later."""
         flights = self.at.fabric.flights
         if flights:
             self.at.fail(pick(flights, which), after_notice=much % 2 == 0)

@@ -5,7 +5,6 @@ A mutant is a function that patches the code under test; what it breaks stands i
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kv_transfer.in_memory
 from decode_worker.admission import DecodeAdmission
 from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
@@ -23,10 +23,11 @@ from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
+from prefill_worker.outgoing import OutgoingWrites
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
 from wire.errors import TransferFailed
-from wire.messages import PeerRef, TransferNotice
+from wire.messages import Lease, PeerRef, TransferNotice
 from worker.deliveries import Deliveries
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
@@ -97,6 +98,7 @@ def nobody_names_deliveries(patch: pytest.MonkeyPatch) -> None:
 def leases_are_given_back_before_writes_are_quiet(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker says that nothing is in flight without waiting for it."""
     settle = Handoff._settle
+    patch.setattr(OutgoingWrites, "in_doubt", False)
 
     async def hasty(self: Handoff) -> None:
         destination = self._request.task.destination
@@ -107,6 +109,21 @@ def leases_are_given_back_before_writes_are_quiet(patch: pytest.MonkeyPatch) -> 
     patch.setattr(Handoff, "_settle", hasty)
 
 
+def a_release_is_never_in_doubt(patch: pytest.MonkeyPatch) -> None:
+    """The decode worker frees pages at a release though a write to them failed."""
+    release = LeaseTable.release
+
+    def trusting(self: LeaseTable, lease: Lease, prefill: PeerRef, *, in_doubt: bool) -> tuple[LeaseChange, ...]:
+        return release(self, lease, prefill)
+
+    patch.setattr(LeaseTable, "release", trusting)
+
+
+def a_notice_overtakes_pages(patch: pytest.MonkeyPatch) -> None:
+    """The last page, with the notice, does not wait for the writes that it goes behind."""
+    patch.setattr(kv_transfer.in_memory, "hold", lambda _behind, begin: begin(""))
+
+
 def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker uses its pages again while they are still being read by writes."""
 
@@ -114,8 +131,7 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
         self._engine.forget(self._request)
-        if self._writes:
-            await asyncio.wait(self._writes)
+        await self._writes.quiet()
 
     patch.setattr(Handoff, "_settle", settle)
 
@@ -135,7 +151,7 @@ def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     """A cancelled request leaves the batch with its pages while a step writes to them."""
 
     def gone(self: RunningBatch) -> list[DecodeRequest]:
-        return [request for request in self.requests if self._stopped[request.place]]
+        return [request for request in self.requests if request.seat is not None and request.seat.stopped]
 
     patch.setattr(RunningBatch, "gone", gone)
 
@@ -198,6 +214,8 @@ MUTANTS: dict[Mutant, str] = {
     writes_to_removed_peers_are_over_at_once: "reads a page|a step",
     nobody_names_deliveries: "left for ever",
     leases_are_given_back_before_writes_are_quiet: "lands in a page|a step",
+    a_release_is_never_in_doubt: "lands in a page",
+    a_notice_overtakes_pages: "lands in a page|is not what was sent",
     pages_are_freed_under_their_writes: "reads a page|a step",
     pages_are_freed_under_a_prefill_step: "a step",
     pages_are_freed_under_a_decode_step: "a step",

@@ -16,7 +16,7 @@ import pytest
 from kv_transfer.fence import Exposure, nobody_knows
 from kv_transfer.lease import LeaseTable
 from prefill_worker.permission import Permission
-from tests.model.mutants import Mutant
+from tests.model.mutants import Mutant, a_release_is_never_in_doubt
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
 from wire.messages import SamplingParams
@@ -103,6 +103,21 @@ def disowned_by_its_writer(world: World) -> None:
     world.end()
 
 
+def a_connection_breaks_amid_a_write(world: World) -> None:
+    """P gives up at once; what its write had left on the way lands later."""
+    decode, _ = begun(world)
+    late = world.fabric.flights[0]
+    world.fail(late, after_notice=False)
+    for _ in range(10):
+        if not world.workers[decode].worker.admission.refs():
+            break
+        world.calm()
+    assert late in world.fabric.flights
+    world.land(late)
+    world.check()
+    world.end()
+
+
 def a_permission_is_no_bound(patch: pytest.MonkeyPatch) -> None:
     """Pages of a writer that is believed dead are free after the grace, though it may still begin to write."""
     make = LeaseTable.__init__
@@ -121,6 +136,7 @@ def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
         return math.inf
 
     patch.setattr(Permission, "begin_by", begin_by)
+    patch.setattr(Permission, "until", lambda self: math.inf)
 
 
 def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:
@@ -144,6 +160,7 @@ STORIES: dict[Story, tuple[Mutant, str]] = {
     cut_off_for_long: (a_permission_has_no_end, "lands in a page"),
     cut_off_but_heard: (renewals_are_never_refused, "lands in a page"),
     stopped_amid_its_write: (nobody_looks_whether_a_writer_lives, "lands in a page"),
+    a_connection_breaks_amid_a_write: (a_release_is_never_in_doubt, "lands in a page"),
     disowned_by_its_writer: (nobody_owes_the_dead, "left for ever"),
 }
 """Each with a fence that it needs, and what the model must say without it."""

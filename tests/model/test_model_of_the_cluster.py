@@ -74,6 +74,7 @@ def test_whatever_happens_the_cluster_holds() -> None:
         assert seen["not renewed"] > 20, "ones that were asked for when their lease was over"
         assert seen["quarantined"] > 200, "writes that come after the end of their request"
         assert seen["from the dead"] > 50, "writes that come after the end of their writer"
+        assert seen["after a failure"] > 20, "writes that come after they failed"
         assert seen["from shared pages"] > 200, "writes of pages that others read as well"
         assert seen["reads shared"] > 200, "steps that read pages of others"
         assert seen["tokens from the cache"] > 1000

@@ -53,8 +53,8 @@ from tests.model.workers import (
 from wire.messages import Duty, PeerRef, Role, SamplingParams, WorkerInfo
 
 LATE_S = 0.9 * QUARANTINE_S
-"""How long writes of a dead process may go on to land, and those of one that is taken for dead, from when each began:
-quarantines are longer.
+"""How long writes of a dead process may go on to land, those that failed from then on, and those of a process that is
+taken for dead, from when each began: quarantines are longer.
 """
 CALM_STEP_S = 0.02
 END_WITHIN_S = 60.0
@@ -225,7 +225,7 @@ class World:
     def _bound(self, one: OnTheWay) -> None:
         """What a process has begun that its peer takes for dead comes to rest in time, that of the grace."""
         if not self.one_host:
-            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.fail(one))
+            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
 
     def _lives(self, peer: PeerRef) -> bool | None:
         found = self.workers.get(peer.worker_id)
@@ -297,13 +297,16 @@ class World:
             return
         writer = self.fabric.writers[flight]
         ref = writer.task.ref
-        source, target = self._holder(flight.sender, local), self._holder(flight.write.peer, remote)
+        settled = flight.future.done()
+        source = None if settled else self._holder(flight.sender, local)
+        target = self._holder(flight.write.peer, remote)
         if source is not None and (local not in writer.pages or source not in (Holder("owned", ref), Holder("shared"))):
             raise Broken(f"a write of {ref} reads a page that is {source} now")
         if target is None or target.ref != ref or target.state not in ("advertised", "quarantined"):
             raise Broken(f"a write of {ref} lands in a page that is {target} now")
         self.seen[target.state] += 1
-        self.seen["from the dead"] += source is None
+        self.seen["after a failure"] += settled
+        self.seen["from the dead"] += source is None and not settled
         self.seen["from shared pages"] += source == Holder("shared")
 
     def _writer_of(self, flight: Flight) -> PrefillRequest:
@@ -355,7 +358,10 @@ class World:
         self.loop.run_ready()
 
     def fail(self, one: OnTheWay, *, after_notice: bool) -> None:
+        """What is left of it may land for a while."""
         self.fabric.fail(one, after_notice=after_notice)
+        if one in self.fabric.flights:
+            self.loop.call_later(LATE_S, lambda: one in self.fabric.flights and self.fabric.rest(one))
         self.loop.run_ready()
 
     def hear(self, late: LateNotice, *, again: bool = False) -> None:

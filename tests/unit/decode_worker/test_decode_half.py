@@ -42,6 +42,7 @@ class House:
         self.now = 0.0
         self.expected = 0
         self.far = False
+        self.woken = 0
         self.events: list[RoutedEvent] = []
         self.prompts: dict[Lease, tuple[int, ...]] = {}
         self.skipped: dict[Lease, int] = {}
@@ -55,7 +56,7 @@ class House:
             clock=lambda: self.now,
             expect=self._expect,
             emit=self.events.append,
-            wake=lambda: None,
+            wake=self._wake,
             listened_s=lambda: self.now,
             is_near=lambda peer: not self.far,
             checks=checks,
@@ -64,6 +65,9 @@ class House:
 
     def _expect(self, leases: int) -> None:
         self.expected = leases
+
+    def _wake(self) -> None:
+        self.woken += 1
 
     def reserve(
         self,
@@ -134,7 +138,7 @@ def test_the_answer_grows_from_the_promise_and_its_pages_are_free_at_the_end() -
         house.pool.check_integrity()
         events += [each.event for each in house.half.apply([100 + index])]
     assert [event.first_index for event in events] == list(range(1, 10))
-    assert [stamp.edge for stamp in events[0].edges] == [Edge.DECODE_ADMITTED, Edge.DECODE_STARTED]
+    assert [stamp.edge for stamp in events[0].edges] == [Edge.NOTICE_SEEN, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED]
     assert all(not event.edges for event in events[1:])
     assert [event.finish_reason for event in events] == [None] * 8 + [FinishReason.LENGTH]
     assert not house.half.schedule(16)
@@ -319,6 +323,28 @@ def test_checks_that_are_closed_fail_the_request() -> None:
     house.assert_empty()
 
 
+@pytest.mark.parametrize("result", ["", "other bytes"])
+def test_the_step_loop_is_woken_by_the_result_of_a_check_not_by_its_beginning(result: str) -> None:
+    checks = Checks()
+    house = House(checks=checks)
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.woken = 0
+    house.deliver(lease, checksums=SUMS)
+    assert house.woken == 0
+    checks.results[0](result)
+    assert house.woken == 1
+
+
+def test_what_arrives_unchecked_wakes_the_step_loop() -> None:
+    house = House()
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.woken = 0
+    house.deliver(lease)
+    assert house.woken == 1
+
+
 def test_a_stranger_cannot_deliver() -> None:
     house = House()
     lease = house.reserve("a")
@@ -458,7 +484,7 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
             assert late.token_ids == said  # asked twice, handed over once
     house.abort("late")
     house.half.schedule(16)
-    assert late.batch is None
+    assert late.seat is None
     assert late.answer == said
 
 
@@ -530,17 +556,36 @@ def test_one_end_that_cannot_be_followed_keeps_no_other_from_it(monkeypatch: pyt
     first, second = house.reserve("q1"), house.reserve("q2")
     for lease in (first, second):
         house.allot(lease)
-    free = house.pool.free_lease
+    quarantine = house.pool.quarantine
 
     def broken(lease: Lease) -> None:
         if lease == first:
             raise KeyError("a defect")
-        free(lease)
+        quarantine(lease)
 
-    monkeypatch.setattr(house.pool, "free_lease", broken)
+    monkeypatch.setattr(house.pool, "quarantine", broken)
     house.admission.delivered([first, second, second], P)
     assert house.pool.counts().advertised == 2
-    assert house.admission.open_leases == house.expected == 0
+    assert house.pool.counts().quarantined == 2
+    assert house.admission.open_leases == house.expected == 2
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_pages_of_a_release_in_doubt_are_free_after_the_grace(aborted: bool) -> None:
+    house = House()
+    lease = house.reserve("q")
+    house.allot(lease)
+    if aborted:
+        house.abort("q", attempt=1)
+    house.admission.release(lease, P, in_doubt=True)
+    house.admission.release(lease, P, in_doubt=True)
+    assert house.admission.refs() == []
+    house.now += 0.9
+    house.admission.expire()
+    assert house.pool.counts().quarantined == 2
+    house.now += 0.1
+    house.admission.expire()
+    house.assert_empty()
 
 
 def test_a_writer_that_is_back_is_given_leases_again() -> None:

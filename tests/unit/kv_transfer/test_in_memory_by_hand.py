@@ -72,16 +72,44 @@ def test_after_its_deadline_a_write_has_failed_unless_its_notice_left(notice: Tr
     assert (future.exception() is None) == (notice is not None)
 
 
-@pytest.mark.parametrize("after_notice", [False, True])
-def test_a_failed_write_moves_no_more(after_notice: bool) -> None:
+def test_a_write_that_fails_after_its_notice_moves_no_more() -> None:
     pair = Pair()
     future = pair.write([0, 1], [4, 5], NOTICE)
     pair.fabric.land(pair.fabric.flights[0], 1)
-    pair.fabric.fail(pair.fabric.flights[0], after_notice=after_notice)
+    pair.fabric.fail(pair.fabric.flights[0], after_notice=True)
     assert isinstance(future.exception(), TransferFailed)
     assert not pair.fabric.flights
-    assert len(pair.fabric.notices) == after_notice
-    assert pair.memory[1, 5].any() == after_notice
+    assert len(pair.fabric.notices) == 1
+    assert pair.memory[1, 5].any()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_failed_write_leaves_bytes_that_land_as_they_were_until_it_rests(dies: bool) -> None:
+    pair = Pair()
+    before = pair.memory[0].copy()
+    future = pair.write([0, 1, 2], [3, 4, 5], NOTICE)
+    late = pair.fabric.flights[0]
+    pair.fabric.land(late, 1)
+    pair.fabric.fail(late)
+    assert isinstance(future.exception(), TransferFailed)
+    pair.memory[0] = 99
+    if dies:
+        pair.fabric.kill(PREFILL)
+    pair.fabric.land(late, 1)
+    np.testing.assert_array_equal(pair.memory[1, 4], before[1])
+    pair.fabric.rest(late)
+    assert not pair.fabric.flights
+    assert not pair.memory[1, 5].any()
+    assert not pair.fabric.notices
+
+
+def test_the_notice_of_a_write_that_failed_is_never_heard() -> None:
+    pair = Pair()
+    pair.write([0], [4], NOTICE)
+    pair.fabric.fail(pair.fabric.flights[0])
+    pair.fabric.land(pair.fabric.flights[0])
+    assert not pair.fabric.flights
+    assert not pair.fabric.notices
 
 
 def test_a_dead_writers_bytes_land_as_they_were_until_it_is_buried() -> None:

@@ -88,6 +88,57 @@ def die(desk: Desk) -> None:
 REVOCATIONS = [revoke, expire, die]
 
 
+def freed_after_the_grace(desk: Desk) -> None:
+    """Time in which this worker's transport does not look counts for nothing."""
+    desk.clock.now += 10 * GRACE
+    desk.pass_by(GRACE - 0.01)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.01)
+    (change,) = desk.table.expire()
+    assert (change.lease, change.action, change.page_ids) == (desk.lease, PageAction.FREE, (5, 7))
+    assert desk.table.open_leases == 0
+
+
+@pytest.mark.parametrize("alive", [None, True, False])
+def test_after_a_release_in_doubt_pages_stay_apart_for_the_grace_whether_the_writer_lives_or_not(
+    desk: Desk, alive: bool | None
+) -> None:
+    lease = desk.advertise()
+    if alive is not None:
+        desk.seen[WRITER] = alive
+    (change,) = desk.table.release(lease, WRITER, in_doubt=True)
+    assert (change.action, change.page_ids) == (PageAction.QUARANTINE, (5, 7))
+    desk.stale(lambda: desk.table.permit(lease, WRITER))
+    desk.pass_by(0.5)
+    assert desk.table.release(lease, WRITER, in_doubt=True) == (), "said twice, as its answer was lost"
+    assert desk.table.peer_gone(WRITER) == ()
+    desk.listened.now -= 0.5
+    freed_after_the_grace(desk)
+    desk.stale(lambda: desk.table.release(lease, WRITER, in_doubt=True))
+
+
+@pytest.mark.parametrize("over", [revoke, expire, die])
+def test_a_release_in_doubt_after_a_revocation_begins_the_grace(desk: Desk, over: Callable[[Desk], None]) -> None:
+    desk.seen[WRITER] = True
+    lease = desk.advertise()
+    over(desk)
+    desk.pass_by(10 * GRACE)
+    assert desk.table.expire() == ()
+    assert desk.table.release(lease, WRITER, in_doubt=True) == ()
+    freed_after_the_grace(desk)
+
+
+def test_a_notice_ends_the_doubt(desk: Desk) -> None:
+    lease = desk.advertise()
+    desk.table.release(lease, WRITER, in_doubt=True)
+    assert desk.table.settle(lease, WRITER).action is PageAction.FREE
+
+
+def test_a_promise_is_never_in_doubt(desk: Desk) -> None:
+    (change,) = desk.table.release(desk.lease, WRITER, in_doubt=True)
+    assert change.action is PageAction.NONE
+
+
 @pytest.mark.parametrize("over", REVOCATIONS)
 def test_once_revoked_every_late_word_is_fenced_and_no_page_is_freed(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
@@ -114,7 +165,7 @@ def test_after_a_revocation_a_late_notice_proves_quiet(desk: Desk, over: Callabl
 def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
     over(desk)
-    assert desk.table.release(lease, WRITER).action is PageAction.FREE
+    assert [change.action for change in desk.table.release(lease, WRITER)] == [PageAction.FREE]
     desk.stale(lambda: desk.table.settle(lease, WRITER))
     desk.stale(lambda: desk.table.release(lease, WRITER))
 
@@ -123,8 +174,10 @@ def test_after_a_revocation_a_release_frees(desk: Desk, over: Callable[[Desk], N
 def test_a_delivery_that_was_not_heard_of_ends_the_lease(desk: Desk, over: Callable[[Desk], None]) -> None:
     lease = desk.advertise()
     over(desk)
-    (change,) = desk.table.delivered([lease], WRITER)
-    assert (change.lease, change.action, change.page_ids) == (lease, PageAction.FREE, (5, 7))
+    was_open = desk.table.renew([lease]) == ()
+    assert len(desk.table.delivered([lease], WRITER)) == was_open
+    assert desk.table.delivered([lease], WRITER) == ()
+    freed_after_the_grace(desk)
     assert desk.table.delivered([lease], WRITER) == ()
     assert desk.table.fenced == 0
     desk.stale(lambda: desk.table.settle(lease, WRITER))
@@ -292,7 +345,8 @@ def test_a_writer_that_was_taken_for_dead_is_welcome_again_but_to_none_of_its_ol
 
 def test_a_lease_that_is_named_twice_was_delivered_once(desk: Desk) -> None:
     lease = desk.advertise()
-    assert [change.action for change in desk.table.delivered([lease, lease], WRITER)] == [PageAction.FREE]
+    assert [change.action for change in desk.table.delivered([lease, lease], WRITER)] == [PageAction.QUARANTINE]
+    freed_after_the_grace(desk)
 
 
 def test_a_lease_revoked_after_its_writer_died_is_quarantined_too(desk: Desk) -> None:
@@ -313,7 +367,7 @@ def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -
             desk.clock.now += DURATION
             (change,) = desk.table.expire()
         case "release":
-            change = desk.table.release(desk.lease, WRITER)
+            (change,) = desk.table.release(desk.lease, WRITER)
         case _:
             (change,) = desk.table.peer_gone(WRITER)
     assert (change.action, change.page_ids) == (PageAction.NONE, ())
@@ -324,7 +378,7 @@ def test_a_promise_ends_at_once_since_nobody_could_write(desk: Desk, end: str) -
 
 def test_release_without_revocation_ends_the_lease(desk: Desk) -> None:
     lease = desk.advertise()
-    assert desk.table.release(lease, WRITER).action is PageAction.FREE
+    assert [change.action for change in desk.table.release(lease, WRITER)] == [PageAction.FREE]
     desk.stale(lambda: desk.table.settle(lease, WRITER))
     desk.stale(lambda: desk.table.revoke(lease))
 

@@ -136,7 +136,10 @@ class Leases(RuleBasedStateMachine):
     def end_by_writer(self, lease: Lease, *, notice: bool) -> None:
         seen = self.seen[lease]
         try:
-            change = self.table.settle(lease, seen.writer) if notice else self.table.release(lease, seen.writer)
+            if notice:
+                change = self.table.settle(lease, seen.writer)
+            else:
+                (change,) = self.table.release(lease, seen.writer)
         except StaleEpoch:
             assert seen.endings
         else:

@@ -395,7 +395,8 @@ def test_an_end_does_not_wait_for_removed_receivers(bench: Bench) -> None:
 
 def test_an_order_is_not_said_again_when_it_may_not_begin(bench: Bench) -> None:
     future: Future[WriteDone] = Future()
-    write = PageWrite(DECODE, [1], [2], begin_by=bench.clock.now + 0.5)
+    begin_by = bench.clock.now + 0.5
+    write = PageWrite(DECODE, [1], [2], begin_by=lambda: begin_by)
     bench.sender.reads.post(Flight(write, bench.clock.now, bench.clock.now + 60.0, future))
     bench.sender.says()
     bench.clock.now += nixl_orders.SAY_AGAIN_S

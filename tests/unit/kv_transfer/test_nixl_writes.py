@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import nixl_moves, pace
+from kv_transfer import nixl_moves, nixl_writes, pace
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState
@@ -16,8 +16,9 @@ from kv_transfer.nixl_mover import Flight
 from kv_transfer.nixl_peers import Links
 from kv_transfer.nixl_writes import Writes
 from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
+from wire.convert import encode_notice
 from wire.errors import TransferFailed
-from wire.messages import PeerDescription, PeerRef
+from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
 PEER = PeerRef("decode-0", 1)
@@ -53,13 +54,19 @@ class Agent:
     def release(self, handle: int) -> None:
         self.calls.append(f"release {handle}")
 
+    def notify(self, connection: Connection, note: bytes) -> None:
+        if self.unreachable:
+            raise RuntimeError("NIXL_ERR_BACKEND")
+        self.calls.append(f"notify {note!r}")
+
 
 class Bench:
     def __init__(self) -> None:
         self.agent = Agent()
         agent: Any = self.agent
         self.links = Links(agent)
-        self.writes = Writes(agent, self.links, LAYOUT, lambda sender, notice: None)
+        self.heard: list[tuple[str, TransferNotice]] = []
+        self.writes = Writes(agent, self.links, LAYOUT, lambda sender, notice: self.heard.append((sender, notice)))
         self.links.add(PeerDescription(PEER, b"", 0, LAYOUT.page_bytes, 8, 0, "DRAM"))
 
     def post(self) -> "Future[WriteDone]":
@@ -170,7 +177,7 @@ def test_a_peer_that_is_back_is_connected_to_when_its_old_writes_rest(bench: Ben
 def test_a_write_that_may_not_begin_any_more_does_not(bench: Bench) -> None:
     now = time.monotonic()
     future: Future[WriteDone] = Future()
-    bench.writes.post(Flight(PageWrite(PEER, [1], [2], begin_by=now), now, now + 60.0, future))
+    bench.writes.post(Flight(PageWrite(PEER, [1], [2], begin_by=lambda: now), now, now + 60.0, future))
     with pytest.raises(TransferFailed, match="a time that was over"):
         future.result(timeout=0)
     assert not bench.agent.states
@@ -195,3 +202,32 @@ def test_a_link_is_found_by_the_end_of_its_run_or_of_a_later_one(bench: Bench) -
     assert bench.links.find_until(PeerRef("decode-1", 9)) is None
     assert bench.links.replaced_by(link.description) is None
     assert bench.links.replaced_by(replace(link.description, peer=later)) is link
+
+
+def test_a_notice_is_announced_once_the_peer_was_reached(bench: Bench) -> None:
+    bench.writes.announce(PEER)
+    assert "notify" not in str(bench.agent.calls), "the first transfer builds the connection: nothing goes before it"
+    bench.post()
+    bench.agent.states[0] = TransferState.DONE
+    bench.writes.poll()
+    bench.writes.announce(PEER)
+    assert bench.agent.calls[-1] == f"notify {nixl_writes.NOTICE_DUE!r}"
+    bench.agent.unreachable = True
+    bench.writes.announce(PEER)  # no harm: the write itself will tell
+
+
+def test_who_was_told_that_a_notice_is_due_listens_until_it_comes_or_for_a_while(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    notice = TransferNotice(Lease("q", 1, 5), PEER, b"", 1, 2, 3)
+    assert not bench.writes.notice_due
+    for sender in ("a/1", "b/1"):
+        bench.writes.hear(sender, nixl_writes.NOTICE_DUE)
+    assert bench.heard == []
+    bench.writes.hear("a/1", encode_notice(notice))
+    assert bench.heard == [("a/1", notice)]
+    assert bench.writes.notice_due, "the other one's"
+    now += nixl_writes.DUE_S
+    assert not bench.writes.notice_due

@@ -46,10 +46,23 @@ def test_peers_on_this_host_and_on_others_have_tables_of_their_own(ucx_log: str)
     known.learn(peer("decode-1", "another host"), ucx_log, {})
     known.learn(peer("decode-0"), ucx_log, {})
     assert known.name == "UCX write (cma to decode-0, tcp to decode-1)"
+    assert known.kinds == "UCX write (cma, tcp)"
     assert known.warnings == ()
     known.forget(PeerRef("decode-1", 1))
     assert known.name == "UCX write (cma)"
+    assert known.kinds == "UCX write (cma)"
     known.forget(PeerRef("decode-1", 1))
+
+
+def test_what_metrics_say_stays_the_same_as_peers_come_and_go() -> None:
+    known = wires()
+    known.learn(peer("decode-0"), CMA + TCP_AWAY, {})
+    seen = set()
+    for number in range(1, 9):
+        known.learn(peer(f"decode-{number}", "another host"), CMA + TCP_AWAY, {})
+        seen.add(known.kinds)
+        known.forget(PeerRef(f"decode-{number - 2}", 1))
+    assert seen == {"UCX write (cma, tcp)", "UCX write (tcp)"}
 
 
 def test_a_process_that_writes_to_itself_is_on_this_host() -> None:

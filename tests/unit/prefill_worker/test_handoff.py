@@ -10,6 +10,7 @@ import pytest
 
 from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
+from kv_transfer.behind import hold
 from prefill_worker import handoff, permission, renewals
 from prefill_worker.destination import Allotment, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
@@ -30,6 +31,7 @@ from wire.messages import (
     SamplingParams,
     hash_token_ids,
 )
+from wire.timeline import Edge, EdgeStamp
 
 ME, THERE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)
 LEASE = Lease("q", 1, 5)
@@ -49,6 +51,7 @@ class Scene(Sender, DecodePeers):
         self.over: frozenset[Lease] = frozenset()
         self.write_for_s = 100.0
         self.refuse_release: list[Exception] = []
+        self.cannot: dict[str, Exception] = {}
         self.allotted = [20, 21, 22]
         there = Destination(THERE, "nowhere", LEASE) if destination else None
         task = PrefillTask("r", RequestRef("q", 1), PROMPT, SamplingParams(max_tokens=9), there)
@@ -74,8 +77,10 @@ class Scene(Sender, DecodePeers):
     def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
         self.diary.append(f"write {list(write.local_pages)}" + (" + notice" if write.notice else ""))
         self.writes.append(write)
-        self.futures.append(Future())
-        return self.futures[-1]
+        future: Future[WriteDone] = Future()
+        self.futures.append(future)
+        hold(write.behind, lambda why_not: future.set_exception(TransferFailed(why_not)) if why_not else None)
+        return future
 
     async def connect(self, destination: Destination) -> None:
         if self.refuse is not None:
@@ -96,16 +101,20 @@ class Scene(Sender, DecodePeers):
     def delivered(self, destination: Destination) -> None:
         self.diary.append("delivered")
 
-    async def release(self, destination: Destination) -> None:
+    async def release(self, destination: Destination, *, in_doubt: bool) -> None:
         if self.refuse_release:
             raise self.refuse_release.pop(0)
-        self.diary.append("release")
+        self.diary.append("release in doubt" if in_doubt else "release")
 
     def withdraw(self, request: PrefillRequest) -> None:
         self.diary.append("withdraw")
+        if "withdraw" in self.cannot:
+            raise self.cannot["withdraw"]
 
     def forget(self, request: PrefillRequest) -> None:
         self.diary.append("forget")
+        if "forget" in self.cannot:
+            raise self.cannot["forget"]
 
     async def turn(self) -> None:
         for _ in range(10):
@@ -120,7 +129,7 @@ class Scene(Sender, DecodePeers):
         await self.turn()
 
     async def settle(self, write: int) -> None:
-        self.futures[write].set_result(WriteDone(100, 1))
+        self.futures[write].set_result(WriteDone(100, 1, 1000 + write))
         await asyncio.sleep(0.001)
         await self.turn()
 
@@ -134,12 +143,10 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     await scene.compute(PAGE_TOKENS + 1)
     assert scene.diary[2:] == ["write [10]"]
     await scene.finish()
-    assert scene.diary[3:] == ["write [11]"]
-    await scene.settle(1)
-    assert scene.diary[4:] == []  # the notice waits until all before it has landed
-    await scene.settle(0)
-    assert scene.diary[4:] == ["write [12] + notice"]
-    await scene.settle(2)
+    assert scene.diary[3:] == ["write [11]", "write [12] + notice"]
+    assert [list(write.behind) for write in scene.writes] == [[], [], scene.futures[:2]]
+    for write in (1, 0, 2):
+        await scene.settle(write)
     await scene.handoff.ended
     assert scene.diary[5:] == ["delivered", "withdraw", "forget"]
     assert [list(write.remote_pages) for write in scene.writes] == [[20], [21], [22]]
@@ -157,6 +164,15 @@ async def test_pages_go_as_they_fill_and_the_notice_goes_last() -> None:
     assert routed.event.transfer is not None
     assert (routed.event.transfer.bytes, routed.event.transfer.pages) == (300, 3)
     assert routed.event.transfer.duration_nanos == 3, "the writes alone, not the chunks that were computed between them"
+    made = routed.event.edges[2]
+    assert routed.event.edges == (
+        EdgeStamp(Edge.TRANSFER_STARTED, 999),
+        EdgeStamp(Edge.LAST_PAGES_POSTED, 1000),
+        made,
+        EdgeStamp(Edge.NOTICE_POSTED, 1001),
+        EdgeStamp(Edge.TRANSFER_FINISHED, 1002),
+    )
+    assert made.edge is Edge.NOTICE_MADE
 
 
 async def test_what_decode_holds_is_not_sent() -> None:
@@ -229,7 +245,7 @@ async def test_a_write_that_fails_early_ends_the_prompt_with_the_next_chunk() ->
     assert routed.event.error.code == "TRANSFER_FAILED"
     scene.request.progress.release()
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release"]
+    assert scene.diary[-2:] == ["forget", "release in doubt"]
 
 
 async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
@@ -295,7 +311,7 @@ async def test_a_failed_write_is_reported_once_and_waits_for_the_others(failing:
     assert "forget" not in scene.diary
     await scene.settle(1 - failing)
     await scene.handoff.ended
-    assert scene.diary[-2:] == ["forget", "release"]
+    assert scene.diary[-2:] == ["forget", "release in doubt"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == "TRANSFER_FAILED"
@@ -355,6 +371,21 @@ async def test_an_event_that_cannot_be_told_keeps_no_pages() -> None:
     assert scene.diary == ["withdraw", "forget", "release"]
 
 
+@pytest.mark.parametrize("step", ["withdraw", "forget"])
+async def test_a_lease_is_given_back_whatever_fails_here_and_not_before_writes_are_quiet(step: str) -> None:
+    scene = Scene()
+    scene.cannot[step] = KeyError("a defect")
+    await scene.compute(2 * PAGE_TOKENS)
+    scene.handoff.abort()
+    scene.request.progress.release()
+    await scene.turn()
+    assert "release" not in scene.diary
+    await scene.settle(0)
+    with pytest.raises(KeyError):
+        await asyncio.wait_for(scene.handoff.ended, 5.0)
+    assert scene.diary[-1] == "release"
+
+
 class Hands:
     """The monotonic clock of permissions; sleeping takes no time but moves it."""
 
@@ -370,17 +401,17 @@ async def test_a_permission_that_ended_meanwhile_is_asked_for_before_the_next_wr
 ) -> None:
     hands, scene = Hands(monkeypatch), Scene()
     await scene.compute(PAGE_TOKENS)
-    assert scene.writes[0].begin_by == 1100.0
+    assert scene.writes[0].begin_by() == 1100.0
     hands.now = 1099.0
     await scene.compute(2 * PAGE_TOKENS)
-    assert scene.writes[1].begin_by == 1100.0
+    assert scene.writes[1].begin_by() == 1100.0
     hands.now = 1200.0
     await scene.finish()
-    await scene.settle(0)
-    await scene.settle(1)
     assert scene.diary[3:] == ["write [11]", "renew", "write [12] + notice"]
-    assert scene.writes[2].begin_by == 1300.0
-    await scene.settle(2)
+    assert scene.writes[2].begin_by() == 1300.0, "as it is now: what is held goes by the newest permission"
+    assert scene.writes[0].begin_by() == 1300.0
+    for write in range(3):
+        await scene.settle(write)
     await scene.handoff.ended
 
 

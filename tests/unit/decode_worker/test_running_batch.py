@@ -1,0 +1,182 @@
+"""The batch, which keeps sums and notes, against one that looks at each request in each step."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from decode_worker.request import DecodeRequest
+from decode_worker.running_batch import HEARD_TOGETHER, RunningBatch
+from engine.batch import History
+from engine.cache.prefix_cache import Prefix
+from engine.token_rows import FROM_HOST
+from wire.ending import Ending
+from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams
+
+PAGE_TOKENS = 4
+PEER = PeerRef("p", 1)
+FACTS = ModelFacts("m", 1000, 4096, (2,), "float32")
+STOP = 7
+ROUTERS = ("one", "other")
+
+
+@dataclass(eq=False)
+class Known:
+    """A request as anybody would write it down."""
+
+    request: DecodeRequest
+    said: list[int]
+    launched: int = 0
+    landed: int = 0
+    stopped: bool = False
+    over: bool = False
+    told: bool = False
+
+    @property
+    def next_position(self) -> int:
+        return self.request.prompt_tokens + len(self.said) + self.launched - self.landed - 1
+
+    @property
+    def due(self) -> bool:
+        return not self.stopped and len(self.said) + self.launched - self.landed < self.request.ending.limit
+
+    @property
+    def short(self) -> bool:
+        return self.due and self.next_position >= len(self.request.pages) * PAGE_TOKENS
+
+
+@dataclass
+class Model:
+    """Both batches, and what they are asked."""
+
+    dice: random.Random
+    batch: RunningBatch = field(default_factory=lambda: RunningBatch(2, PAGE_TOKENS))
+    known: list[Known] = field(default_factory=list)
+    flying: deque[list[Known]] = field(default_factory=deque)
+    made: int = 0
+    ended: int = 0
+
+    def join(self) -> None:
+        dice, prompt = self.dice, tuple(range(10, 10 + self.dice.randrange(1, 12)))
+        sampling = SamplingParams(
+            dice.choice((2, 9, 2 * HEARD_TOGETHER, 150)),
+            stop_token_ids=(STOP,) if dice.random() < 0.5 else (),
+            ignore_eos=True,
+            presence_penalty=dice.choice((0.0, 0.0, 1.0)),
+        )
+        self.made += 1
+        reservation = Reservation(dice.choice(ROUTERS), RequestRef(f"q{self.made}", 1), prompt, sampling, PEER)
+        pages = -(-len(prompt) // PAGE_TOKENS)
+        request = DecodeRequest(
+            reservation, Lease(f"q{self.made}", 1, self.made), pages, pages, 0, b"", Prefix(b"", [], 0, []), 0
+        )
+        request.answer, request.pages = [100 + self.made], [1000 + self.made * 50 + each for each in range(pages)]
+        request.ending = Ending.of(request.prompt_tokens, sampling, FACTS)
+        if sampling.penalized:
+            request.history = History(reservation.question, request.answer)
+        self.known.append(Known(request, [request.answer[0]]))
+        self.batch.join(request)
+
+    def give_pages(self, share: float) -> None:
+        needy = self.batch.without_page()
+        assert set(needy) == {each.request for each in self.known if each.short}
+        for request in needy:
+            if self.dice.random() < share:
+                request.pages.append(request.pages[0] + len(request.pages))
+                self.batch.grown(request)
+
+    def launch(self) -> None:
+        expected = [each for each in self.known if each.due and not each.short]
+        rows = self.batch.launch()
+        assert (rows is not None) == bool(expected)
+        if rows is None:
+            return
+        by_request = {each.request: each for each in expected}
+        step = [by_request.pop(seat.request) for seat in self.batch.flying[-1][1].seats]
+        assert not by_request
+        before = self.flying[-1] if self.flying else []
+        assert rows.context_tokens == sum(each.next_position + 1 for each in step)
+        assert rows.columns.longest == max(each.next_position + 1 for each in step)
+        for each, row in zip(step, rows, strict=True):
+            source = before.index(each) if each in before else None
+            assert (row.start, row.source) == (each.next_position, source)
+            assert source is not None or row.token_ids == (each.said[-1],)
+            assert row.page_ids == each.request.pages
+            assert row.draw is not None
+            assert row.draw.index == row.start - each.request.prompt_tokens + each.request.first_draw
+            assert row.draw.sampling is each.request.reservation.sampling
+            each.launched += 1
+        assert all(source == FROM_HOST or source < len(before) for source in rows.columns.sources)
+        self.flying.append(step)
+
+    def land(self) -> None:
+        step = self.flying.popleft()
+        drawn = [self.dice.choice((STOP, *range(20, 60))) for _ in step]
+        landed = self.batch.land(drawn)
+        told: dict[str, tuple[int, int]] = {}
+        for routed in landed.usual():
+            for event in routed.tokens.events():
+                told[event.ref.request_id] = (event.first_index, event.token_ids[0])
+        special = {request: (index, token) for request, index, token in map(landed.token, landed.special)}
+        for each, token in zip(step, drawn, strict=True):
+            each.landed += 1
+            request, name = each.request, each.request.reservation.ref.request_id
+            if each.over:
+                assert name not in told
+                assert request not in special
+                continue
+            each.said.append(token)
+            assert (special.get(request) or told[name]) == (len(each.said) - 1, token)
+            ends = request.ending.reason(token, len(each.said) - 1) is not None
+            assert request in special or not ends
+            assert request.history is None or request.history.answer == each.said
+            if ends:
+                each.over = each.stopped = True
+                self.batch.drop(request)
+                self.ended += 1
+
+    def leave(self) -> None:
+        gone = self.batch.gone()
+        over = [each for each in self.known if each.stopped and not any(each in step for step in self.flying)]
+        assert set(gone) == {each.request for each in over}
+        for each in over:
+            self.batch.leave(each.request)
+            assert each.request.answer == each.said
+            self.known.remove(each)
+
+    def disturb(self) -> None:
+        """Somebody is cancelled, or gives way."""
+        each = self.dice.choice(self.known)
+        if not each.stopped:
+            each.stopped = True
+            if self.dice.random() < 0.5:
+                each.over = True
+                self.batch.drop(each.request)
+            else:
+                self.batch.stop(each.request)
+
+    def check(self) -> None:
+        assert len(self.batch) == sum(not each.stopped for each in self.known)
+        for each in self.known:
+            assert each.request.in_flight == each.launched - each.landed
+            if self.dice.random() < 0.1:
+                assert each.request.token_ids == each.said
+
+
+@pytest.mark.parametrize("ahead", [0, 1], ids=["each step by itself", "one step ahead"])
+@pytest.mark.parametrize("seed", range(4))
+def test_it_does_what_one_that_counts_does(seed: int, ahead: int) -> None:
+    model = Model(random.Random(seed))
+    for _ in range(300):
+        if len(model.known) < 6 and model.dice.random() < 0.3:
+            model.join()
+        model.leave()
+        model.give_pages(share=model.dice.choice((0.2, 1.0)))
+        model.launch()
+        while len(model.flying) > ahead:
+            model.land()
+        if model.known and model.dice.random() < 0.02:
+            model.disturb()
+        model.check()
+    assert model.ended > 10
