@@ -27,11 +27,15 @@ class _Class:
 
     newest: deque[int] = field(default_factory=deque)
     ordered: list[int] = field(default_factory=list)
+    total: int = 0
 
     def add(self, tokens: int) -> None:
         if len(self.newest) == WINDOW:
-            self.ordered.remove(self.newest.popleft())
+            oldest = self.newest.popleft()
+            self.ordered.remove(oldest)
+            self.total -= oldest
         self.newest.append(tokens)
+        self.total += tokens
         insort(self.ordered, tokens)
 
 
@@ -44,6 +48,11 @@ class AnswerLengths:
     def learn(self, limit: int, tokens: int) -> None:
         """An answer with this limit has ended with so many tokens, whatever ended it."""
         self._classes.setdefault(limit.bit_length(), _Class()).add(tokens)
+
+    def mean(self, limit: int, *, to_the_limit: bool = False) -> float:
+        """Of the newest answers with such a limit; the limit itself as long as none has ended."""
+        seen = self._classes.get(limit.bit_length())
+        return float(limit) if to_the_limit or seen is None else min(limit, seen.total / len(seen.ordered))
 
     def expect(self, limit: int, so_far: int = 0, *, to_the_limit: bool = False) -> int:
         """Tokens of an answer that has `so_far` already: more than these unless they are all, at most `limit`.

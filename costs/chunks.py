@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from costs.step_cost import StepCost
+from costs.step_grid import unpadded_prompts
 from wire.messages import Duty
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
@@ -17,6 +18,8 @@ PROGRESS_TOKENS = 256
 """What they get in the step after these."""
 SPARE_STEPS = 2.0
 """Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
+GAP_NOISE = 1.2
+"""A gap at the client ÷ the step as predicted, for all but one in a hundred: steps differ, and their words' ways do."""
 FIRST_GAP_STEPS = 2
 """Steps between the first token of a prompt that is computed where it decodes, and the second: one runs by then."""
 
@@ -32,7 +35,7 @@ def tightest_kept(targets: Sequence[float], decoding_s: float) -> float:
 def gap_target(
     cost: StepCost, asked_s: float | None, rows: int, context_tokens: int, targets: Sequence[float] = ()
 ) -> float:
-    """How long a step with so many decode rows may take, in seconds.
+    """How long a step with so many decode rows may take as predicted, in seconds.
 
     Without `targets` of the answers (rising, infinite = of no class): what was asked for, else `SPARE_STEPS`. Where
     decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
@@ -48,8 +51,8 @@ def gap_target(
         usual_s = SPARE_STEPS * decoding_s
     kept_s = tightest_kept(targets, decoding_s)
     if asked_s is not None or kept_s == math.inf or targets[-1] == math.inf:
-        return min(usual_s, kept_s)
-    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS))
+        return min(usual_s, kept_s) / GAP_NOISE
+    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS)) / GAP_NOISE
 
 
 class Chunks(NamedTuple):
@@ -82,6 +85,7 @@ def chunks(
         return Chunks(max(1, most - rows))
     if duty.step_policy is PolicyName.CHUNKED:
         tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
+        tokens = unpadded_prompts(tokens, rows, cost.parameters.tile_tokens)
     else:
         target_s = gap_target(cost, duty.itl_target_s, rows, context, targets)
         tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)

@@ -55,6 +55,10 @@ class Binder:
         self._gate.admit(ticket, self._clock())
         self._push(ticket)
 
+    def answer_tokens(self, ticket: Ticket) -> float:
+        """As long as its answer is on average, by those that have ended."""
+        return self._lengths.mean(ticket.max_tokens, to_the_limit=ticket.to_the_limit)
+
     def enter_again(self, ticket: Ticket) -> None:
         """An attempt failed: back to its place."""
         self._push(ticket)

@@ -80,7 +80,7 @@ class Dispatcher:
         try:
             return self._submit(admitted)
         except TandemError as error:
-            self.metrics.refused(admitted.slo.name, error)
+            self.metrics.refused(admitted.slo.name, error, admitted.n)
             raise
 
     def _submit(self, admitted: Admitted) -> Choices:
@@ -93,7 +93,9 @@ class Dispatcher:
         requests = self._live.make(admitted)
         for request in requests:
             self._connect(request)
-        self._binder.enter(requests[0].ticket, more=len(requests) - 1, held=self._live.held)
+        ticket = requests[0].ticket
+        self.metrics.offered(len(requests), ticket.prompt_tokens, self._binder.answer_tokens(ticket))
+        self._binder.enter(ticket, more=len(requests) - 1, held=self._live.held)
         self._live.add(requests)
         self._schedule_pump()
         return Choices([request.answer for request in requests])

@@ -70,15 +70,17 @@ class RequestEnds:
         """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
         else the request fails. A worker that changes its role or drains is nobody's failure.
         """
-        request.failures += not isinstance(error, RoleClosed)
+        failed = not isinstance(error, RoleClosed)
+        request.failures += failed
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
             return
-        failed = "request %s, attempt %d failed, again: %s"
-        log.info(failed, request.wire_id, request.attempt, error.message, extra=about(request.wire_id))
+        attempt = request.wire_id, request.attempt, error.message
+        log.info("request %s, attempt %d failed, again: %s", *attempt, extra=about(request.wire_id))
         request.waiting_since = time.monotonic()
-        self._metrics.retried()
+        if failed:
+            self._metrics.retried()
         self.requeue(request)
 
     def _end(self, request: RoutedRequest) -> None:

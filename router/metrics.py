@@ -61,13 +61,19 @@ class RouterMetrics:
 
     # At the door
 
-    def refused(self, slo_class: str, error: TandemError) -> None:
-        """A request was turned away. Who asks for what cannot be has missed nothing."""
+    def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:
+        """So many answers are asked for, to one prompt, each of them about so long."""
+        self.board.count(f.OFFERED_REQUESTS).add(answers)
+        self.board.count(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
+        self.board.count(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
+
+    def refused(self, slo_class: str, error: TandemError, answers: int = 1) -> None:
+        """A request for so many answers was turned away. Who asks for what cannot be has missed nothing."""
         reason = reason_of(error)
         self.board.count(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
             shed = isinstance(error, ResourceExhausted)
-            self._count(slo_class, SHED if shed else Verdict(Outcome.FAILED, Phase.QUEUE))
+            self._count(slo_class, SHED if shed else Verdict(Outcome.FAILED, Phase.QUEUE), answers)
 
     # On the way
 
@@ -163,10 +169,10 @@ class RouterMetrics:
         if met_counts or verdict.outcome is not Outcome.MET:
             self._count(slo.name, verdict)
 
-    def _count(self, slo_class: str, verdict: Verdict) -> None:
-        self.board.count(f.SLO_REQUESTS, slo_class, verdict.outcome).add()
+    def _count(self, slo_class: str, verdict: Verdict, answers: int = 1) -> None:
+        self.board.count(f.SLO_REQUESTS, slo_class, verdict.outcome).add(answers)
         if verdict.phase is not None:
-            self.board.count(f.SLO_MISSED, slo_class, verdict.phase).add()
+            self.board.count(f.SLO_MISSED, slo_class, verdict.phase).add(answers)
         else:
             self.goodput.met(slo_class)
 
@@ -186,7 +192,13 @@ class RouterMetrics:
             board.count(f.PREDICTED, quantity)
             board.count(f.ACTUAL, quantity)
             board.spread(f.PREDICTION_ERROR, quantity)
-        for each in (f.PLACEMENTS, f.REGRET):
+        offered = (f.OFFERED_REQUESTS, f.OFFERED_PROMPT_TOKENS, f.OFFERED_ANSWER_TOKENS)
+        for each in (f.PLACEMENTS, f.REGRET, *offered):
             board.count(each)
-        for code in (cls.code for cls in TandemError.__subclasses__()):
+        for code in _codes(TandemError):
             board.count(f.REQUEST_FAILURES, code)
+
+
+def _codes(kind: type[TandemError]) -> set[str]:
+    """Of all kinds of it."""
+    return {code for each in kind.__subclasses__() for code in (each.code, *_codes(each))}

@@ -84,16 +84,29 @@ def classes_by_name(classes: Iterable[SloClass]) -> dict[str, SloClass]:
     return named
 
 
+def with_defaults(own: Iterable[SloClass]) -> tuple[SloClass, ...]:
+    """The default classes and these, which take the place of a default one of their name."""
+    return tuple(({each.name: each for each in DEFAULT_CLASSES} | classes_by_name(own)).values())
+
+
 def parse_class(text: str) -> SloClass:
-    """From "NAME:TTFT_MS:ITL_MS[:PERCENT[:reject|degrade]]"; InvalidArgument says what is wrong."""
+    """From "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"; InvalidArgument says what is wrong."""
     name, *values = text.split(":")
     overload = Overload.REJECT
     if values and values[-1] in list(Overload):
         overload = Overload(values.pop())
     try:
-        ttft_ms, itl_ms, *percent = (float(each) for each in values)
+        ttft_ms, itl_ms, percent, worst_ms = _filled(tuple(float(each) for each in values))
     except ValueError:
-        percent = [0.0, 0.0]
-    if len(percent) > 1:
-        raise InvalidArgument("--slo-class", f"{text!r} is not NAME:TTFT_MS:ITL_MS[:PERCENT][:reject|degrade]")
-    return SloClass(name, ttft_ms / 1e3, itl_ms / 1e3, itl_percent=percent[0] if percent else 99.0, overload=overload)
+        form = "NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]"
+        raise InvalidArgument("--slo-class", f"{text!r} is not {form}") from None
+    return SloClass(
+        name, ttft_ms / 1e3, itl_ms / 1e3, itl_percent=percent, worst_gap_s=worst_ms / 1e3, overload=overload
+    )
+
+
+def _filled(given: tuple[float, ...]) -> tuple[float, ...]:
+    """What was not given is the field's default; ValueError for too few or too many."""
+    if not 2 <= len(given) <= 4:
+        raise ValueError
+    return (*given, *(99.0, math.inf)[len(given) - 2 :])

@@ -1,7 +1,7 @@
 """From workers' events to the client's answer: order the tokens, turn them into text, end the answer.
 
-Few answers send every token at once. Many share a budget of chunks a second, so that sending never takes the CPU from
-an engine on the same machine: a chunk then carries the tokens of several steps.
+Every token is sent at once as long as all answers together stay within a budget of chunks a second, so that sending
+never takes the CPU from an engine on the same machine. Beyond it a chunk carries the tokens of several steps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from router.answer_text import TextJob, TextThread
+from router.chunk_budget import ChunkBudget
 from router.config import RouterConfig
 from router.request import RoutedRequest
 from wire.errors import Internal, TandemError, Unavailable, from_code
@@ -39,11 +40,10 @@ class EventStream:
     """Takes the events of both workers of every request; belongs to the event loop."""
 
     def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
-        self._config = config
         self._owner = owner
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, TextJob] = {}
-        self._flushed_at = 0.0
+        self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
 
     async def close(self) -> None:
@@ -80,7 +80,7 @@ class EventStream:
         if urgent:
             self._text.submit(urgent)
         if self._jobs:
-            self._flush_when_due(now, len(live))
+            self._flush_when_due(now)
 
     def _take_tokens(self, request: RoutedRequest, event: RequestEvent, now: float) -> bool:
         """Add the tokens that are next in order to the request's job; whether the job must not wait."""
@@ -111,20 +111,22 @@ class EventStream:
         job.finish = finished
         return first or finished is not None
 
-    def _flush_when_due(self, now: float, answers: int) -> None:
-        due = self._flushed_at + min(answers / self._config.chunks_per_s, self._config.chunk_delay_max_s)
-        if now >= due:
+    def _flush_when_due(self, now: float) -> None:
+        if self._timer is not None:
+            return
+        wait_s = self._budget.wait_s(now, len(self._jobs))
+        if wait_s:
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._flush)
+        else:
             self._flush()
-        elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(due - now, self._flush)
 
     def _flush(self) -> None:
         """Send what waits: one hop to the text thread for all requests."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._flushed_at = time.monotonic()
         if self._jobs:
+            self._budget.spend(time.monotonic(), len(self._jobs))
             self._text.submit([job for job in self._jobs.values() if not job.request.ended])
             self._jobs.clear()
 

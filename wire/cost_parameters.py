@@ -28,6 +28,8 @@ class CostParameters:
     """Recent mean of |predicted - actual| ÷ actual, each at most 1; 0 before the first step."""
     observed: int = 0
     """Steps these parameters were fitted to; 0 = nothing but a guess."""
+    tile_tokens: int = 1
+    """A step with prompts computes a multiple of so many tokens, see `costs.step_grid`."""
 
 
 UNMEASURED = CostParameters()

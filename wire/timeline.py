@@ -10,7 +10,10 @@ from enum import IntEnum
 
 
 class Edge(IntEnum):
-    """An edge, numbered as in `tandem.v1.Edge`; the order is the order of a disaggregated request."""
+    """An edge, numbered as in `tandem.v1.Edge`; the order is that of a disaggregated request, up to FINISHED.
+
+    From LAST_PAGES_POSTED on they are the parts of a hand-over: between PREFILL_FINISHED and DECODE_ADMITTED.
+    """
 
     RECEIVED = 1
     TOKENIZED = 2
@@ -26,6 +29,11 @@ class Edge(IntEnum):
     DECODE_STARTED = 12
     FINISHED = 13
     PREEMPTED = 14
+    LAST_PAGES_POSTED = 15
+    NOTICE_MADE = 16
+    NOTICE_POSTED = 17
+    NOTICE_SEEN = 18
+    KV_CHECKED = 19
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class WorkerConfig:
     under `decode-priority` prompts are computed in what is left of it. None = the batch grows as it can, and prompts
     may double the time of an unloaded step."""
     ceilings: Ceilings | None = None
-    """What its device can do at best, which utilization is told by; None = a typical GPU's or CPU's."""
+    """What its device can do at best, which utilization is told by; None = it is measured at the start."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 

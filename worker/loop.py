@@ -63,13 +63,14 @@ class StepLoop:
         meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
-        publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens]], None],
+        publish: Callable[[int, Sequence[RoutedEvent], Sequence[RoutedTokens], Sequence[Callable[[], None]]], None],
         on_death: Callable[[BaseException], None],
     ) -> None:
         """`deadline_s` is how long a step may take, from its schedule to its result, before it counts as stuck.
         `gather_s` is how long an idle loop waits for more prompts before it computes the first. Both in seconds.
 
-        `publish` and `on_death` are called on the loop's thread and return at once."""
+        `publish` and `on_death` are called on the loop's thread and return at once; `publish` has the event loop take a
+        step's events and tokens, and then make the calls."""
         self._runner = runner
         self._decode = decode
         self._prefill = prefill
@@ -181,6 +182,5 @@ class StepLoop:
                 return
             self.steps += 1
             news = self._scheduler.apply(step.work, result)
-            self._publish(self.steps, news.events, news.tokens)
-            self._prefill.announce()
+            self._publish(self.steps, news.events, news.tokens, self._prefill.take_news())
         self._meter.learn(step.work, seconds)

@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from costs.roofline import Roofline
+from costs.roofline import Ceilings, Roofline
 from costs.step_cost import StepWork
 from telemetry import families as f
 from telemetry.board import Board, Facts, Reading
+from wire.cost_parameters import CostParameters
 from wire.messages import FinishReason, RoutedEvent, WorkerInspection
 from wire.timeline import TransferStats
 
@@ -29,10 +30,16 @@ Emit = Callable[[RoutedEvent], None]
 
 
 class Utilization:
-    """How much of the device's ceilings the newest steps needed."""
+    """How much of the device's ceilings the newest steps needed.
 
-    def __init__(self, roofline: Roofline) -> None:
-        self._sizes, self.ceilings = roofline.sizes, roofline.ceilings
+    What steps have reached the device can do: a ceiling below that was measured while others disturbed it, and rises,
+    unless an operator gave it.
+    """
+
+    def __init__(self, roofline: Roofline, given: Ceilings | None = None) -> None:
+        self._sizes = roofline.sizes
+        self._given = given is not None
+        self.ceilings = given or roofline.ceilings
         self.busy_s = self.bytes = self.flops = 0.0
         """Of all steps."""
         self._marks: deque[tuple[float, float, float]] = deque([(0.0, 0.0, 0.0)], maxlen=_WINDOW_MARKS)
@@ -43,7 +50,7 @@ class Utilization:
         self.bytes += self._sizes.step_bytes(work)
         self.flops += self._sizes.step_flops(work)
         if self.busy_s - self._marks[-1][0] >= _MARK_S:
-            self._marks.append((self.busy_s, self.bytes, self.flops))
+            self._mark()
 
     @property
     def bandwidth(self) -> float:
@@ -57,6 +64,14 @@ class Utilization:
         busy_s, _, done = self._lately()
         return done / (busy_s * self.ceilings.flops) if busy_s else 0.0
 
+    def _mark(self) -> None:
+        busy_s, read, done = self._marks[-1]
+        self._marks.append((self.busy_s, self.bytes, self.flops))
+        if not self._given:
+            seconds, now = self.busy_s - busy_s, self.ceilings
+            flops, bandwidth = (self.flops - done) / seconds, (self.bytes - read) / seconds
+            self.ceilings = Ceilings(max(now.flops, flops), max(now.bytes_per_s, bandwidth), now.launch_s)
+
     def _lately(self) -> tuple[float, float, float]:
         busy_s, read, done = self._marks[0]
         return self.busy_s - busy_s, self.bytes - read, self.flops - done
@@ -65,10 +80,10 @@ class Utilization:
 class WorkerMetrics:
     """Owns the worker's board."""
 
-    def __init__(self, model: str, worker: str, role: Callable[[], str], roofline: Roofline) -> None:
+    def __init__(self, model: str, worker: str, role: Callable[[], str], utilization: Utilization) -> None:
         """`role` is asked at each scrape: it may change."""
         self.board = board = Board(lambda: {"model": model, "role": role(), "worker": worker})
-        self.utilization = Utilization(roofline)
+        self.utilization = utilization
         self._decode_steps = board.spread(f.STEP_SECONDS, "decode")
         self._prefill_steps = board.spread(f.STEP_SECONDS, "prefill")
         self._mixed_steps = board.spread(f.STEP_SECONDS, "mixed")
@@ -80,6 +95,7 @@ class WorkerMetrics:
         self._bandwidth = board.spread(f.TRANSFER_BANDWIDTH)
         self._transferred = board.count(f.TRANSFER_BYTES)
         self._failures = board.count(f.TRANSFER_FAILURES)
+        self._refusals = board.count(f.KV_REFUSALS)
         board.read(self._engine_facts)
 
     def step(self, work: StepWork, seconds: float) -> None:
@@ -98,6 +114,10 @@ class WorkerMetrics:
             self._prompts.observe(tokens)
             self._prefill_tokens.value += tokens
         self.utilization.step(work, seconds)
+
+    def refused(self) -> None:
+        """A request found no pages."""
+        self._refusals.add()
 
     def hearing(self, emit: Emit) -> Emit:
         """`emit` for hand-overs, which tells here as well how each has ended."""
@@ -157,15 +177,31 @@ def worker_facts(worker: Worker) -> Facts:
         f.PREFIX_EVENTS: {("stored",): stored, ("removed",): removed},
         f.PREEMPTIONS: load.preemptions,
         f.STEP_COST_ERROR: load.cost.error,
+        **step_costs(load.cost),
         f.OPEN_LEASES: found.leases,
         f.EXPIRED_LEASES: worker.admission.expired_leases,
         f.CHECKSUM_FAILURES: found.checksum_failures,
         f.FENCED: found.fenced,
-        f.TRANSPORT: {(transport.transport_name(),): 1.0},
+        f.TRANSPORT: {(transport.transport_kinds(),): 1.0},
         f.TRANSPORT_WARNINGS: len(transport.warnings()),
         f.POOL_SOUND: not found.integrity_error,
         f.WORKER_READY: not worker.admission.not_ready,
     }
+
+
+def step_costs(cost: CostParameters) -> Facts:
+    """What its steps take; nothing as long as that is a guess."""
+    if not cost.observed:
+        return {}
+    parts: Reading = {
+        ("base",): cost.base_s,
+        ("prompt_base",): cost.prompt_base_s,
+        ("token",): cost.token_s,
+        ("pair",): cost.pair_s,
+        ("row",): cost.row_s,
+        ("context",): cost.context_s,
+    }
+    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens}
 
 
 def _pages(found: WorkerInspection) -> Reading:

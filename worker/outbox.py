@@ -91,9 +91,18 @@ class Outbox:
         self._step = 0
         self._closed = False
 
-    def publish(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[RoutedTokens] = ()) -> None:
-        """Engine thread: what a step did. Never waits."""
-        self._events.call_soon_threadsafe(self._take_step, step, events, tokens)
+    def publish(
+        self,
+        step: int,
+        events: Sequence[RoutedEvent],
+        tokens: Sequence[RoutedTokens] = (),
+        then: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Engine thread: what a step did, and the calls that are made on the event loop behind that. Never waits.
+
+        It wakes the event loop once: between two calls that thread might write messages while this one waits for it.
+        """
+        self._events.call_soon_threadsafe(self._take_step, step, events, tokens, then)
 
     def post(self, routed: RoutedEvent) -> None:
         """Something happened between steps."""
@@ -142,7 +151,13 @@ class Outbox:
         if not stream.attached:
             self.detach(stream)
 
-    def _take_step(self, step: int, events: Sequence[RoutedEvent], tokens: Sequence[RoutedTokens]) -> None:
+    def _take_step(
+        self,
+        step: int,
+        events: Sequence[RoutedEvent],
+        tokens: Sequence[RoutedTokens],
+        then: Sequence[Callable[[], None]],
+    ) -> None:
         self._step = step
         for routed in events:
             stream = self._streams.get(routed.router_id)
@@ -154,6 +169,8 @@ class Outbox:
                 stream.tokens.append(some.tokens)
         # Behind what the step's end sets going: hand-overs post their last pages before this thread writes messages.
         self._events.call_soon(self._send_step)
+        for call in then:
+            call()
 
     def _send_step(self) -> None:
         changes = self._changes()

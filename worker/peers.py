@@ -103,11 +103,12 @@ class Peers(DecodePeers):
     def delivered(self, destination: Destination) -> None:
         self._deliveries.add(destination)
 
-    async def release(self, destination: Destination) -> None:
+    async def release(self, destination: Destination, *, in_doubt: bool) -> None:
         request = worker_pb2.ReleaseLeaseRequest(
             lease=convert.lease_to_proto(destination.lease),
             prefill_worker_id=self._me.worker_id,
             prefill_incarnation=self._me.incarnation,
+            in_doubt=in_doubt,
         )
         if destination.peer in self._gone:
             self._owe(destination.peer, [destination])
@@ -189,7 +190,7 @@ class Peers(DecodePeers):
     # ---- inside ----
 
     def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
-        """A worker that is dead needs no telling; should it live, it has to hear that nothing is in flight any more."""
+        """A worker that is dead needs no telling; should it live, it has to hear that nothing will follow."""
         if self._gone.is_last(peer):
             self._owed.setdefault(peer, []).extend(leases)
 

@@ -73,6 +73,9 @@ class WorkerProcess:
         self._thread.start()
         try:
             self._engine = ModelRunner.load(self._config.engine, progress, name=self._config.model_name or None)
+            report("measuring the device", 0.0)
+            if self._config.ceilings is None:
+                self._engine.measure_ceilings(self._config.engine.threads)
             report("opening the transfer", 0.0)
             info = self._call(self._open(self._engine))
         except BaseException:

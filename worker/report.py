@@ -1,11 +1,29 @@
 """What a worker says of itself: its load, which routers place by, and what an inspection finds."""
 
+from costs.step_cost import CostParameters, StepWork
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from worker.caretaker import Caretaker
 from worker.halves import Halves
 from worker.loop import StepLoop
 from worker.step_meter import StepMeter
+
+
+def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
+    """Of a worker, real or simulated, whose newest step has `decoding` and whose steps are predicted to `cost` that."""
+    pool = cache.pool
+    return WorkerLoad(
+        prefill_requests=halves.prefill.waiting_requests(),
+        prefill_tokens=halves.prefill.waiting_tokens(),
+        decode_requests=halves.decode.running_requests(),
+        pages_used=pool.total - pool.room,
+        pages_total=pool.total,
+        prefix_query_tokens=cache.query_tokens,
+        prefix_hit_tokens=cache.hit_tokens,
+        decode_context_tokens=decoding.decode_context_tokens,
+        cost=cost,
+        preemptions=halves.admission.preemptions,
+    )
 
 
 class WorkerReport:
@@ -23,19 +41,7 @@ class WorkerReport:
 
     def load(self) -> WorkerLoad:
         """Load now."""
-        counts, halves = self._cache.pool.counts(), self._halves
-        return WorkerLoad(
-            prefill_requests=halves.prefill.waiting_requests(),
-            prefill_tokens=halves.prefill.waiting_tokens(),
-            decode_requests=halves.decode.running_requests(),
-            pages_used=counts.total - counts.free - counts.cached + counts.promised,
-            pages_total=counts.total,
-            prefix_query_tokens=self._cache.query_tokens,
-            prefix_hit_tokens=self._cache.hit_tokens,
-            decode_context_tokens=self._loop.decoding.decode_context_tokens,
-            cost=self._meter.parameters,
-            preemptions=halves.admission.preemptions,
-        )
+        return load_of(self._halves, self._cache, self._loop.decoding, self._meter.parameters)
 
     def inspect(self) -> WorkerInspection:
         """Page counts, open work, and whether the pool was sound whenever this worker was idle."""

@@ -55,16 +55,21 @@ class StepScheduler:
         targets = self._decode.gap_targets
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
-        prompts = self._policy.prefill_tokens(self.decoding, self._prefill.waiting(), targets)
+        waiting = self._prefill.waiting()
+        prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
+        if not waiting.prompts:
+            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
         prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
         if not decode_rows and not prefill_rows:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
 
     def apply(self, work: StepWork, result: StepResult) -> StepNews:
-        """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.announce` is the
+        """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.take_news` is the
         caller's, once that is on its way.
         """
         decoded, prefilled = result.split(work.decode_rows)
         news = self._decode.apply(decoded.token_ids, decoded.logprobs)
-        return StepNews([*news.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], news.tokens)
+        if not prefilled.token_ids:
+            return news
+        return StepNews([*news.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], news.landed)

@@ -90,7 +90,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.ReleaseLeaseRequest, _context: _Context
     ) -> worker_pb2.ReleaseLeaseResponse:
         writer = PeerRef(request.prefill_worker_id, request.prefill_incarnation)
-        self._worker.admission.release(convert.lease_from_proto(request.lease), writer)
+        lease = convert.lease_from_proto(request.lease)
+        self._worker.admission.release(lease, writer, in_doubt=request.in_doubt)
         return worker_pb2.ReleaseLeaseResponse()
 
     async def NameDeliveries(

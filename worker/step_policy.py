@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, gap_target
 from costs.step_cost import StepCost, StepWork
+from costs.step_grid import unpadded_prompts
 from prefill_worker.line import Waiting
 from wire.errors import InvalidArgument
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
@@ -43,12 +44,16 @@ class Unchunked(StepPolicy):
 class Chunked(StepPolicy):
     """A step has at most `budget` tokens, so none takes longer than that many."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, cost: Cost = StepCost) -> None:
         self._budget = budget
+        self._cost = cost
         self._progress = _Progress(budget)
 
     def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
-        return self._progress.at_least(max(0, self._budget - decode_work.decode_rows), waiting)
+        rows = decode_work.decode_rows
+        most = max(0, self._budget - rows)
+        tokens = unpadded_prompts(most, rows, self._cost().parameters.tile_tokens) if rows else most
+        return self._progress.at_least(tokens, waiting)
 
 
 class DecodePriority(StepPolicy):
@@ -117,6 +122,6 @@ def make_policy(
         case PolicyName.UNCHUNKED:
             return Unchunked(max_step_tokens)
         case PolicyName.CHUNKED:
-            return Chunked(min(CHUNKED_BUDGET if budget is None else budget, max_step_tokens))
+            return Chunked(min(CHUNKED_BUDGET if budget is None else budget, max_step_tokens), cost)
         case PolicyName.DECODE_PRIORITY:
             return DecodePriority(cost, itl_target_s, max_step_tokens)

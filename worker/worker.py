@@ -8,7 +8,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from decode_worker.admission import DecodeAdmission
@@ -22,7 +21,7 @@ from kv_transfer.layout import KVLayout
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from wire.ending import failure_event, pages_for
-from wire.errors import Internal, StaleEpoch, Unavailable
+from wire.errors import Internal, ResourceExhausted, StaleEpoch, Unavailable
 from wire.messages import (
     Duty,
     GrantedLease,
@@ -45,7 +44,7 @@ from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
-from worker.metrics import WorkerMetrics
+from worker.metrics import Utilization, WorkerMetrics
 from worker.outbox import Outbox, RouterStream
 from worker.peers import Peers
 from worker.report import WorkerReport
@@ -75,8 +74,12 @@ class Worker:
         self.died: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """Set when a step failed: the process must end."""
         self._config = config
-        roofline = engine.roofline if config.ceilings is None else replace(engine.roofline, ceilings=config.ceilings)
-        self.metrics = WorkerMetrics(engine.facts.name, me.worker_id, lambda: self.duty.role.value, roofline)
+        self.metrics = WorkerMetrics(
+            engine.facts.name,
+            me.worker_id,
+            lambda: self.duty.role.value,
+            Utilization(engine.roofline, given=config.ceilings),
+        )
         """What is counted here; export `worker_facts` beside it."""
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)
         self._events = asyncio.get_running_loop()
@@ -156,7 +159,11 @@ class Worker:
     def reserve(self, reservation: Reservation) -> GrantedLease:
         """See `DecodeAdmission.reserve`; InvalidArgument for what no worker would take."""
         check_reservation(reservation, self.facts)
-        granted = self.admission.reserve(reservation)
+        try:
+            granted = self.admission.reserve(reservation)
+        except ResourceExhausted:
+            self.metrics.refused()
+            raise
         self._outbox.expect(reservation.router_id)
         return granted
 

@@ -14,6 +14,7 @@ def cost_to_proto(value: CostParameters) -> worker_pb2.CostParameters:
         row_s=value.row_s,
         context_s=value.context_s,
         free_tokens=value.free_tokens,
+        tile_tokens=value.tile_tokens,
         error=value.error,
         observed=value.observed,
     )
@@ -28,6 +29,7 @@ def cost_from_proto(message: worker_pb2.CostParameters) -> CostParameters:
         row_s=message.row_s,
         context_s=message.context_s,
         free_tokens=message.free_tokens,
+        tile_tokens=max(1, message.tile_tokens),
         error=message.error,
         observed=message.observed,
     )

@@ -51,3 +51,16 @@ def test_old_answers_are_forgotten() -> None:
 
 def test_nothing_but_its_limit_ends_it() -> None:
     assert taught([3] * 100).expect(500, to_the_limit=True) == 500
+
+
+def test_the_mean_is_of_those_with_such_a_limit() -> None:
+    lengths = AnswerLengths()
+    assert lengths.mean(100) == 100.0
+    for tokens in (10, 30):
+        lengths.learn(100, tokens)
+    assert lengths.mean(100) == 20.0
+    assert lengths.mean(1000) == 1000.0
+    assert lengths.mean(100, to_the_limit=True) == 100.0
+    for _ in range(WINDOW):
+        lengths.learn(100, 50)
+    assert lengths.mean(100) == 50.0

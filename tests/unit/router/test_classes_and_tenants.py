@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from router.config import RouterConfig
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass, parse_class
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass, parse_class, with_defaults
 from router.tenants import tenant_of, tenant_salt
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
@@ -114,9 +114,28 @@ def test_classes_are_read_from_words() -> None:
     assert parse_class("chat:500:40:95:degrade") == SloClass(
         "chat", ttft_s=0.5, itl_s=0.04, itl_percent=95, overload=Overload.DEGRADE
     )
-    for wrong in ("chat", "chat:500", "chat:500:x", "chat:500:40:99:1", "chat:500:40:shed", ":500:40", "chat:0:40"):
+    assert parse_class("chat:500:40:95:200") == SloClass("chat", 0.5, 0.04, itl_percent=95, worst_gap_s=0.2)
+    for wrong in (
+        "chat",
+        "chat:500",
+        "chat:500:x",
+        "chat:500:40:99:1:1",
+        "chat:500:40:99:0",
+        "chat:500:40:shed",
+        ":500:40",
+        "chat:0:40",
+    ):
         with pytest.raises(InvalidArgument, match=r"^(--slo-class|slo_classes): "):
             parse_class(wrong)
+
+
+def test_own_classes_stand_beside_or_instead_of_the_usual_ones() -> None:
+    own = SloClass("chat", 0.5, 0.04), SloClass("balanced", 2.0, 0.1)
+    found = {each.name: each for each in with_defaults(own)}
+    assert list(found) == ["strict", "balanced", "quick", "best_effort", "chat"]
+    assert (found["chat"], found["balanced"]) == own
+    with pytest.raises(InvalidArgument, match="two classes named 'chat'"):
+        with_defaults([own[0], own[0]])
 
 
 class TestTenants:

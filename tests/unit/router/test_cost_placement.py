@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from costs.chunks import GAP_NOISE
 from router.cost_placement import CostPlacement
 from router.placement import Mode, Need, Pair
 from router.slo import SloClass
@@ -80,13 +81,13 @@ def test_prompts_are_expected_in_the_chunks_that_the_answers_there_bear(at: Test
     """Half a class's gap, for the first gap of a local prompt is two steps; the tightest class's if there are two."""
     worker = at.add("w", Role.BOTH, duty=PRIORITY, **BIG)
     at.answers("w", 4, slo=LOOSE)
-    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030, rel=0.01)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030 / GAP_NOISE, rel=0.01)
     at.answers("w", 1, slo=STRICT)
-    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008, rel=0.01), "two unloaded steps"
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008 / GAP_NOISE, rel=0.01), "two unloaded steps"
     worker.unbook_decode("answer-4")
-    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030, rel=0.01)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030 / GAP_NOISE, rel=0.01)
     at.answers("w", 1)
-    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008, rel=0.01)
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008 / GAP_NOISE, rel=0.01)
 
 
 def test_an_answer_with_no_gap_to_spare_stays_where_a_handover_would_be_too_long(at: TestFleet) -> None:

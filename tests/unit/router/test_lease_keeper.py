@@ -32,6 +32,26 @@ async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCapture
     assert "a broken reply" in caplog.text
 
 
+async def test_one_heartbeat_names_all_leases_of_a_worker() -> None:
+    rounds: list[Sequence[Lease]] = []
+
+    async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        rounds.append(leases)
+        return frozenset()
+
+    leases = [Lease(f"q{n}", 1, n) for n in range(1, 40)]
+    keeper = LeaseKeeper(beat, lambda _: None)
+    for lease in leases:
+        keeper.keep(GrantedLease(lease, 0.3))
+    await until(lambda: len(rounds) == 2, "two heartbeats")
+    assert rounds == [leases, leases]
+    for lease in leases[1:]:
+        keeper.drop(lease.request_id)
+    await until(lambda: len(rounds) == 3, "one more")
+    assert rounds[2] == leases[:1]
+    keeper.close()
+
+
 async def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over() -> None:
     """It gets a third of the lease, and the next one leaves at once."""
     clock = asyncio.get_running_loop().time

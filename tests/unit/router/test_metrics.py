@@ -19,6 +19,7 @@ from router.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
 from router.verdict import MET, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from telemetry import families as f
+from telemetry.exposition import Exposition
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
@@ -217,6 +218,19 @@ def test_refusals(metrics: RouterMetrics) -> None:
         assert grown == (set() if outcome is None else {("tight", outcome), ("tight", "queue")})
 
 
+def test_a_request_for_several_answers_counts_as_many_whatever_becomes_of_it(metrics: RouterMetrics) -> None:
+    metrics.refused("tight", Refused(Refusal.QUEUE_FULL, "full"), 8)
+    assert metrics.board.count(f.SLO_REQUESTS, "tight", "shed").value == 8
+    assert metrics.board.count(f.ADMISSION_REJECTIONS, "queue_full").value == 1
+
+
+def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
+    """Those of kinds of kinds, too."""
+    text = Exposition(metrics.board).render()[0].decode()
+    assert value_of(text, "tandem_request_failures_total", code="ROLE_CLOSED") == 0
+    assert 'code="ROLE_CLOSED"' in text
+
+
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
     forecast = Forecast(0.2, 0.2, 0.01, 0, 10, 1, 0.2, 0.3, 0.35, measured=True)
     record = PlacementRecord("r", "p", "d", "tight", forecast, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
@@ -264,6 +278,10 @@ async def test_a_whole_router(cluster: Cluster) -> None:
     assert value_of(text, "tandem_generation_tokens_total") == 8
     assert value_of(text, "tandem_inter_token_latency_seconds_count") == 6
     assert value_of(text, "tandem_admission_rejections_total", reason="invalid") == 1
+    assert value_of(text, "tandem_offered_requests_total") == 3
+    admitted = value_of(text, "tandem_prompt_tokens_total")
+    assert value_of(text, "tandem_offered_prompt_tokens_total") == 1.5 * admitted > 0
+    assert value_of(text, "tandem_offered_answer_tokens_total") == 5 + 3 + 3
     assert value_of(text, "tandem_slo_requests_total") == 2
     assert value_of(text, "tandem_slo_requests_total", slo_class="best_effort", outcome="met") == 2
     assert value_of(text, "tandem_goodput_requests_per_second", slo_class="best_effort") > 0

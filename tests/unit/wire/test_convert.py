@@ -66,7 +66,7 @@ step_tokens = st.lists(st.tuples(text, uint32, uint32, uint32), min_size=1, max_
     lambda rows: messages.StepTokens(*zip(*rows, strict=True))
 )
 seconds = st.floats(0, 9)
-costs = st.builds(cost_parameters.CostParameters, *[seconds] * 6, uint32, seconds, uint64)
+costs = st.builds(cost_parameters.CostParameters, *[seconds] * 6, uint32, seconds, uint64, st.integers(1, 1024))
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
 runs = st.lists(st.builds(prefixes.PrefixRun, st.binary(max_size=16), digests), max_size=2).map(tuple)

@@ -21,6 +21,15 @@ from wire.timeline import Edge
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
 LONG = SamplingParams(max_tokens=150)
+TRANSFER = [
+    Edge.TRANSFER_STARTED,
+    Edge.LAST_PAGES_POSTED,
+    Edge.NOTICE_MADE,
+    Edge.NOTICE_POSTED,
+    Edge.TRANSFER_FINISHED,
+    Edge.KV_CHECKED,
+]
+"""Where the KV travels."""
 
 
 @pytest.fixture(autouse=True, params=[False, True], ids=["", "asynchronous"])
@@ -39,9 +48,9 @@ async def test_one_request(length: int, both: bool) -> None:
         assert heard.tokens == answer_to(prompt, TEN)
         assert heard.finish is FinishReason.LENGTH
         edges = [Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED]
-        transfer = [] if both else [Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED]
         assert heard.edges[:3] == edges
-        assert set(heard.edges) == {*edges, *transfer, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED}
+        transfer = [] if both else TRANSFER
+        assert set(heard.edges) == {*edges, *transfer, Edge.NOTICE_SEEN, Edge.DECODE_ADMITTED, Edge.DECODE_STARTED}
         assert heard.pages == (0 if both else -(-length // PAGE_TOKENS))
         await pair.empty()
 

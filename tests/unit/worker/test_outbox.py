@@ -188,3 +188,29 @@ async def test_a_router_that_does_not_read_loses_the_oldest_changes_and_can_see_
     await asyncio.sleep(0)
     numbers = [changes.sequence for changes in (await anext(messages)).prefixes]
     assert numbers == list(range(4, PREFIX_BATCHES_MAX + 4))
+
+
+async def test_what_follows_a_step_is_called_behind_its_events_and_runs_before_they_are_sent() -> None:
+    office = Office()
+    messages, _ = await read(office.outbox.attach("1"))
+    order: list[str] = []
+    woken = asyncio.Event()
+
+    async def handoff() -> None:
+        await woken.wait()
+        order.append("handoff")
+
+    async def stream() -> None:
+        await anext(messages)
+        order.append("message")
+
+    tasks = [asyncio.ensure_future(stream()), asyncio.ensure_future(handoff())]
+    await asyncio.sleep(0)
+
+    def call() -> None:
+        order.append(f"call behind {len(office.outbox._streams['1'].pending)} event")
+        woken.set()
+
+    office.outbox.publish(1, [RoutedEvent("1", event("a"))], (), [call])
+    await asyncio.gather(*tasks)
+    assert order == ["call behind 1 event", "handoff", "message"]

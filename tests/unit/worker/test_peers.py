@@ -51,8 +51,8 @@ class Decode(worker_pb2_grpc.WorkerServicer):
         await self.go.wait()
         return worker_pb2.RenewPermissionsResponse(over=request.leases[:1], write_for_s=2.5)
 
-    async def ReleaseLease(self, _request: Any, _context: Any) -> worker_pb2.ReleaseLeaseResponse:
-        self.calls.append("release")
+    async def ReleaseLease(self, request: Any, _context: Any) -> worker_pb2.ReleaseLeaseResponse:
+        self.calls.append("release in doubt" if request.in_doubt else "release")
         if not self.go.is_set():
             raise StaleEpoch("over")
         return worker_pb2.ReleaseLeaseResponse()
@@ -108,14 +108,14 @@ async def test_nothing_is_said_to_a_worker_that_is_gone(scene: Scene) -> None:
     for call in (scene.peers.connect(scene.there), scene.peers.allot(scene.there, 2)):
         with pytest.raises(Unavailable, match="gone"):
             await call
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     assert scene.decode.calls == []
     assert not scene.peers._connections
 
 
 async def test_the_death_of_a_later_run_is_that_of_the_earlier_ones(scene: Scene) -> None:
     scene.decode.go.set()
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     scene.peers.forget(PeerRef("decode-0", 4))
     assert THERE in scene.peers._connections
     scene.peers.forget(PeerRef("decode-0", 6))
@@ -138,7 +138,14 @@ async def test_an_introduction_that_failed_while_nobody_waited_is_forgotten(scen
 
 async def test_a_lease_that_is_over_is_told_apart(scene: Scene) -> None:
     with pytest.raises(StaleEpoch):
-        await scene.peers.release(scene.there)
+        await scene.peers.release(scene.there, in_doubt=False)
+
+
+@pytest.mark.parametrize(("in_doubt", "heard"), [(False, "release"), (True, "release in doubt")])
+async def test_a_release_says_whether_a_write_failed(scene: Scene, in_doubt: bool, heard: str) -> None:
+    scene.decode.go.set()
+    await scene.peers.release(scene.there, in_doubt=in_doubt)
+    assert scene.decode.calls == [heard]
 
 
 async def test_a_warm_up_moves_the_page_behind_the_pools_and_nothing_else(scene: Scene) -> None:
@@ -243,22 +250,22 @@ async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
     told: list[Destination] = []
     monkeypatch.setattr(scene.peers._deliveries, "add", told.append)
     scene.peers.forget(THERE)
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     assert await scene.peers._name_deliveries(THERE, scene.there.address, [replace(LEASE, epoch=10)])
     scene.peers.welcome(PeerRef("decode-0", 4))
     assert told == []
     scene.peers.welcome(THERE)
     assert [destination.lease.epoch for destination in told] == [9, 10]
     scene.decode.go.set()
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     assert scene.decode.calls == ["release"]
 
 
 async def test_nothing_is_kept_for_a_run_that_another_has_replaced(scene: Scene) -> None:
     scene.peers.forget(THERE)
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     scene.peers.forget(PeerRef("decode-0", 6))
-    await scene.peers.release(scene.there)
+    await scene.peers.release(scene.there, in_doubt=False)
     assert not scene.peers._owed
 
 

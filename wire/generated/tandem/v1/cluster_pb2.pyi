@@ -131,6 +131,28 @@ class DrainWorkerRequest(_message.Message):
     node_leaves: bool
     def __init__(self, worker_id: _Optional[str] = ..., grace_s: _Optional[float] = ..., restart: _Optional[bool] = ..., force: _Optional[bool] = ..., node_leaves: _Optional[bool] = ...) -> None: ...
 
+class ResizeRequest(_message.Message):
+    __slots__ = ("prefill", "decode", "workers", "grace_s", "wait_s")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    workers: int
+    grace_s: float
+    wait_s: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., workers: _Optional[int] = ..., grace_s: _Optional[float] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class ResizeResponse(_message.Message):
+    __slots__ = ("workers", "seconds")
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerInfo]
+    seconds: float
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerInfo, _Mapping]]] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class DrainWorkerResponse(_message.Message):
     __slots__ = ("seconds",)
     SECONDS_FIELD_NUMBER: _ClassVar[int]

@@ -60,6 +60,11 @@ class ClusterStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.Resize = channel.unary_unary(
+                '/tandem.v1.Cluster/Resize',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -101,6 +106,14 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Resize(self, request, context):
+        """Operator: let there be more or fewer workers, while they serve. Answers when those who leave have left and those who
+        come serve.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +141,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'Resize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resize,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +284,33 @@ class Cluster:
             '/tandem.v1.Cluster/DrainWorker',
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/Resize',
+            tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,11 @@ class Edge(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EDGE_DECODE_STARTED: _ClassVar[Edge]
     EDGE_FINISHED: _ClassVar[Edge]
     EDGE_PREEMPTED: _ClassVar[Edge]
+    EDGE_LAST_PAGES_POSTED: _ClassVar[Edge]
+    EDGE_NOTICE_MADE: _ClassVar[Edge]
+    EDGE_NOTICE_POSTED: _ClassVar[Edge]
+    EDGE_NOTICE_SEEN: _ClassVar[Edge]
+    EDGE_KV_CHECKED: _ClassVar[Edge]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -52,6 +57,11 @@ EDGE_DECODE_ADMITTED: Edge
 EDGE_DECODE_STARTED: Edge
 EDGE_FINISHED: Edge
 EDGE_PREEMPTED: Edge
+EDGE_LAST_PAGES_POSTED: Edge
+EDGE_NOTICE_MADE: Edge
+EDGE_NOTICE_POSTED: Edge
+EDGE_NOTICE_SEEN: Edge
+EDGE_KV_CHECKED: Edge
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")

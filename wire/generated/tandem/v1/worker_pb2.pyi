@@ -142,7 +142,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class CostParameters(_message.Message):
-    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed")
+    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens")
     BASE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BASE_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_S_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,7 @@ class CostParameters(_message.Message):
     FREE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     base_s: float
     prompt_base_s: float
     token_s: float
@@ -161,7 +162,8 @@ class CostParameters(_message.Message):
     free_tokens: int
     error: float
     observed: int
-    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ...) -> None: ...
+    tile_tokens: int
+    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s")
@@ -427,14 +429,16 @@ class RenewPermissionsResponse(_message.Message):
     def __init__(self, over: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., write_for_s: _Optional[float] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
-    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation")
+    __slots__ = ("lease", "prefill_worker_id", "prefill_incarnation", "in_doubt")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    IN_DOUBT_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     prefill_worker_id: str
     prefill_incarnation: int
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ...) -> None: ...
+    in_doubt: bool
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., prefill_worker_id: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., in_doubt: _Optional[bool] = ...) -> None: ...
 
 class ReleaseLeaseResponse(_message.Message):
     __slots__ = ()
