@@ -26,9 +26,16 @@ from benchmarks.load.target import find_target, touch
 from benchmarks.panel_axes import draw_panel
 from benchmarks.prometheus import Prometheus, prometheus_beside
 from benchmarks.served_model import add_model_options, choose_model
+from cluster.planner_config import PlannerConfig, PlannerMode
 
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
-_SETTINGS = {"dtype": "float32", "page_tokens": 16, "max_step_tokens": 512, "threads": 1}
+_SETTINGS = {
+    "dtype": "float32",
+    "page_tokens": 16,
+    "max_step_tokens": 512,
+    "threads": 1,
+    "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
+}
 _PROCESSES, _SEED, _DPI = 3, 31, 80
 _COLUMNS, _WIDTH_IN, _LINE_IN = 24, 19.0, 0.27
 _MARGIN_X, _MARGIN_TOP, _MARGIN_BOTTOM = 0.045, 0.9, 0.8

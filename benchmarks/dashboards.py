@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,13 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.json"))
 
 
-def show(dashboard: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch) -> Iterator[Shown]:
-    """Every panel that is not folded, with all of its variables at "All"."""
+def show(
+    dashboard: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch, *, folded: bool = False
+) -> Iterator[Shown]:
+    """Every panel that is not folded, with all of its variables at "All"; those that are, instead, if `folded`."""
     chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
-    for panel in dashboard["panels"]:
+    rows = [panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    for panel in chain(*rows) if folded else dashboard["panels"]:
         if panel["type"] != "row":
             asked = [_ask(target, prometheus, stretch, chosen) for target in panel["targets"]]
             yield Shown(panel, tuple(asked))

@@ -42,7 +42,9 @@ scrape_configs:
 {key}
     static_configs: [{{targets: ["{address}"], labels: {{namespace: {namespace}}}}}]
     metric_relabel_configs:
-      - {{source_labels: [__name__], regex: tandem_(process|metrics_target)_.*, action: keep}}
+      - {{source_labels: [__name__], regex: tandem_(process|metrics_target|planner)_.*, action: keep}}
+  - job_name: exporters
+    static_configs: [{{targets: {exporters}}}]
 """
 
 
@@ -117,9 +119,16 @@ def find_prometheus() -> str | None:
 
 @contextmanager
 def prometheus_beside(
-    metrics_address: str, folder: Path, *, key: str = "", every_s: int = 1, patience: bool = True
+    metrics_address: str,
+    folder: Path,
+    *,
+    key: str = "",
+    every_s: int = 1,
+    patience: bool = True,
+    exporters: Sequence[str] = (),
 ) -> Iterator[Prometheus]:
-    """One that scrapes all processes of a cluster by its service discovery, until the end of the context.
+    """One that scrapes all processes of a cluster by its service discovery, until the end of the context, and
+    `exporters` of others' metrics at host:port.
 
     Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown.
     FailedPrecondition if it is not installed or does not start.
@@ -130,7 +139,8 @@ def prometheus_beside(
     rules = RULES.read_text(encoding="utf-8")
     (folder / "rules.yaml").write_text(rules if patience else _impatient(rules), encoding="utf-8")
     authorization = f'    authorization: {{credentials: "{key}"}}' if key else ""
-    settings = {"every": every_s, "key": authorization, "address": metrics_address, "namespace": NAMESPACE}
+    settings = {"every": every_s, "key": authorization, "address": metrics_address, "namespace": NAMESPACE,
+                "exporters": json.dumps(list(exporters))}  # fmt: skip
     (folder / "prometheus.yaml").write_text(_CONFIG.format(**settings), encoding="utf-8")
     address = f"{_HOST}:{_free_port()}"
     command = [program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.options import Metrics, MetricsKey, metrics_door
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -18,13 +19,8 @@ _FIRST_S = 1.0
 @plain_errors
 def top(
     *,
-    metrics: Annotated[
-        str,
-        typer.Option("--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running ones."),
-    ] = "",
-    metrics_key: Annotated[
-        str, typer.Option(envvar="TANDEM_METRICS_KEY", help="Key that opens them; default: the running cluster's.")
-    ] = "",
+    metrics: Metrics = "",
+    metrics_key: MetricsKey = "",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two pictures.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
@@ -35,16 +31,6 @@ def top(
     address, key = metrics_door(metrics, metrics_key)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(address, key, interval, once=once))
-
-
-def metrics_door(address: str, key: str) -> tuple[str, str]:
-    """Where the metrics are, and what opens them."""
-    from cli.state import newest
-
-    if address:
-        return address, key
-    running = newest()
-    return running.metrics, key or running.token
 
 
 async def _watch(address: str, key: str, interval: float, *, once: bool) -> None:

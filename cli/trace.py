@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.options import MetricsKey
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -23,9 +24,7 @@ def trace(
         str,
         typer.Option("--router", envvar="TANDEM_HTTP", help="The router's HTTP host:port; default: the running."),
     ] = "",
-    metrics_key: Annotated[
-        str, typer.Option(envvar="TANDEM_METRICS_KEY", help="Key that opens metrics; default: the running cluster's.")
-    ] = "",
+    metrics_key: MetricsKey = "",
 ) -> None:
     """Draw where a request's time went."""
     import asyncio

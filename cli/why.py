@@ -6,24 +6,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cli.options import Metrics, MetricsKey, metrics_door
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from telemetry.scrape import Stretch
+    from telemetry.scrape import Scrape, Stretch
 
 
 @plain_errors
 def why(
     *,
-    metrics: Annotated[
-        str,
-        typer.Option("--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running ones."),
-    ] = "",
-    metrics_key: Annotated[
-        str, typer.Option(envvar="TANDEM_METRICS_KEY", help="Key that opens them; default: the running cluster's.")
-    ] = "",
+    metrics: Metrics = "",
+    metrics_key: MetricsKey = "",
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to look.")] = 5.0,
 ) -> None:
     """Name each worker's binding wall under the present load, and the change that would help most."""
@@ -33,7 +29,7 @@ def why(
     from rich.console import Console
 
     from cli.status import WIDE
-    from cli.top import metrics_door, scrape
+    from cli.top import scrape
     from telemetry.scrape import Stretch
 
     address, key = metrics_door(metrics, metrics_key)
@@ -59,10 +55,28 @@ def findings(stretch: Stretch) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("worker", "wall", "because", "what would help"):
         table.add_column(column, no_wrap=column in ("worker", "wall"))
-    for name in stretch.now.values(f.WORKER_READY, "worker"):
-        if not stretch.now.total(f.WORKER_READY, worker=name):
+    now = stretch.now
+    heard = set(now.values(f.WORKER_READY, "worker"))
+    for name in _workers(now):
+        if name not in heard:
+            state = "silent" if now.total(f.PROCESS_UP, worker=name) else "down"
+            table.add_row(name, state, "nothing is heard of it", "`tandem status` and its log say why")
+            continue
+        if not now.total(f.WORKER_READY, worker=name):
             table.add_row(name, "not ready", "it takes nothing new", "`tandem status` and its log say why")
             continue
         found = diagnose(figures_of(stretch, name))
         table.add_row(name, Text(found.wall, style="bold"), found.because, found.change)
     return table
+
+
+def _workers(now: Scrape) -> list[str]:
+    """All that the controller keeps, and all that answer."""
+    from telemetry import families as f
+
+    kept = [
+        name
+        for name in now.values(f.PROCESS_UP, "worker")
+        if "router" not in now.values(f.PROCESS_UP, "role", worker=name)
+    ]
+    return list(dict.fromkeys([*kept, *now.values(f.WORKER_READY, "worker")]))

@@ -59,6 +59,14 @@ CACHED_PROMPT_TOKENS = counter(
 )
 GENERATION_TOKENS = counter("generation_tokens_total", "Tokens that left the router.")
 ADMISSION_REJECTIONS = counter("admission_rejections_total", "Requests turned away at the door, by reason.", "reason")
+OFFERED_REQUESTS = counter(
+    "offered_requests_total",
+    "Answers that were asked for and could be given, those turned away for lack of room included.",
+)
+OFFERED_PROMPT_TOKENS = counter("offered_prompt_tokens_total", "Prompt tokens of these requests.")
+OFFERED_ANSWER_TOKENS = counter(
+    "offered_answer_tokens_total", "Tokens of these answers, as long as those that ended of late with such a limit."
+)
 SLO_REQUESTS = counter(
     "slo_requests_total",
     "Requests by service class and outcome (met, missed_ttft, missed_itl, shed, failed); goodput is the rate of met.",
@@ -121,6 +129,15 @@ BATCH_LIMIT = gauge("engine_batch_limit_requests", "Most requests that decode in
 GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
 GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
+STEP_COST = gauge(
+    "engine_step_cost_seconds",
+    "What steps were found to take, by part: base of each step, prompt_base of those with prompts, and what each token,"
+    " pair, row and context token adds.",
+    "part",
+)
+STEP_FREE_TOKENS = gauge(
+    "engine_step_free_tokens", "Tokens of a step whose arithmetic is hidden by the reading of weights."
+)
 PREEMPTIONS = counter("num_preemptions_total", "Running requests that lost their KV pages to others.")
 
 # Workers: KV
@@ -130,6 +147,9 @@ KV_PAGES = gauge(
     "kv_pages",
     "KV pages by state: free, owned, shared, cached, advertised, quarantined; promised ones are free or cached.",
     "state",
+)
+KV_REFUSALS = counter(
+    "kv_cache_refusals_total", "Requests sent back to wait at their router, as no KV pages could be promised to them."
 )
 PREFIX_QUERIES = counter("prefix_cache_queries_tokens_total", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HITS = counter("prefix_cache_hits_tokens_total", "Those of them whose KV was there.")
@@ -141,19 +161,19 @@ PREFIX_EVENTS = counter(
 
 TRANSFER_SECONDS = histogram(
     "kv_transfer_seconds",
-    "Of one prompt's hand-over, from its first page to its notice; of its prefill worker.",
+    "Of one prompt's hand-over: all its writes together, without the chunks between them; of its prefill worker.",
     _TRANSFER_S,
-)  # fmt: skip
+)
 TRANSFER_BYTES = counter("kv_transfer_bytes_total", "Bytes of KV handed over; of the prefill worker.")
 TRANSFER_FAILURES = counter("kv_transfer_failures_total", "Hand-overs that failed; of the prefill worker.")
 TRANSFER_BANDWIDTH = histogram(
-    "kv_transfer_bandwidth_bytes_per_second", "Bytes of one hand-over by its time.", _BYTES_PER_S
+    "kv_transfer_bandwidth_bytes_per_second", "Bytes of one hand-over by the time of its writes.", _BYTES_PER_S
 )
 EXPIRED_LEASES = counter("kv_transfer_expired_leases_total", "Leases that had no heartbeat; of the decode worker.")
 OPEN_LEASES = gauge("kv_transfer_open_leases", "Leases not yet settled, quarantined ones included.")
 CHECKSUM_FAILURES = counter("kv_transfer_checksum_failures_total", "Hand-overs refused because a page had changed.")
 FENCED = counter("kv_transfer_fenced_total", "Messages and notices dropped because their lease or attempt was over.")
-TRANSPORT = gauge("kv_transport_info", "1; how KV pages move: back end, direction and wires.", "transport")
+TRANSPORT = gauge("kv_transport_info", "1; how KV pages move: back end, direction and kinds of wires.", "transport")
 TRANSPORT_WARNINGS = gauge(
     "kv_transport_warnings", "What is slower or more fragile than it could be, a TCP wire for one."
 )
@@ -169,6 +189,22 @@ POOL_SOUND = gauge("kv_pool_sound", "1 = the page pool's own checks have found n
 PROCESS_UP = gauge("process_up", "1 = the process serves.", "role", "worker")
 PROCESS_RESTARTS = counter("process_restarts_total", "How often the process was started again.", "role", "worker")
 TARGET_UP = gauge("metrics_target_up", "1 = the process answered this scrape of the whole cluster.", "role", "worker")
+
+# Planner
+
+PLANNER_STRAIN = gauge(
+    "planner_strain_ratio",
+    "How near to its limit each half of the cluster is, by the planner's model: 1 = promises can just be kept.",
+    "half",
+)
+PLANNER_WANTED = gauge(
+    "planner_wanted_workers", "Workers that the planner wants, by role, whether or not it may act.", "half"
+)
+PLANNER_CHANGES = counter(
+    "planner_changes_total",
+    "Changes that it made, or would have made in a dry run (to_prefill, to_decode, up, down).",
+    "direction",
+)
 
 FAMILIES: tuple[Family, ...] = tuple(each for each in list(vars().values()) if isinstance(each, Family))
 """All of them, in this order."""

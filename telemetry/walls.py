@@ -16,7 +16,9 @@ KV_FULL = 0.9
 BATCH_FULL = 0.9
 """The same of the batch's rows."""
 TRANSFERRING = 0.7
-"""Part of the time with pages on the wire from which on the wire is the narrow place, if the engine has less to do."""
+"""Part of the time with pages on the wire from which on those who wait wait for it, if the engine has less to do."""
+PILED_UP = 2.0
+"""Hand-overs that write at once, on average, from which on they pile up, whoever waits yet."""
 COMPUTING = 0.5
 """Part of the time in steps from which on what is in them binds."""
 
@@ -37,14 +39,20 @@ class Wall(StrEnum):
 class Figures:
     """What a worker did in a stretch of time."""
 
+    steps: float
+    """Steps that ended."""
     busy: float
-    """Part of the time that it was in steps."""
+    """Part of the time that it was in them; a step counts when it ends."""
     compute: float
     """Operations of these steps, as a part of what the device could have done in their time."""
     bandwidth: float
     """The same of bytes."""
     kv_used: float
     """Part of its KV pages in use or promised, at the end."""
+    holders: float
+    """Requests that have them then: those that decode, and prompts on their way here."""
+    refused: float
+    """How often none could be promised to a request, which went back to wait."""
     preempted: float
     """Requests that lost their pages."""
     decoding: float
@@ -54,9 +62,23 @@ class Figures:
     transferring: float
     """Seconds that its hand-overs wrote, for each second; above 1 where several write at once."""
     prompts_waiting: float
-    """Prompts that it has not wholly computed, at the end."""
+    """Prompts that it has not wholly computed, all the time."""
     requests_waiting: float
-    """Requests in the routers' queues, at the end."""
+    """Requests in the routers' queues, all the time."""
+
+    @property
+    def pages_missing(self) -> bool:
+        """Whether somebody waits for KV pages: one more request like those that are here has no room."""
+        one = self.kv_used / self.holders if self.holders else 0.0
+        full = self.kv_used >= KV_FULL or self.kv_used + one > 1.0 or self.refused > 0
+        return self.preempted > 0 or (full and self.requests_waiting > 0)
+
+    @property
+    def wire_is_narrow(self) -> bool:
+        """Whether pages leave more slowly than they are made: hand-overs that overlap without harm are none."""
+        somebody_waits = self.requests_waiting > 0 or self.prompts_waiting > 0
+        enough = TRANSFERRING if somebody_waits else PILED_UP
+        return self.transferring >= enough and self.transferring > self.busy
 
     @property
     def rest(self) -> float:
@@ -82,6 +104,7 @@ _CHANGES = {
     Wall.HOST: "less work beside the device: CPU cores of its own, CUDA graphs that fit its batches, larger steps",
     Wall.NONE: "nothing: it can take more",
 }
+_LOOK_LONGER = "a longer look (--seconds): a step of this device takes longer than that"
 _NOT_TAKEN = (
     "larger chunks: another --step-policy, a larger --max-step-tokens, or an inter-token target that allows them"
 )
@@ -89,11 +112,18 @@ _NOT_TAKEN = (
 
 def diagnose(it: Figures) -> Diagnosis:
     """Of one worker. What holds pages, a slow wire for one, comes before the pages that it holds."""
-    if it.transferring >= TRANSFERRING and it.transferring > it.busy:
+    if it.wire_is_narrow:
         on_the_wire = f"hand-overs write {it.transferring:.2f} s in each second"
         return _found(Wall.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
-    if it.preempted > 0 or (it.kv_used >= KV_FULL and it.requests_waiting > 0):
+    if it.pages_missing:
         return _found(Wall.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
+    if not it.steps and it.prompts_waiting > 0:
+        return Diagnosis(Wall.NONE, f"no step of its has ended, though {_waiting(it)}", _LOOK_LONGER)
+    return _of_engine(it)
+
+
+def _of_engine(it: Figures) -> Diagnosis:
+    """Whose pages suffice."""
     wall = _in_steps(it) if it.busy >= COMPUTING else Wall.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
     if full and it.requests_waiting > 0 and wall is not Wall.COMPUTE:
@@ -130,4 +160,5 @@ def _waiting(it: Figures) -> str:
 
 
 def _lost(it: Figures) -> str:
-    return f", {it.preempted:.0f} requests lost theirs to others" if it.preempted > 0 else ""
+    refused = f"; {it.refused:.0f} times it had none for one, beside what its prompts need" if it.refused > 0 else ""
+    return refused + (f"; {it.preempted:.0f} requests lost theirs to others" if it.preempted > 0 else "")

@@ -1,6 +1,7 @@
 """A worker's figures for its diagnosis, read from two scrapes of the cluster."""
 
 from telemetry import families as f
+from telemetry.family import Family
 from telemetry.scrape import Stretch
 from telemetry.walls import Figures
 
@@ -12,17 +13,25 @@ def figures_of(stretch: Stretch, worker: str) -> Figures:
     now, me = stretch.now, {"worker": worker}
     busy_s = stretch.grown(f.STEP_BUSY, **me)
     return Figures(
-        busy=_part(busy_s, stretch.seconds),
+        steps=stretch.grown(f.STEP_SECONDS, "_count", **me),
+        busy=min(1.0, _part(busy_s, stretch.seconds)),
         compute=_part(stretch.grown(f.STEP_FLOPS, **me), busy_s * now.total(f.DEVICE_FLOPS, **me)),
         bandwidth=_part(stretch.grown(f.STEP_BYTES, **me), busy_s * now.total(f.DEVICE_BANDWIDTH, **me)),
         kv_used=now.total(f.KV_USAGE, **me),
+        holders=now.total(f.REQUESTS_RUNNING, **me) + now.total(f.OPEN_LEASES, **me),
+        refused=stretch.grown(f.KV_REFUSALS, **me),
         preempted=stretch.grown(f.PREEMPTIONS, **me),
         decoding=stretch.mean(f.STEP_DECODE_ROWS, **me) or 0.0,
         batch_limit=now.total(f.BATCH_LIMIT, **me),
         transferring=stretch.rate(f.TRANSFER_SECONDS, "_sum", **me),
-        prompts_waiting=now.total(f.REQUESTS_WAITING, **me),
-        requests_waiting=now.total(f.REQUESTS_WAITING, role=_ROUTER),
+        prompts_waiting=_all_along(stretch, f.REQUESTS_WAITING, **me),
+        requests_waiting=_all_along(stretch, f.REQUESTS_WAITING, role=_ROUTER),
     )
+
+
+def _all_along(stretch: Stretch, family: Family, **labels: str) -> float:
+    """What a gauge had at both ends: one who has just come waits for nothing."""
+    return min(stretch.before.total(family, **labels), stretch.now.total(family, **labels))
 
 
 def _part(of: float, whole: float) -> float:

@@ -104,12 +104,12 @@ _PREFILL = Row(
 _TRANSFER = Row(
     "3. Transfer",
     (
-        _spread("Hand-overs", of_workers(f.TRANSFER_SECONDS, "_bucket"), "From a prompt's first page to its notice."),
+        _spread("Hand-overs", of_workers(f.TRANSFER_SECONDS, "_bucket"), "All writes of a prompt together."),
         _by_worker("KV handed over", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
         _spread(
             "Bandwidth of single hand-overs",
             of_workers(f.TRANSFER_BANDWIDTH, "_bucket"),
-            "A hand-over of several chunks waits for their computation.",
+            "Their bytes by the time of their writes.",
             Unit.BYTES_A_SECOND,
         ),
         Panel(
@@ -150,8 +150,15 @@ _DECODE = Row(
             "Requests in a step", Unit.NUMBER, mean(f.STEP_DECODE_ROWS, "worker", of="workers"), "Of steps with any."
         ),
         _by_worker("Tokens", Unit.A_SECOND, rate(of_workers(f.STEP_TOKENS, half="decode"), "worker")),
-        _by_worker(
-            "Running", Unit.NUMBER, total(of_workers(f.REQUESTS_RUNNING), "worker"), "In the running decode batch."
+        Panel(
+            "Running",
+            Unit.NUMBER,
+            (
+                Query(total(of_workers(f.REQUESTS_RUNNING), "worker"), "{{worker}}"),
+                Query(total(of_workers(f.BATCH_LIMIT), "worker"), "{{worker}} at most"),
+            ),
+            "In the running decode batch, which `--max-batch-requests` limits.",
+            width=6,
         ),
         _phase("Time between tokens", f.INTER_TOKEN_LATENCY, "As tokens leave the router."),
         _by_worker(

@@ -35,8 +35,11 @@ _PROMISES = Row(
         Panel(
             "Goodput by class",
             Unit.REQUESTS,
-            (Query(rate(_MET, "slo_class"), "{{slo_class}}"),),
-            "The rate of requests that met what their class promises.",
+            (
+                Query(rate(_MET, "slo_class"), "{{slo_class}}"),
+                Query(total(series(f.GOODPUT), "slo_class"), "{{slo_class}}, by the router"),
+            ),
+            "The rate of requests that met what their class promises; the router's own looks back a minute.",
         ),
         Panel(
             "Budget burnt",

@@ -17,6 +17,14 @@ def _now(title: str, unit: Unit, family: Family, about: str = "") -> Panel:
     return Panel(title, unit, (Query(total(of_workers(family), "worker"), "{{worker}}"),), about, width=6)
 
 
+def _of_ceiling(title: str, unit: Unit, done: Family, ceiling: Family, about: str) -> Panel:
+    queries = (
+        Query(rate(of_workers(done), "worker"), "{{worker}}"),
+        Query(total(of_workers(ceiling), "worker"), "{{worker}} at best"),
+    )
+    return Panel(title, unit, queries, about, width=6)
+
+
 _LIFE = Row(
     "Who lives",
     (
@@ -38,18 +46,25 @@ _LIFE = Row(
         ),
         _now("Pool sound", Unit.NUMBER, f.POOL_SOUND, "0: a defect; restart the worker and report its log."),
         Panel(
+            "Answering",
+            Unit.NUMBER,
+            (Query(total(series(f.TARGET_UP), "worker"), "{{worker}}"),),
+            "0: it was up and did not answer the newest scrape of the whole cluster.",
+            width=6,
+        ),
+        Panel(
             "What they are",
             Unit.NUMBER,
             (Query(total(of_workers(f.WORKER_INFO), "worker", "role", "device", "dtype")),),
             kind=Kind.TABLE,
-            width=12,
+            width=9,
         ),
         Panel(
             "How KV moves",
             Unit.NUMBER,
             (Query(total(of_workers(f.TRANSPORT), "worker", "transport")),),
             kind=Kind.TABLE,
-            width=12,
+            width=9,
         ),
     ),
 )
@@ -71,8 +86,14 @@ _ENGINE = Row(
             "Of the device's ceiling, while it computes. Near 1, a prefill worker does what its device can.",
         ),
         _now("Error of predicted step times", Unit.SHARE, f.STEP_COST_ERROR, "Recent mean; placement relies on them."),
-        _rates("Bytes read by steps", Unit.BYTES_A_SECOND, f.STEP_BYTES, "Weights and KV, by the steps' shape."),
-        _rates("Operations of steps", Unit.FLOPS, f.STEP_FLOPS, "By the steps' shape."),
+        _of_ceiling(
+            "Bytes read by steps",
+            Unit.BYTES_A_SECOND,
+            f.STEP_BYTES,
+            f.DEVICE_BANDWIDTH,
+            "Weights and KV, by the steps' shape; the best is measured at each start.",
+        ),
+        _of_ceiling("Operations of steps", Unit.FLOPS, f.STEP_FLOPS, f.DEVICE_FLOPS, "By the steps' shape."),
         Panel(
             "Steps in CUDA graphs",
             Unit.SHARE,
@@ -89,6 +110,13 @@ _ENGINE = Row(
             width=6,
         ),
         _rates("Tokens computed for nobody", Unit.A_SECOND, f.GRAPH_PADDED_TOKENS, "Padding of CUDA graphs."),
+        Panel(
+            "What steps take",
+            Unit.SECONDS,
+            (Query(total(of_workers(f.STEP_COST), "worker", "part"), "{{worker}} {{part}}"),),
+            "As fitted: of each step, of those with prompts, and of each token, pair, row and token of context.",
+        ),
+        _now("Tokens for free", Unit.NUMBER, f.STEP_FREE_TOKENS, "Their arithmetic hides behind the weights' reading."),
     ),
 )
 
@@ -106,7 +134,7 @@ _KV = Row(
                 ),
             ),
             "All of them; promised ones are among free and cached.",
-            width=6,
+            width=12,
             stacked=True,
         ),
         Panel(
@@ -116,11 +144,50 @@ _KV = Row(
             "A prefill worker that has lost its lease may still write them.",
             width=6,
         ),
+        _rates("Refused for want of pages", Unit.A_SECOND, f.KV_REFUSALS, "Each waits at its router and asks again."),
         Panel(
             "Prefix cache",
             Unit.A_SECOND,
             (Query(rate(of_workers(f.PREFIX_EVENTS), "worker", "event"), "{{worker}} {{event}}"),),
             "Many stored and removed at once: the cache is too small.",
+            width=18,
+        ),
+    ),
+)
+
+_PLANNER = Row(
+    "Planner",
+    (
+        Panel(
+            "Strain",
+            Unit.SHARE,
+            (Query(total(series(f.PLANNER_STRAIN), "half"), "{{half}}"),),
+            "By the planner's model: 1 = promises can just be kept. Empty where it is off.",
+            width=6,
+        ),
+        Panel(
+            "Wanted workers",
+            Unit.NUMBER,
+            (Query(total(series(f.PLANNER_WANTED), "half"), "{{half}}"),),
+            "Those that serve are under *Processes up*.",
+            width=6,
+        ),
+        Panel(
+            "Changes",
+            Unit.NUMBER,
+            (Query(total(series(f.PLANNER_CHANGES), "direction"), "{{direction}}"),),
+            "Since the controller began; made, or in a dry run merely told.",
+            width=6,
+        ),
+        Panel(
+            "Asked for",
+            Unit.A_SECOND,
+            (
+                Query(rate(series(f.OFFERED_REQUESTS)), "requests"),
+                Query(rate(series(f.OFFERED_PROMPT_TOKENS)), "prompt tokens"),
+                Query(rate(series(f.OFFERED_ANSWER_TOKENS)), "answer tokens"),
+            ),
+            "At the door, also what is turned away; answers as long as those that ended.",
             width=6,
         ),
     ),
@@ -181,5 +248,5 @@ DASHBOARD = Dashboard(
     "workers",
     "Tandem: workers, KV and hardware",
     "How are workers, their KV pages and what they run on?",
-    (_LIFE, _ENGINE, _KV, _HOSTS, _HARDWARE),
+    (_LIFE, _PLANNER, _ENGINE, _KV, _HOSTS, _HARDWARE),
 )

@@ -12,6 +12,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -24,7 +28,7 @@ from benchmarks.load.record import RequestRecord
 from benchmarks.load.slo import Outcome, SloCell
 from benchmarks.load.target import find_target, touch
 from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
-from router.slo import DEFAULT_CLASSES
+from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family
 from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
@@ -37,9 +41,20 @@ LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
 PROCESSES = 3
 RECOVERS_S = 120.0
 OTHER_CLOCK_S = 0.1
-"""How far apart a router and a client on other processes may see the same moment, before a verdict is anybody's."""
+"""How far apart router and client, other processes, may see a first token, before a verdict is anybody's."""
+OTHER_GAP = 0.25
+"""The same of a gap, as a part of its target."""
 TOLERANCE = 0.01
-TARGETS = {slo.name: SloCell(slo.name, slo.ttft_s, slo.itl_s) for slo in DEFAULT_CLASSES}
+CLASSES = (
+    SloClass("quick", ttft_s=20.0, itl_s=1.0, overload=Overload.DEGRADE),
+    SloClass("balanced", ttft_s=20.0, itl_s=0.002, overload=Overload.DEGRADE),
+    BEST_EFFORT,
+)
+"""Any machine keeps nearly all of the first, and none of the second but answers of one token: a router that judges all
+alike is found out, and few requests are so near to a target that router and client may differ."""
+TARGETS = {slo.name: SloCell(slo.name, slo.ttft_s, slo.itl_s) for slo in CLASSES}
+DCGM = Path(__file__).with_name("dcgm.prom")
+"""What NVIDIA's exporter says of one GPU."""
 
 
 @dataclass
@@ -60,9 +75,12 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
+    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512, slo_classes=CLASSES)
     folder = tmp_path_factory.mktemp("prometheus")
-    with prometheus_beside(cluster.metrics_address, folder, patience=False) as prometheus:
+    with (
+        _exporter() as gpus,
+        prometheus_beside(cluster.metrics_address, folder, patience=False, exporters=[gpus]) as prometheus,
+    ):
         target = find_target(cluster.grpc_address)
         touch(target)
         prometheus.await_scrape(PROCESSES)
@@ -72,12 +90,41 @@ def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPa
         yield Watched(cluster, prometheus, start, time.time(), requests)
 
 
+@contextmanager
+def _exporter() -> Iterator[str]:
+    """Says the same at every scrape; host:port."""
+
+    class Page(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/plain; version=0.0.4")
+            self.end_headers()
+            self.wfile.write(DCGM.read_bytes())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_query_has_data(watched: Watched, name: str) -> None:
     stretch = Stretch(watched.start, watched.end)
     shown = list(show(read_dashboard(name), watched.prometheus, stretch))
     assert len(shown) > 8
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
+
+
+def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
+    stretch = Stretch(watched.start, watched.end)
+    shown = list(show(read_dashboard("workers"), watched.prometheus, stretch, folded=True))
+    assert len(shown) == 8
+    assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
+    named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
+    assert named == {"node-1 GPU 0", "node-1 GPU 0 sent", "node-1 GPU 0 received"}
 
 
 def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
@@ -92,16 +139,21 @@ def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
 def test_goodput_is_what_the_load_generator_counted(watched: Watched, tell: Callable[[str], None]) -> None:
     """Within one percent, and those requests whose time to the first token or gaps lie so near to their target that
     router and client may differ."""
+    bounds: dict[str, tuple[int, int]] = {}
     for name, records in watched.requests.items():
         cell, seen = TARGETS[name], since_sent(records)
-        least = _met(seen, SloCell(name, cell.ttft_s - OTHER_CLOCK_S, cell.gap_s - OTHER_CLOCK_S))
-        most = _met(seen, SloCell(name, cell.ttft_s + OTHER_CLOCK_S, cell.gap_s + OTHER_CLOCK_S))
+        strict, lax = (
+            SloCell(name, cell.ttft_s + sign * OTHER_CLOCK_S, cell.gap_s * (1 + sign * OTHER_GAP)) for sign in (-1, 1)
+        )
+        least, most = bounds[name] = _met(seen, strict), _met(seen, lax)
         met = watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="met"}}')
         tell(f"{name}: {met:g} of {len(records)} met by Prometheus, {_met(seen, cell)} by clients ({least} to {most})")
         assert least * (1 - TOLERANCE) <= met <= most * (1 + TOLERANCE)
         assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}"}}') == len(records)
         shed = sum(cell.judge(record) is Outcome.SHED for record in records)
         assert watched.count(f'tandem_slo_requests_total{{slo_class="{name}",outcome="shed"}}') == shed
+    assert bounds["quick"][0] > 0, "else a router that finds none met would pass"
+    assert bounds["balanced"][1] < len(watched.requests["balanced"]), "else one that finds all met would"
     best_effort = watched.requests["best_effort"]
     assert watched.count('tandem_slo_requests_total{slo_class="best_effort",outcome="met"}') == len(best_effort)
 

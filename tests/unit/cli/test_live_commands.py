@@ -1,4 +1,4 @@
-"""`tandem mode` and `tandem drain`: what they ask of which controller, and what they say."""
+"""`tandem mode`, `tandem scale` and `tandem drain`: what they ask of which controller, and what they say."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,10 @@ class Controller:
 
     async def set_mode(self, mode: str, **options: Any) -> tuple[tuple[WorkerInfo, ...], float]:
         self.asked.append((mode, {name: value for name, value in options.items() if value}))
+        return (WORKER,), 0.25
+
+    async def resize(self, **options: Any) -> tuple[tuple[WorkerInfo, ...], float]:
+        self.asked.append(("resize", options))
         return (WORKER,), 0.25
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
@@ -67,6 +71,13 @@ def test_another_cluster_is_named(asked: list[tuple[Any, ...]], monkeypatch: pyt
     assert asked == [("far:7", "other"), ("disaggregated", {"prefill": 1, "decode": 2, "itl_target_s": -1.0})]
 
 
+def test_a_cluster_grows(asked: list[tuple[Any, ...]]) -> None:
+    where = ["--controller", "c:1", "--token", "t"]
+    result = CliRunner().invoke(app, ["scale", "--prefill", "3", "--grace", "2", "--wait", "5", *where])
+    assert (result.exit_code, result.stdout) == (0, "w-0: both\n1 workers serve, after 0.2 s\n")
+    assert asked[-1] == ("resize", {"prefill": 3, "decode": 0, "workers": 0, "grace_s": 2.0, "wait_s": 5.0})
+
+
 def test_a_worker_is_drained(asked: list[tuple[Any, ...]]) -> None:
     where = ["--controller", "c:1", "--token", "t"]
     result = CliRunner().invoke(app, ["drain", "decode-0", "--restart", "--grace", "2", *where])
@@ -92,6 +103,9 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
         (["mode", "colocated", "--step-budget", "0"], "--step-budget: 0 is less than 1"),
         (["mode", "colocated", "--itl-target-ms", "-1"], "--itl-target-ms: -1 is below 0"),
         (["mode", "colocated", "--grace", "-1"], "--grace: -1 is below 0"),
+        (["scale", "--decode", "0"], "--decode: 0 is less than 1"),
+        (["scale"], "--workers: say how many: --prefill, --decode or --workers"),
+        (["scale", "--workers", "2", "--wait", "-1"], "--wait: -1 is below 0"),
         (["drain", "w", "--grace", "nan"], "--grace: nan is below 0"),
         (["drain"], "WORKER: give the name of a worker, or --node ADDRESS for all of a node"),
         (["drain", "w", "--node", "a"], "WORKER: give the name of a worker, or --node ADDRESS for all of a node"),
@@ -107,7 +121,7 @@ def test_a_wrong_number_is_named(command: list[str], message: str, asked: list[t
     assert not [each for each in asked if len(each) > 1 and isinstance(each[1], dict)]
 
 
-@pytest.mark.parametrize("command", [["mode", "adaptive"], ["drain", "w"]])
+@pytest.mark.parametrize("command", [["mode", "adaptive"], ["scale", "--workers", "2"], ["drain", "w"]])
 def test_without_a_cluster_the_way_to_start_one_is_named(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

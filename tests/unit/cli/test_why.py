@@ -12,6 +12,7 @@ from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
+from telemetry.worker_figures import figures_of
 
 
 class Cluster:
@@ -47,6 +48,27 @@ async def test_a_row_for_each_worker() -> None:
     assert "at 10% of the device's arithmetic and 80% of its memory bandwidth" in busy
     assert silent.split()[:3] == ["worker-1", "not", "ready"]
     assert "router" not in {busy.split()[0], silent.split()[0]}
+
+
+async def test_who_died_or_hangs_has_a_row() -> None:
+    """The controller knows them, though they say nothing."""
+    cluster, out = Cluster(), io.StringIO()
+    controller = Board(lambda: {"model": "llama"})
+    kept = {("router", "router"): 1.0, ("both", "worker-0"): 1.0, ("prefill", "dead"): 0.0, ("decode", "hung"): 1.0}
+    controller.read(lambda: {f.PROCESS_UP: kept})
+    text = merge(Exposition(board).render()[0].decode() for board in (cluster.router, cluster.busy, controller))
+    Console(file=out, width=400).print(findings(Stretch(Scrape(text, 0.0), Scrape(text, 1.0))))
+    states = {line.split()[0]: line.split()[1] for line in out.getvalue().splitlines()[1:]}
+    assert states == {"worker-0": "none", "dead": "down", "hung": "silent"}
+
+
+async def test_who_has_just_come_waits_for_nothing() -> None:
+    cluster = Cluster()
+    cluster.busy.read(lambda: {f.REQUESTS_WAITING: 2 * cluster.seconds})
+    moments = [await cluster.scrape("", "") for _ in range(3)]
+    assert figures_of(Stretch(moments[0], moments[1]), "worker-0").prompts_waiting == 0
+    assert figures_of(Stretch(moments[1], moments[2]), "worker-0").prompts_waiting == 2
+    assert figures_of(Stretch(moments[0], moments[1]), "worker-0").requests_waiting == 3
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from telemetry.walls import BATCH_FULL, COMPUTING, KV_FULL, TRANSFERRING, Figures, Wall, diagnose
+from telemetry.walls import BATCH_FULL, COMPUTING, KV_FULL, PILED_UP, TRANSFERRING, Figures, Wall, diagnose
 
 IDLE = Figures(
-    busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, preempted=0, decoding=2, batch_limit=64, transferring=0.0,
-    prompts_waiting=0, requests_waiting=0,
+    steps=99, busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, holders=2, refused=0, preempted=0, decoding=2,
+    batch_limit=64, transferring=0.0, prompts_waiting=0, requests_waiting=0,
 )  # fmt: skip
 BELOW = 1e-6
 
@@ -46,9 +46,14 @@ def test_what_takes_most_of_its_steps(compute: float, bandwidth: float, found: W
 
 def test_pages() -> None:
     assert wall(kv_used=KV_FULL, requests_waiting=1) is Wall.KV_CAPACITY
-    assert wall(kv_used=KV_FULL - BELOW, requests_waiting=1) is Wall.NONE
+    assert wall(kv_used=KV_FULL - BELOW, holders=64, requests_waiting=1) is Wall.NONE  # room for one more
     assert wall(kv_used=1.0) is Wall.NONE  # nobody needs more
     assert wall(kv_used=0.5, preempted=1) is Wall.KV_CAPACITY
+    assert wall(kv_used=0.7, requests_waiting=1) is Wall.KV_CAPACITY  # the third has no room
+    assert wall(kv_used=0.6, requests_waiting=1) is Wall.NONE
+    assert wall(refused=1, requests_waiting=1) is Wall.KV_CAPACITY
+    assert wall(refused=1) is Wall.NONE  # it has found room since
+    assert "2 times it had none" in diagnose(replace(IDLE, refused=2, requests_waiting=1)).because
     assert "3 requests lost theirs" in diagnose(replace(IDLE, preempted=3)).because
 
 
@@ -63,10 +68,20 @@ def test_the_batch() -> None:
 
 
 def test_the_wire() -> None:
-    assert wall(transferring=TRANSFERRING) is Wall.TRANSFER
-    assert wall(transferring=TRANSFERRING - BELOW) is Wall.NONE
+    assert wall(transferring=TRANSFERRING, prompts_waiting=1) is Wall.TRANSFER
+    assert wall(transferring=TRANSFERRING, requests_waiting=1) is Wall.TRANSFER
+    assert wall(transferring=TRANSFERRING - BELOW, requests_waiting=1) is Wall.NONE
+    assert wall(transferring=PILED_UP - BELOW) is Wall.NONE, "they overlap, and nobody waits"
+    assert wall(transferring=PILED_UP) is Wall.TRANSFER
     assert wall(transferring=0.9, busy=0.9, compute=0.8) is Wall.COMPUTE
     assert wall(transferring=3.0, kv_used=1.0, requests_waiting=9) is Wall.TRANSFER  # it is what holds the pages
+
+
+def test_a_look_shorter_than_a_step() -> None:
+    found = diagnose(replace(IDLE, steps=0, busy=0.0, prompts_waiting=3))
+    assert found.wall is Wall.NONE
+    assert "--seconds" in found.change
+    assert diagnose(replace(IDLE, steps=0, busy=0.0)).change == diagnose(IDLE).change  # nothing to do
 
 
 def test_prompts_that_are_not_taken() -> None:

@@ -1,0 +1,133 @@
+"""The command of `benchmarks.walls`."""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+
+from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.load.stage import running_cluster
+from benchmarks.load.target import find_target, touch
+from benchmarks.results import run_facts, save_result
+from benchmarks.served_model import ServedModel, add_model_options, choose_model
+from benchmarks.walls.loads import STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.walls.look import Door, Finding, read, under
+from telemetry import families as f
+from telemetry.scrape import Scrape
+from wire.errors import InvalidArgument
+
+Limits = dict[str, float]
+"""What a device can do at best, by name."""
+
+
+def run(arguments: Sequence[str] | None = None) -> bool:
+    """Whether every wall was named right."""
+    chosen = parse_arguments(arguments)
+    on_cpu = chosen.device == "cpu"
+    if not on_cpu:
+        need_gpu()
+    stage = STAGES["cpu" if on_cpu else "cuda"]
+    with errors_in_words():
+        loads = chosen_loads(stage, chosen.only)
+        model = choose_model(chosen.model, chosen.shape)
+        reference = {} if on_cpu else measured_at_length()
+        findings, limits = measure(chosen, stage, loads, model)
+    result = {"model": model.name, "dtype": stage.dtype, "walls_workers": chosen.workers, **figures(findings)}
+    result |= {**limits, **compared(limits, reference), **run_facts(chosen.device)}
+    if chosen.save:
+        print("saved", save_result(f"walls-{model.name}-{chosen.workers}-workers", result))
+    print(json.dumps(result))
+    return all(each.right for each in findings)
+
+
+def measure(
+    chosen: argparse.Namespace, stage: Stage, loads: Sequence[Load], model: ServedModel
+) -> tuple[list[Finding], Limits]:
+    """What is found under each load, and the ceilings that the workers tell by."""
+    findings: list[Finding] = []
+    limits: Limits = {}
+    began = time.monotonic()
+    with running_cluster(model, settings_for(stage, chosen.device, chosen.workers)) as doors:
+        print(f"the cluster serves after {time.monotonic() - began:.0f} s", flush=True)
+        target, door = find_target(doors.grpc), Door(doors.metrics, doors.token)
+        touch(target)
+        for number, load in enumerate(loads):
+            worker = worker_of(load.half, chosen.workers)
+            stretch = under(load, stage, target, door, chosen.seed + number)
+            findings.append(read(load, worker, stretch))
+            limits = told(stretch.now, worker)
+            print(line(findings[-1]), flush=True)
+    return findings, limits
+
+
+def told(now: Scrape, worker: str) -> Limits:
+    """The ceilings of a worker's device, as it exports them."""
+    return {
+        "bytes_per_s": now.total(f.DEVICE_BANDWIDTH, worker=worker),
+        "flops": now.total(f.DEVICE_FLOPS, worker=worker),
+    }
+
+
+def measured_at_length() -> Limits:
+    """The first GPU's, as the engine's benchmark measures them; nothing is left on it but a context."""
+    import torch
+
+    from benchmarks.ceilings import measure_ceilings
+
+    found = measure_ceilings()
+    torch.cuda.empty_cache()
+    return {"bytes_per_s": found.copy, "flops": found.matrix}
+
+
+def compared(limits: Limits, reference: Limits) -> dict[str, float]:
+    """The workers' ceilings as parts of those that were measured at length."""
+    return {f"{name}_ratio": round(limits[name] / at_length, 4) for name, at_length in reference.items()}
+
+
+def figures(findings: Sequence[Finding]) -> dict[str, object]:
+    """Ready for JSON: how many were right, a line for the table of each, and all of it."""
+    right = sum(each.right for each in findings)
+    lines = {f"wall_{each.load.name.replace(' ', '_')}": in_short(each) for each in findings}
+    return {
+        "walls_named_right": f"{right} of {len(findings)}",
+        **lines,
+        "loads": [each.as_result() for each in findings],
+    }
+
+
+def in_short(found: Finding) -> str:
+    """The wall, and how much of the device was used."""
+    wrong = "" if found.right else f" (wrong: {found.load.wall})"
+    return f"{found.diagnosis.wall}{wrong}, MBU {found.figures.bandwidth:.2f}, MFU {found.figures.compute:.2f}"
+
+
+def line(found: Finding) -> str:
+    """For people."""
+    verdict = "right" if found.right else f"WRONG, it should be {found.load.wall}"
+    it = found.figures
+    return (
+        f"{found.load.name:>24}: {found.worker} {found.diagnosis.wall} ({verdict});"
+        f" MBU {it.bandwidth:.2f}, MFU {it.compute:.2f}; {found.diagnosis.because}"
+    )
+
+
+def chosen_loads(stage: Stage, only: str) -> list[Load]:
+    """All of them, or those named. InvalidArgument for a name that none has."""
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    known = {load.name: load for load in stage.loads}
+    for name in names:
+        if name not in known:
+            raise InvalidArgument("--only", f"{name!r} is none of {', '.join(known)}")
+    return [known[name] for name in names] or list(stage.loads)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.walls", description="Is `tandem why` right?")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    add_model_options(parser)
+    parser.add_argument("--workers", type=int, choices=(1, 2), default=1, help="1 does everything; 2: one of each role")
+    parser.add_argument("--only", default="", help="these loads by name, comma-separated")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts' tokens")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args(arguments)

@@ -1,0 +1,110 @@
+"""A load amid which all metrics are scraped twice, and what the code of `tandem why` finds in them."""
+
+import asyncio
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from benchmarks.load.report import LoadReport
+from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.target import Target, wait_until_idle
+from benchmarks.walls.loads import Load, Stage
+from cli.top import scrape
+from telemetry import families as f
+from telemetry.scrape import Scrape, Stretch
+from telemetry.walls import Diagnosis, Figures, diagnose
+from telemetry.worker_figures import figures_of
+from wire.errors import Unavailable
+
+_BEGINS_WITHIN_S = 60.0
+_POLL_S = 0.1
+_IDLE_WITHIN_S = 30.0
+_CLIENTS = 2
+_CUT_OFF_S = 0.5
+"""From the end of a look until what still runs is given up: nobody needs these answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where all metrics of a cluster are, and the key."""
+
+    address: str
+    key: str
+
+    async def scrape(self) -> Scrape:
+        return await scrape(self.address, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was said of the worker whose wall `load` was built for."""
+
+    load: Load
+    worker: str
+    figures: Figures
+    diagnosis: Diagnosis
+    tokens_per_s: dict[str, float]
+    """Computed by it, by half."""
+
+    @property
+    def right(self) -> bool:
+        return self.diagnosis.wall is self.load.wall
+
+    def as_result(self) -> dict[str, object]:
+        """Ready for JSON."""
+        it = self.figures
+        return {
+            "load": self.load.name,
+            "requests": self.load.requests,
+            "prompt_tokens": self.load.prompt,
+            "new_tokens": self.load.answer,
+            "worker": self.worker,
+            "expected": self.load.wall.value,
+            "named": self.diagnosis.wall.value,
+            "mbu": round(it.bandwidth, 4),
+            "mfu": round(it.compute, 4),
+            "busy": round(it.busy, 4),
+            "kv_used": round(it.kv_used, 4),
+            "decoding": round(it.decoding, 2),
+            "requests_waiting": it.requests_waiting,
+            "tokens_per_s": self.tokens_per_s,
+            "because": self.diagnosis.because,
+            "change": self.diagnosis.change,
+        }
+
+
+def read(load: Load, worker: str, stretch: Stretch) -> Finding:
+    """As `tandem why` does."""
+    figures = figures_of(stretch, worker)
+    rates = {half: round(stretch.rate(f.STEP_TOKENS, worker=worker, half=half), 1) for half in ("prefill", "decode")}
+    return Finding(load, worker, figures, diagnose(figures), rates)
+
+
+def under(load: Load, stage: Stage, target: Target, door: Door, seed: int) -> Stretch:
+    """What two scrapes amid the load see. The cluster is idle before. Unavailable if the load does not reach it."""
+    wait_until_idle(target, _IDLE_WITHIN_S)
+    workload = load.workload(stage.load_s, seed)
+    settings = LoadSettings(clients=_CLIENTS, drain_s=_CUT_OFF_S)
+    with ThreadPoolExecutor(1, "load") as pool:
+        running = pool.submit(run_load, target, workload, (), settings)
+        stretch = asyncio.run(_look(load, stage, door, running))
+        running.result()
+    return stretch
+
+
+async def _look(load: Load, stage: Stage, door: Door, running: Future[LoadReport]) -> Stretch:
+    give_up = time.monotonic() + _BEGINS_WITHIN_S
+    while _requests(await door.scrape()) < load.begun:
+        if running.done() or time.monotonic() > give_up:
+            running.result(timeout=0)  # what ended it says more
+            raise Unavailable("the load has not reached the router")
+        await asyncio.sleep(_POLL_S)
+    await asyncio.sleep(stage.settle_s)
+    before = await door.scrape()
+    await asyncio.sleep(stage.look_s)
+    return Stretch(before, await door.scrape())
+
+
+def _requests(now: Scrape) -> float:
+    """At the router, waiting or running."""
+    return now.total(f.REQUESTS_RUNNING, role="router") + now.total(f.REQUESTS_WAITING, role="router")

@@ -1,0 +1,117 @@
+"""`tandem plan`: what it prints, what it refuses, and how it lays knees beside a measured table."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+from cli.plan_check import Compared, bracket
+from simulation.hardware import hardware
+
+LOAD = ["--prompt-tokens", "2000", "--answer-tokens", "500"]
+
+
+def run(*options: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *options])
+
+
+@pytest.fixture
+def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A knee that is only roughly right."""
+    for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
+        monkeypatch.setattr(f"simulation.knee.{name}", value)
+
+
+def test_it_sizes_a_cluster_for_a_load() -> None:
+    result = run(*LOAD, "--rate", "200", "--no-simulate")
+    assert result.exit_code == 0, result.stderr
+    for part in ("KiB of KV a token", "binds first", "weights in 8 bits", "speculative decoding", "TTFT 1000 ms"):
+        assert part in result.stdout
+    assert "prefill:decode" in result.stdout
+
+
+def test_more_load_takes_more_workers_and_longer_answers_more_of_them_that_decode() -> None:
+    def split(*options: str) -> tuple[int, int]:
+        line = next(line for line in run(*options, "--no-simulate").stdout.splitlines() if line.startswith("size"))
+        prefill, decode = line.rpartition(" ")[2].split(":")
+        return int(prefill), int(decode)
+
+    little, much = split(*LOAD, "--rate", "50"), split(*LOAD, "--rate", "500")
+    assert sum(much) > 5 * sum(little)
+    long = split("--prompt-tokens", "500", "--answer-tokens", "2000", "--rate", "50")
+    assert long[1] / long[0] > much[1] / much[0]
+
+
+@pytest.mark.usefixtures("short_loads")
+def test_knees_of_every_strategy_are_simulated() -> None:
+    result = run("--prompt-tokens", "500", "--answer-tokens", "20", "--rate", "30", "--workers", "2")
+    assert result.exit_code == 0, result.stderr
+    for name in ("disaggregated 1:1", "adaptive", "colocated, decode-priority", "colocated, unchunked"):
+        (row,) = [line for line in result.stdout.splitlines() if line.startswith(name)]
+        assert float(row.removeprefix(name).split()[0]) > 5
+
+
+def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
+    costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).truth)
+    slow = {name: value * (2 if name.endswith("_s") else 1) for name, value in costs.items()}
+    (tmp_path / "slow.json").write_text(json.dumps({"costs": slow, "more": 1}))
+    result = run(*LOAD, "--rate", "50", "--no-simulate", "--from", str(tmp_path / "slow.json"))
+    assert "as fitted" in result.stdout
+    assert f"{2e3 * costs['base_s']:.1f} ms to decode" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (["--gpu", "TPU"], "--gpu"),
+        (["--rate", "0"], "--rate"),
+        (["--cached", "1"], "--cached"),
+        (["--shape", "qwen3-32b", "--gpu", "L4"], "--gpu"),
+        (["--prompt-tokens", "9000"], "--prompt-tokens"),
+        (["--ceilings", "fast"], "--ceilings"),
+        (["--from", "/nowhere.json"], "--from"),
+        (["--check", "/nowhere.json"], "--check"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: list[str], names: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert names in result.stderr
+
+
+def test_a_measured_knee_lies_between_two_rates() -> None:
+    shares = {3.0: 1.0, 6.0: 0.95, 9.0: 0.4}
+    loads = [{"rate": rate, "goodput": {"quick": {"share": share}}} for rate, share in shares.items()]
+    assert bracket(loads, "quick") == (6.0, 9.0)
+    assert bracket(loads[:2], "quick") == (6.0, None)
+    assert bracket(loads[2:], "quick") == (0.0, 9.0)
+
+
+@pytest.mark.parametrize(("predicted", "near"), [(4.7, False), (4.9, True), (10.0, True), (10.9, False)], ids=str)
+def test_near_is_within_a_fifth_of_where_the_measured_knee_may_be(predicted: float, near: bool) -> None:
+    assert Compared("w", "r", "c", 6.0, 9.0, predicted).near is near
+    assert Compared("w", "r", "c", 6.0, None, predicted).near is (predicted > 4.8)
+
+
+@pytest.mark.usefixtures("short_loads")
+def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
+    load = {"rate": 2.0, "goodput": {name: {"share": 1.0} for name in ("strict", "balanced", "quick")}}
+    table = {
+        "model": "llama-3-8b",
+        "workers": 2,
+        "ask": "adaptive",
+        "unloaded_step_s": 0.004,
+        "tables": {"balanced": {}},
+        "loads": {"disaggregated-1-1": [load], "unheard-of": [load]},
+    }
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(table))
+    result = run("--check", str(file))
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.count("disaggregated-1-1") == 3
+    assert "of 3 knees within 20 %" in result.stdout
+    assert "unheard-of" not in result.stdout
