@@ -13,6 +13,8 @@ from wire.rpc import ERROR_CODE, error_of, open_channel
 
 GRACE_S = 30.0
 """How long workers may finish what they have, if nothing else was asked for, in seconds."""
+WAIT_S = 180.0
+"""How long to wait for new workers, if nothing else was asked for, in seconds."""
 _BESIDES_GRACE_S = 240.0
 """What a change may take beside: opening, transfers that settle, a worker that is started again."""
 _LOOK_S = 10.0
@@ -52,6 +54,24 @@ class ControllerClient:
         async with open_channel(self._address, self._token) as channel:
             stub: Any = cluster_pb2_grpc.ClusterStub(channel)
             reply = await self._typed(stub.SetMode(request, timeout=grace_s + _BESIDES_GRACE_S))
+        return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def resize(
+        self,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        workers: int = 0,
+        grace_s: float = GRACE_S,
+        wait_s: float = WAIT_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """See `ResizeRequest`. The workers as they are then, and how long it took, in seconds."""
+        request = cluster_pb2.ResizeRequest(
+            prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
+        )
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.Resize(request, timeout=grace_s + wait_s + _BESIDES_GRACE_S))
         return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
 
     async def workers(self) -> tuple[WorkerInfo, ...]:

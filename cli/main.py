@@ -8,6 +8,8 @@ from cli.down import down
 from cli.drain import drain
 from cli.generate import generate
 from cli.mode import mode
+from cli.plan import plan
+from cli.scale import scale
 from cli.status import status
 from cli.top import top
 from cli.trace import trace
@@ -22,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, why, trace, mode, drain, doctor, down):
+for command in (up, generate, chat, status, top, why, trace, mode, scale, drain, plan, doctor, down):
     app.command()(command)
 
 

@@ -29,6 +29,16 @@ ClusterToken = Annotated[
     str,
     typer.Option("--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."),
 ]
+Metrics = Annotated[
+    str,
+    typer.Option("--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running ones."),
+]
+MetricsKey = Annotated[
+    str,
+    typer.Option(
+        "--metrics-key", envvar="TANDEM_METRICS_KEY", help="Key that opens metrics; default: the running cluster's."
+    ),
+]
 Grace = Annotated[
     float, typer.Option("--grace", help="Seconds to finish what runs; what is left then goes on at other workers.")
 ]
@@ -59,6 +69,16 @@ def address_or_newest(address: str) -> str:
     from cli.state import newest
 
     return address or newest().grpc
+
+
+def metrics_door(address: str, key: str) -> tuple[str, str]:
+    """Where the metrics are, and what opens them. Unavailable if neither is given and no cluster runs."""
+    from cli.state import newest
+
+    if address:
+        return address, key
+    running = newest()
+    return running.metrics, key or running.token
 
 
 def checked_prompt(name: str, text: str) -> str:

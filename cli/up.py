@@ -79,7 +79,7 @@ def up(
         str,
         typer.Option(
             help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it."
-            " Default: those of a typical GPU or CPU."
+            " Default: what each measures at its start."
         ),
     ] = "",
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None,
@@ -94,6 +94,19 @@ def up(
         float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
     ] = 0.0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0,
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="on: roles follow the load, and with --planner-workers the number of workers; dry-run: it only says"
+            " what it would do; off."
+        ),
+    ] = "off",
+    planner_window: Annotated[float, typer.Option(help="Seconds between two looks of the planner.")] = 15.0,
+    planner_workers: Annotated[
+        str, typer.Option(help="MIN:MAX workers the planner may keep; default: as many as there are.")
+    ] = "",
+    planner_prefill: Annotated[str, typer.Option(help="MIN:MAX of them that prefill when disaggregated.")] = "",
+    planner_decode: Annotated[str, typer.Option(help="MIN:MAX of them that decode when disaggregated.")] = "",
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051,
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000,
@@ -126,8 +139,9 @@ def up(
         list[str] | None,
         typer.Option(
             "--slo-class",
-            help="NAME:TTFT_MS:ITL_MS[:PERCENT][:reject|degrade]: targets that requests may ask for by name, beside "
-            "strict, balanced, quick and best_effort, and what happens when they cannot be held; repeatable.",
+            help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by "
+            "name, beside or instead of strict, balanced, quick and best_effort, and what happens when they cannot be "
+            "held; repeatable.",
         ),
     ] = None,
     default_slo_class: Annotated[str, typer.Option(help="The class of requests that name none.")] = "best_effort",
@@ -145,8 +159,9 @@ def up(
     from cli.client import Sampling
     from cli.serving import FirstPrompt, serve
     from cluster.config import GIB, ClusterConfig, Mode, check_kv_cache_gib
+    from cluster.planner_config import planner_config
     from costs.roofline import parse_ceilings
-    from router.slo import DEFAULT_CLASSES, parse_class
+    from router.slo import parse_class, with_defaults
     from wire.errors import InvalidArgument
 
     if model is not None and random_weights is not None:
@@ -196,10 +211,13 @@ def up(
         token=token,
         otlp_endpoint=otlp_endpoint,
         log_format=log_format,
-        slo_classes=(*DEFAULT_CLASSES, *(parse_class(each) for each in slo_class or ())),
+        slo_classes=with_defaults(parse_class(each) for each in slo_class or ()),
         default_slo_class=default_slo_class,
         api_keys=tuple(api_key or ()),
         random_weights=random_weights is not None,
+        planner=planner_config(
+            planner, planner_window, workers=planner_workers, prefill=planner_prefill, decode=planner_decode
+        ),
     )
     if once and prompt is None:
         raise InvalidArgument("--once", "needs a --prompt to answer")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
 from kv_transfer.base import Direction
 from router.otlp import check_endpoint
@@ -17,6 +18,8 @@ from wire.policy_name import PolicyName
 
 GIB = 1 << 30
 PORT_MAX = 65535
+WORKERS_MAX = 64
+"""Of each role."""
 KV_CACHE_BYTES_MIN, KV_CACHE_BYTES_MAX = GIB // 1024, 1024 * 1024 * GIB
 CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
@@ -78,7 +81,7 @@ class ClusterConfig:
     max_batch_requests: int | None = None
     """Most requests of one decode step; None = 64 on CPU, 256 on GPUs."""
     ceilings: Ceilings | None = None
-    """What each worker's device can do at best, which utilization is told by; None = a typical GPU's or CPU's."""
+    """What each worker's device can do at best, which utilization is told by; None = it is measured at each start."""
     threads: int | None = None
     """CPU threads of each worker's engine; None = all cores, for every worker."""
     ray_address: str = ""
@@ -126,14 +129,16 @@ class ClusterConfig:
     """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
     kv_direction: str = Direction.WRITE
     """Who moves KV pages: `write`, the prefill worker, or `read`, the decode worker."""
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    """Whether the number of workers and their roles follow the load, and within which limits."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
 
     def __post_init__(self) -> None:
         """InvalidArgument names the option and its limit."""
         for option, value in (("--prefill", self.prefill), ("--decode", self.decode), ("--workers", self.workers)):
-            if not 1 <= value <= 64:
-                raise InvalidArgument(option, f"{value} is not between 1 and 64")
+            if not 1 <= value <= WORKERS_MAX:
+                raise InvalidArgument(option, f"{value} is not between 1 and {WORKERS_MAX}")
         if self.page_tokens is not None and not 1 <= self.page_tokens <= 1024:
             raise InvalidArgument("--page-tokens", f"{self.page_tokens} is not between 1 and 1024")
         if self.kv_cache_bytes is not None:
@@ -160,6 +165,10 @@ class ClusterConfig:
         self._check_timeouts()
         check_endpoint(self.otlp_endpoint)
         self._check_keys()
+        if self.planner.mode is PlannerMode.ON and self.planner.limits.workers is None and not self._disaggregated:
+            raise InvalidArgument(
+                "--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too"
+            )
 
     def _check_timeouts(self) -> None:
         for option, seconds in (("--places-timeout", self.places_timeout_s), ("--start-timeout", self.start_timeout_s)):
@@ -200,6 +209,10 @@ class ClusterConfig:
     def worker_count(self) -> int:
         """Workers of all roles."""
         return self.prefill + self.decode if self.mode == Mode.DISAGGREGATED else self.workers
+
+    @property
+    def _disaggregated(self) -> bool:
+        return self.mode == Mode.DISAGGREGATED
 
     @property
     def on_cpu(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.config import Mode
 from cluster.modes import ModeChange, Sharing, assign
 from cluster.registry import Registry
-from wire.errors import DeadlineExceeded, TandemError
+from wire.errors import DeadlineExceeded, FailedPrecondition, TandemError
 from wire.messages import Duty, Membership, PeerRef, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,8 @@ class Duties:
         self._registry = registry
         self._tell = tell
         self._wanted = {worker_id: sharing.duty(role) for worker_id, role in roles.items()}
-        self._away: set[str] = set()
+        self._away: dict[str, Role] = {}
+        """Who does not serve and is not counted by `sharing`, with the part that it plays when it does."""
         self._grace_s = 0.0
         self._told: dict[PeerRef, Duty] = {}
         self._telling: set[asyncio.Task[None]] = set()
@@ -49,6 +50,21 @@ class Duties:
     def wanted(self, worker_id: str) -> Duty:
         """What this worker is to do, whether it runs or not: it starts with that."""
         return self._wanted[worker_id]
+
+    async def parts(self) -> dict[str, Role]:
+        """Every worker's own part, also of those that are away or stand in for others. Waits for a change's end."""
+        async with self._one_at_a_time:
+            return {each: self._part(each) for each in self._wanted}
+
+    def expect(self, worker_id: str, role: Role) -> None:
+        """A new worker will serve some day; then `is_back`."""
+        self._wanted[worker_id] = self.sharing.duty(role)
+        self._away[worker_id] = role
+
+    def forget(self, worker_id: str) -> None:
+        """A worker that is away never serves again."""
+        self._wanted.pop(worker_id, None)
+        self._away.pop(worker_id, None)
 
     async def run(self) -> None:
         """Tell workers whatever they have to be told, until cancelled."""
@@ -66,37 +82,73 @@ class Duties:
         needed nothing changes, afterwards they follow when they can.
         """
         async with self._one_at_a_time:
-            before = {worker_id: duty for worker_id, duty in self._wanted.items() if worker_id not in self._away}
-            sharing = change.over(self.sharing, len(before))
-            duties = assign(sharing, {worker_id: duty.role for worker_id, duty in before.items()})
-            self._grace_s = change.grace_s
-            await self._open(before, duties)
-            self.sharing = sharing
-            self._registry.set_mode(sharing.mode)
-            for worker_id in self._away:
-                self._wanted[worker_id] = sharing.duty(_at_home(sharing, self._wanted[worker_id].role))
-            await self._close(duties)
+            await self._share(change.over(self.sharing, len(self._here())), change.grace_s)
+
+    async def flip(self, into_prefill: int, grace_s: float) -> None:
+        """So many that decode prefill instead, below 0 the other way; nothing in other modes than disaggregated.
+
+        FailedPrecondition if nobody would be left; else as `set_mode`.
+        """
+        async with self._one_at_a_time:
+            if self.sharing.mode is not Mode.DISAGGREGATED or not into_prefill:
+                return
+            prefill, here = self.sharing.prefill + into_prefill, len(self._here())
+            if not 1 <= prefill < here:
+                raise FailedPrecondition(f"{here} workers serve, of which {prefill} cannot prefill; try again later")
+            await self._share(replace(self.sharing, prefill=prefill), grace_s)
+
+    async def _share(self, sharing: Sharing, grace_s: float) -> None:
+        """Let all who are here share the work so, and the others once they are back."""
+        before = self._here()
+        duties = assign(sharing, {worker_id: duty.role for worker_id, duty in before.items()})
+        self._grace_s = grace_s
+        await self._open(before, duties)
+        self.sharing = sharing
+        self._registry.set_mode(sharing.mode)
+        for worker_id, part in self._away.items():
+            self._away[worker_id] = _at_home(sharing, part)
+            self._wanted[worker_id] = sharing.duty(self._away[worker_id])
+        await self._close(duties)
 
     async def stand_in_for(self, worker_id: str) -> None:
         """This worker is about to leave: whoever is there opens the halves that nobody else would have open."""
         async with self._one_at_a_time:
-            self._away.add(worker_id)
-            before = {each: duty for each, duty in self._wanted.items() if each not in self._away}
+            if worker_id in self._away:
+                return
+            sharing, part = self.sharing, self._part(worker_id)
+            self._away[worker_id] = part
+            self.sharing = _counting(sharing, part, -1)
+            before = self._here()
             missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
             if missing and before:
                 try:
                     await self._open(before, {each: replace(duty, role=Role.BOTH) for each, duty in before.items()})
                 except DeadlineExceeded:
-                    self._away.discard(worker_id)
+                    del self._away[worker_id]
+                    self.sharing = sharing
                     raise
 
     async def is_back(self, worker_id: str) -> None:
-        """It serves again: stand-ins do what they did before."""
+        """It serves, again or for the first time: stand-ins do what they did before."""
         async with self._one_at_a_time:
-            self._away.discard(worker_id)
-            here = {each: duty.role for each, duty in self._wanted.items() if each not in self._away}
+            part = self._away.pop(worker_id, None)
+            if part is None:
+                return
+            self.sharing = _counting(self.sharing, part, 1)
+            here = {each: duty.role for each, duty in self._here().items()}
             if self.sharing.mode is Mode.DISAGGREGATED and 1 <= self.sharing.prefill < len(here):
                 await self._close(assign(self.sharing, here))
+
+    def _here(self) -> dict[str, Duty]:
+        """What those do who are not away."""
+        return {each: duty for each, duty in self._wanted.items() if each not in self._away}
+
+    def _part(self, worker_id: str) -> Role:
+        """Of its own, where stand-ins play both: they are there because nobody else plays the other."""
+        role = self._away.get(worker_id, self._wanted[worker_id].role)
+        if role is not Role.BOTH or self.sharing.mode is not Mode.DISAGGREGATED:
+            return role
+        return Role.PREFILL if self.sharing.prefill else Role.DECODE
 
     async def _open(self, before: Mapping[str, Duty], duties: Mapping[str, Duty]) -> None:
         """Both what workers do and what they are going to do."""
@@ -155,6 +207,13 @@ class Duties:
     def _who(self, membership: Membership, is_late: Callable[[WorkerInfo], bool]) -> list[str]:
         asked = (info for info in membership.workers if info.open is not None and info.peer.worker_id in self._wanted)
         return [info.peer.worker_id for info in asked if info.peer.worker_id not in self._away and is_late(info)]
+
+
+def _counting(sharing: Sharing, part: Role, more: int) -> Sharing:
+    """With so many more workers of this part."""
+    if sharing.mode is not Mode.DISAGGREGATED or part is not Role.PREFILL:
+        return sharing
+    return replace(sharing, prefill=sharing.prefill + more)
 
 
 def _at_home(sharing: Sharing, role: Role) -> Role:

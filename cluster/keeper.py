@@ -20,10 +20,15 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
 """How often a start is asked how far it is, in seconds."""
+WAITS_FOR_PLACE = "waiting for a node that has a place for it"
 
 
 class Process(ABC):
     """A spawned process. Its keeper ends it."""
+
+    async def placed(self) -> None:
+        """Wait until there is a node for it, however long that takes."""
+        return
 
     @abstractmethod
     async def pid(self) -> int:
@@ -162,6 +167,9 @@ class Keeper:
             await asyncio.gather(ended, started, stopping, return_exceptions=True)
 
     async def _start(self, process: Process) -> None:
+        self._progress = (WAITS_FOR_PLACE, 0.0)
+        await process.placed()
+        self._progress = ("", 0.0)
         self._pid = await process.pid()
         following = asyncio.ensure_future(self._follow(process))
         try:

@@ -17,7 +17,7 @@ from cluster.joined_ray import JoinedRay
 from cluster.keeper import first_line
 from cluster.ray_node import RayNode
 from cluster.ray_process import actor_class, on_this_node
-from cluster.roles import offer, plan
+from cluster.roles import offer, plan, room
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
 
 SERVICE = "tandem.v1.Inference"
@@ -150,7 +150,8 @@ class Cluster:
 
     def _start_ray(self) -> None:
         self._progress(Progress("Ray", False))
-        self._node.start(offer(self._config), processes=self._config.worker_count + BESIDES_WORKERS)
+        places = offer(self._config) if self._config.ray_address else room()
+        self._node.start(places, processes=self._config.worker_count + BESIDES_WORKERS)
         # Whoever is told that Ray is up may send SIGTERM: only the main thread can take that back from Ray first.
         self._ray_up.set()
         self._signals_back.wait(1.0)
@@ -160,7 +161,7 @@ class Cluster:
         """Bring everything up, then stay until the controller dies or `stop` is called."""
         if self._stopping.is_set():
             return
-        config = ControllerConfig(self._config, plan(self._config, self._node.gpus), self._token)
+        config = ControllerConfig(self._config, plan(self._config, self._node.gpus), self._node.gpus, self._token)
         options = {"name": "controller", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         self._controller = actor_class(Controller).options(**options).remote(config)
         life = self._controller.run.remote()
@@ -173,17 +174,14 @@ class Cluster:
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:
-        """Until `stop`: report each process that goes or comes back."""
+        """Until `stop`: report each process that goes, comes or comes back."""
         before = {one.name: one.phase for one in health.all}
         while not self._stopping.wait(WATCH_S):
             _raise_if_over(life)
             for one in self.health().all:
                 asked_for = one.phase in {Phase.DRAINING, Phase.DRAINED}
-                if (
-                    one.phase is not before[one.name]
-                    and not asked_for
-                    and (one.phase is Phase.SERVING or before[one.name] is Phase.SERVING)
-                ):
+                was = before.get(one.name, Phase.STARTING)
+                if one.phase is not was and not asked_for and Phase.SERVING in {one.phase, was}:
                     self._progress(Progress(one.name, one.phase is Phase.SERVING, one.error))
                 before[one.name] = one.phase
 

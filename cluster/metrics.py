@@ -50,9 +50,9 @@ class ClusterMetrics:
         self._roles = roles
         self._targets: dict[str, Target] = {}
         self._answered: dict[str, bool] = {}
-        self._board = Board(lambda: {"model": model, "role": _ME, "worker": _ME})
-        self._board.read(self._facts)
-        self._own = metrics_page(Exposition(self._board))
+        self.board = Board(lambda: {"model": model, "role": _ME, "worker": _ME})
+        self.board.read(self._facts)
+        self._own = metrics_page(Exposition(self.board))
         self._door = MetricsDoor({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
     async def open(self, host: str, port: int) -> str:
@@ -72,10 +72,14 @@ class ClusterMetrics:
         self._targets.pop(name, None)
         self._answered.pop(name, None)
 
-    async def _metrics(self, _accept: str) -> tuple[bytes, str]:
+    async def text(self) -> str:
+        """All processes' series, now."""
         texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
         own, _ = await self._own(TEXT)
-        return merge([own.decode(), *texts]).encode(), TEXT
+        return merge([own.decode(), *texts])
+
+    async def _metrics(self, _accept: str) -> tuple[bytes, str]:
+        return (await self.text()).encode(), TEXT
 
     async def _ask(self, name: str, target: Target) -> str:
         try:

@@ -15,8 +15,9 @@ _PREFILLS_FIRST = {Role.PREFILL: 0, Role.BOTH: 1, Role.DECODE: 2}
 class Sharing:
     """A mode, how many workers prefill in it, and what steps are made of.
 
-    `prefill` is of a disaggregated cluster: how many of its workers prefill, the others decode. `step_budget` in
-    tokens, None = 512; `itl_target_s` in seconds, None = no limit.
+    `prefill` is of a disaggregated cluster: how many of the workers that are there prefill, the others decode; it is
+    0, or all of them, while these stand in for the other part. `step_budget` in tokens, None = 512; `itl_target_s` in
+    seconds, None = no limit.
     """
 
     mode: Mode

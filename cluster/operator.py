@@ -1,17 +1,23 @@
-"""What an operator may ask of a running cluster: another mode, or that a worker leaves, while requests run."""
+"""What an operator may ask of a running cluster while requests run: another mode, more workers, fewer."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
 from cluster.duties import Duties
+from cluster.fleet import Fleet
 from cluster.health import Phase
-from cluster.keeper import Keeper
+from cluster.keeper import WAITS_FOR_PLACE, Keeper
 from cluster.modes import ModeChange
 from cluster.registry import Registry
+from cluster.roles import Slot
+from cluster.size import SizeChange, Steps
 from wire.errors import DeadlineExceeded, FailedPrecondition, NotFound, TandemError
-from wire.messages import WorkerInfo
+from wire.messages import Role, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -39,16 +45,20 @@ class Operator:
         self,
         registry: Registry,
         duties: Duties,
-        keepers: Mapping[str, Keeper],
+        fleet: Fleet,
         workers: Drains,
         node_is_up: Callable[[str], Awaitable[bool]],
     ) -> None:
-        """`keepers` of the workers, by worker; `node_is_up` says whether a node, by its address, is in the cluster."""
+        """`node_is_up` says whether a node, by its address, is in the cluster."""
         self._registry = registry
         self._duties = duties
-        self._keepers = keepers
+        self._fleet = fleet
+        self._keepers = fleet.keepers
         self._workers = workers
         self._node_is_up = node_is_up
+        self._awaited: set[Keeper] = set()
+        """Of workers that do not serve yet, or not again, but will."""
+        self._one_size_at_a_time = asyncio.Lock()
         self._begun: set[asyncio.Task[Any]] = set()
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
@@ -66,40 +76,138 @@ class Operator:
         NotFound for a name that no worker has. FailedPrecondition if it does not serve, has been drained before, or is
         the last one, unless `force`.
         """
-        info = next((each for each in self._registry.membership().workers if each.peer.worker_id == worker_id), None)
-        await self._to_its_end(self._drain(worker_id, grace_s, restart=restart, force=force))
-        if node_leaves and not restart and info is not None:
-            node = info.address.rpartition(":")[0]
-            self._go_on_with(self._come_back_elsewhere(self._keepers[worker_id], node))
-
-    async def _drain(self, worker_id: str, grace_s: float, *, restart: bool, force: bool) -> None:
         keeper = self._keepers.get(worker_id)
         if keeper is None:
             raise NotFound(f"no worker is called {worker_id!r}; there are {', '.join(self._keepers)}")
-        if keeper.phase is not Phase.DRAINED:
-            await self._let_go(keeper, self._serving(keeper, force=force), grace_s)
-        elif not restart:
-            raise FailedPrecondition(f"{worker_id} was drained before; add --restart to start it again")
         if restart:
-            keeper.restart()
-            try:
-                await _until(keeper, Phase.SERVING, BACK_S)
-            finally:
-                await self._duties.is_back(worker_id)
+            work = self._drain_and_restart(keeper, grace_s, force=force)
+        elif node_leaves:
+            work = self._drain_and_move(keeper, grace_s, force=force)
+        else:
+            work = self._drain(keeper, grace_s, force=force)
+        await self._to_its_end(work)
+
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        """Start or drain workers, and change the part of some, until there are as many as `change` says. Who was
+        drained by `drain_worker`, to stay away, does not count. Returns the workers as they are then.
+
+        InvalidArgument for what cannot be, FailedPrecondition if there is no room on this host. DeadlineExceeded if
+        somebody does not serve within `wait_s` seconds: it does when it can, for instance once there is a node with a
+        place for it.
+        """
+        await self._to_its_end(self._resize(change))
+        coming = sorted(self._awaited, key=lambda keeper: keeper.name)
+        await asyncio.gather(*(self._counted_in(keeper, change.wait_s) for keeper in coming))
+        return self._registry.membership().workers
+
+    async def _resize(self, change: SizeChange) -> None:
+        """Returns when who leaves has left and who changes has changed."""
+        async with self._one_size_at_a_time:
+            here, awaited = await self._who_counts()
+            now = Counter([*here.values(), *awaited.values()])
+            steps = Steps.to(change.over(self._duties.sharing.mode, now), here, awaited)
+            for slot in self._fleet.new_slots(steps.add):
+                self._begin(slot)
+            results = await asyncio.gather(
+                *(self._leave(name, change.grace_s) for name in steps.leave), return_exceptions=True
+            )
+            for error in filter(None, results):
+                raise error
+            await self._duties.flip(steps.into_prefill, change.grace_s)
+
+    async def _who_counts(self) -> tuple[dict[str, Role], dict[str, Role]]:
+        """Workers with their parts, who should leave first in front: those who served before, and those awaited."""
+        parts = await self._duties.parts()
+        here, awaited = {}, {}
+        newest_first = list(self._keepers.items())[::-1]
+        for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
+            if keeper in self._awaited:
+                awaited[name] = parts[name]
+            elif keeper.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
+                here[name] = parts[name]
+        return here, awaited
+
+    def _begin(self, slot: Slot) -> None:
+        self._duties.expect(slot.worker_id, slot.role)
+        keeper = self._fleet.add(slot)
+        self._awaited.add(keeper)
+        self._go_on_with(self._arrive(keeper))
+
+    async def _counted_in(self, keeper: Keeper, within_s: float) -> None:
+        """Wait until it serves and the others know."""
+        await _until(keeper, Phase.SERVING, within_s)
+        while keeper in self._awaited:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+
+    async def _arrive(self, keeper: Keeper) -> None:
+        """Until it serves, or has been given up."""
+        try:
+            await _until(keeper, Phase.SERVING)
+            await self._duties.is_back(keeper.name)
+        except TandemError as error:
+            log.info("%s: %s", keeper.name, error.message)
+        finally:
+            self._awaited.discard(keeper)
+
+    async def _leave(self, worker_id: str, grace_s: float) -> None:
+        """For good."""
+        keeper = self._keepers[worker_id]
+        info = self._info(worker_id)
+        if keeper.phase is Phase.SERVING and info is not None:
+            await self._let_go(keeper, info, grace_s)
+        else:
+            if keeper.phase is Phase.DRAINING:
+                await _until(keeper, Phase.DRAINED, grace_s + END_S)
+            await self._duties.stand_in_for(worker_id)
+        await self._fleet.remove(worker_id)
+        self._duties.forget(worker_id)
+        self._awaited.discard(keeper)
+
+    async def _drain(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is Phase.DRAINED:
+            raise FailedPrecondition(f"{keeper.name} was drained before; add --restart to start it again")
+        await self._let_go(keeper, self._serving(keeper, force=force), grace_s)
+
+    async def _drain_and_restart(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is not Phase.DRAINED:
+            info = self._serving(keeper, force=force)
+            with self._counting_on(keeper):
+                await self._let_go(keeper, info, grace_s)
+        self._awaited.add(keeper)
+        keeper.restart()
+        arriving = self._go_on_with(self._arrive(keeper))
+        await _until(keeper, Phase.SERVING, BACK_S)
+        await arriving
+
+    async def _drain_and_move(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
+        """Returns when it has drained; it goes on elsewhere by itself."""
+        info = self._serving(keeper, force=force)
+        with self._counting_on(keeper):
+            await self._drain(keeper, grace_s, force=force)
+        self._go_on_with(self._come_back_elsewhere(keeper, info.address.rpartition(":")[0]))
+
+    @contextlib.contextmanager
+    def _counting_on(self, keeper: Keeper) -> Iterator[None]:
+        """What happens inside is for a while only, unless it fails."""
+        self._awaited.add(keeper)
+        try:
+            yield
+        except BaseException:
+            self._awaited.discard(keeper)
+            raise
 
     async def _come_back_elsewhere(self, keeper: Keeper, node: str) -> None:
         while await self._node_is_up(node):  # noqa: ASYNC110
             await asyncio.sleep(NODE_LOOK_S)
         if keeper.phase is not Phase.DRAINED:
-            return  # somebody brought it back in the meantime
+            return  # somebody brought it back in the meantime, or gave it up
         log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
         keeper.restart()
-        try:
-            await _until(keeper, Phase.SERVING, BACK_S)
-        except DeadlineExceeded as error:
-            log.warning("%s", error.message)
-        finally:
-            await self._duties.is_back(keeper.name)
+        await self._arrive(keeper)
+
+    def _info(self, worker_id: str) -> WorkerInfo | None:
+        members = self._registry.membership().workers
+        return next((info for info in members if info.peer.worker_id == worker_id), None)
 
     def _serving(self, keeper: Keeper, *, force: bool) -> WorkerInfo:
         """The worker, if it may be drained."""
@@ -133,10 +241,21 @@ class Operator:
         return task
 
 
-async def _until(keeper: Keeper, phase: Phase, within_s: float) -> None:
+def _worth(keeper: Keeper) -> int:
+    """How much is lost if it leaves now."""
+    if keeper.phase is Phase.SERVING:
+        return 2
+    return int(keeper.health().stage != WAITS_FOR_PLACE)
+
+
+async def _until(keeper: Keeper, phase: Phase, within_s: float = math.inf) -> None:
+    """DeadlineExceeded after so many seconds, FailedPrecondition if it never will."""
     try:
-        async with asyncio.timeout(within_s):
-            while keeper.phase is not phase:  # noqa: ASYNC110
+        async with asyncio.timeout(None if within_s == math.inf else within_s):
+            while keeper.phase is not phase:
+                if keeper.phase is Phase.STOPPED:
+                    raise FailedPrecondition(f"{keeper.name} was taken out of the cluster in the meantime")
                 await asyncio.sleep(LOOK_S)
     except TimeoutError:
-        raise DeadlineExceeded(f"{keeper.name} is {keeper.phase}, not {phase}, after {within_s:g} s") from None
+        is_so = keeper.health().stage or str(keeper.phase)
+        raise DeadlineExceeded(f"{keeper.name} is {is_so}, not {phase}, after {within_s:g} s") from None

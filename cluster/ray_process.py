@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cluster.keeper import Process
@@ -40,16 +40,29 @@ async def node_is_up(address: str) -> bool:
     return any(node["Alive"] and node["NodeManagerAddress"] == address for node in nodes)
 
 
+async def at_once() -> None:
+    """For an actor whose node is there."""
+
+
 class RayProcess(Process):
     """An actor with `pid()`, `start()`, `progress()`, `run()` (pending until it stops) and `stop()`. Owns the actor.
 
-    `on_start` is called with what `start()` returned.
+    `on_start` is called with what `start()` returned; `placed` waits until the actor has a node.
     """
 
-    def __init__(self, actor: Any, on_start: Callable[[Any], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        actor: Any,
+        on_start: Callable[[Any], None] = lambda _: None,
+        placed: Callable[[], Awaitable[None]] = at_once,
+    ) -> None:
         self._actor = actor
         self._on_start = on_start
+        self._placed = placed
         self._life = actor.run.remote()
+
+    async def placed(self) -> None:
+        await self._placed()
 
     async def pid(self) -> int:
         return int(await asyncio.wait_for(self._actor.pid.remote(), PID_TIMEOUT_S))

@@ -5,9 +5,11 @@ nodes may hold which role, so each role can sit on its own hardware; a node offe
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.config import GPU_MEMORY_FRACTION, ClusterConfig, Mode
+from cluster.config import GPU_MEMORY_FRACTION, WORKERS_MAX, ClusterConfig, Mode
+from wire.errors import FailedPrecondition
 from wire.messages import Role
 
 GPU = "GPU"
@@ -37,6 +39,27 @@ def plan(config: ClusterConfig, gpus: int) -> tuple[Slot, ...]:
     )
 
 
+def another(config: ClusterConfig, role: Role, slots: Sequence[Slot], gpus: int) -> Slot:
+    """A slot for one more worker beside `slots`, with the lowest number that is free.
+
+    FailedPrecondition where it would need a GPU of this host, whose memory the others have already.
+    """
+    taken = {slot.worker_id for slot in slots}
+    worker_id = next(name for i in range(len(taken) + 1) if (name := f"{role.value}-{i}") not in taken)
+    if config.on_cpu or config.ray_address:
+        return Slot(worker_id, role, config.device)
+    fraction = config.memory_fraction or GPU_MEMORY_FRACTION
+    devices = [config.device] if config.device != "cuda" else [f"cuda:{number}" for number in range(gpus)]
+    used = {device: sum(slot.memory_fraction for slot in slots if slot.device == device) for device in devices}
+    device = min(devices, key=lambda each: used[each])
+    if used[device] + fraction > 1:
+        raise FailedPrecondition(
+            f"no GPU of this host has {fraction:.0%} of its memory left for another worker; start the cluster with a "
+            "smaller --memory-fraction, or on a Ray cluster of more hosts (--address)"
+        )
+    return Slot(worker_id, role, device, fraction)
+
+
 def _counts(config: ClusterConfig) -> dict[Role, int]:
     if config.mode == Mode.DISAGGREGATED:
         return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
@@ -61,13 +84,18 @@ def bundle(slot: Slot) -> dict[str, float]:
 
 
 def offer(config: ClusterConfig) -> dict[str, float]:
-    """What one node, or all nodes of a joined Ray, must offer to hold every worker of `config`."""
+    """What all nodes of a joined Ray must offer to hold every worker of `config`."""
     offered: Counter[str] = Counter()
     for role, count in _counts(config).items():
         offered.update(_places(role, count))
     if config.ray_address and not config.on_cpu:
         offered[GPU] = config.worker_count
     return dict(offered)
+
+
+def room() -> dict[str, float]:
+    """What a node offers that is this cluster's alone: a place for every worker that it may ever have."""
+    return {role.value: 2.0 * WORKERS_MAX for role in (Role.PREFILL, Role.DECODE)}
 
 
 def _places(role: Role, count: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,10 @@ STOP_GRACE_S = 0.5
 """How long calls in flight may still take when the whole cluster stops, in seconds."""
 
 
+_SWITCH_INTERVAL_S = 0.5e-3
+"""How long one thread may keep the interpreter from another: a token passes two on its way, and Python's own 5 ms is a
+whole step of a GPU.
+"""
 _CPU_CHUNKS_PER_S = 320.0
 """Where engines compute on the CPU, sending must not take it from them."""
 
@@ -45,6 +50,7 @@ class RouterActor:
 
     async def start(self) -> "RouterEndpoints":
         """Open both doors and say where they are."""
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
         from router.server import RouterServer
 
         server = RouterServer(self._config)

@@ -9,6 +9,7 @@ import grpc.aio
 from cluster.modes import ModeChange
 from cluster.operator import Operator
 from cluster.registry import Registry
+from cluster.size import SizeChange
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import PeerRef
@@ -67,3 +68,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             node_leaves=request.node_leaves,
         )
         return cluster_pb2.DrainWorkerResponse(seconds=time.monotonic() - began)
+
+    async def Resize(self, request: cluster_pb2.ResizeRequest, _context: _Context) -> cluster_pb2.ResizeResponse:
+        began = time.monotonic()
+        change = SizeChange(request.prefill, request.decode, request.workers, request.grace_s, request.wait_s)
+        workers = await self._operator.resize(change)
+        return cluster_pb2.ResizeResponse(
+            workers=[convert.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
+        )

@@ -1,5 +1,6 @@
 """Workers' processes: Ray actors around `worker.actor.WorkerActor`, each in a placement group of its own."""
 
+import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,20 +20,27 @@ _CPU_GATHER_S = 0.01
 """A burst reaches a worker within some 10 ms; a step on CPUs takes longer (docs/decisions/0005)."""
 
 
+_PLACE_LOOK_S = 0.25
+"""How often to ask whether a place has been found; nodes take seconds to come."""
+
+
 class WorkerActors:
-    """Spawns workers. A slot's placement group is made once and holds its place between two incarnations."""
+    """Spawns workers. A slot's placement group is made once and holds its place between two incarnations.
+
+    A group that finds no place is what Ray's autoscaler takes for demand.
+    """
 
     def __init__(
         self,
         config: ClusterConfig,
-        controller_address: str,
         token: str,
         on_metrics: Callable[[Slot, str], None] = lambda _slot, _address: None,
     ) -> None:
         """`on_metrics` hears where each one that has started serves its metrics."""
         self._cluster = config
         self._on_metrics = on_metrics
-        self._controller_address = controller_address
+        self.controller_address = ""
+        """Set before the first `spawn`."""
         self._token = token
         self._groups: dict[str, Any] = {}
 
@@ -52,7 +60,21 @@ class WorkerActors:
         log = self._cluster.log_file(slot.worker_id)
         settings = self._config(slot, duty), incarnation, log, LogFormat(self._cluster.log_format)
         actor = actor_class(WorkerActor).options(**options).remote(*settings)
-        return RayProcess(actor, on_start=partial(self._on_metrics, slot))
+        return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
+
+    def release(self, slot: Slot) -> None:
+        """Give its place back; what still runs there ends."""
+        from ray.util.placement_group import remove_placement_group
+
+        group = self._groups.pop(slot.worker_id, None)
+        if group is not None:
+            remove_placement_group(group)
+
+    async def _placed(self, slot: Slot) -> None:
+        from ray.util.placement_group import placement_group_table
+
+        while (await asyncio.to_thread(placement_group_table, self._group(slot)))["state"] != "CREATED":  # noqa: ASYNC110
+            await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
         from ray.util.placement_group import placement_group
@@ -84,7 +106,7 @@ class WorkerActors:
             role=duty.role,
             engine=engine,
             model_name=cluster.model_name or cluster.model.name,
-            controller_address=self._controller_address,
+            controller_address=self.controller_address,
             token=self._token,
             metrics_key=cluster.metrics_key or (self._token if cluster.api_keys else ""),
             step_deadline_s=cluster.step_deadline_s,

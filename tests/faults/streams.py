@@ -18,6 +18,8 @@ DEADLINE_S = 120.0
 LONG_PROMPT_TOKENS = 3000
 SHORT_PROMPT_TOKENS = (20, 33, 48, 64, 90, 17)
 ANSWER_TOKENS = 400
+AT_ONCE = 4
+"""Streams of a load, unless a test says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +108,34 @@ async def undisturbed(address: str, questions: Sequence[Question]) -> list[list[
         await asyncio.gather(*(stream.task for stream in streams))
         assert {stream.code for stream in streams} == {grpc.StatusCode.OK}, [stream.words for stream in streams]
         return [stream.tokens for stream in streams]
+
+
+class Load:
+    """Questions asked over and over, a few at a time, until it is told to stop."""
+
+    def __init__(
+        self, client: Client, questions: list[Question], expected: list[list[int]], at_once: int = AT_ONCE
+    ) -> None:
+        self._client, self._questions, self._expected, self._at_once = client, questions, expected, at_once
+        self._stopping = False
+        self.right = 0
+        self.refused: list[str] = []
+        self._tasks = [asyncio.ensure_future(self._keep_asking(first)) for first in range(at_once)]
+
+    async def _keep_asking(self, first: int) -> None:
+        turn = first
+        while not self._stopping:
+            which = turn % len(self._questions)
+            stream = self._client.ask(self._questions[which])
+            await stream.task
+            turn += self._at_once + 1
+            if stream.code is grpc.StatusCode.UNAVAILABLE and stream.words:
+                self.refused.append(stream.words)
+            else:
+                stream.check(self._expected[which])
+                self.right += 1
+
+    async def stop(self) -> None:
+        """AssertionError of the first answer that was wrong or failed."""
+        self._stopping = True
+        await asyncio.gather(*self._tasks)

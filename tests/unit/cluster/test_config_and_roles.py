@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 
 def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
     """What a worker of this slot is started with."""
-    actors = WorkerActors(config, "", "", lambda _slot, _address: None)
+    actors = WorkerActors(config, "")
     return actors._config(slot, Sharing.of(config).duty(slot.role))
 
 

@@ -1,8 +1,10 @@
 """The whole cluster's metrics at one address: all that answer, and word of those that do not."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +17,7 @@ from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, met
 from telemetry.exposition import Exposition
 from wire.errors import Unavailable
 
+ROOT = Path(__file__).parents[3]
 TOKEN, KEY = "of the cluster", "of the operator"
 UP = Health("decode-0", Phase.SERVING, 7, 1, 2, "")
 
@@ -66,6 +69,17 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
     found = await samples(cluster)
     assert ("tandem_metrics_target_up", "decode-0") not in found
     await doors[1].close()
+
+
+async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(cluster: ClusterMetrics) -> None:
+    door, address = await worker("decode-0")
+    cluster.opened("decode-0", "decode", address)
+    every = {name for name, _ in await samples(cluster) if name.startswith("tandem_")}
+    for file in ("docs/operations.md", "deploy/helm/tandem/templates/monitoring.yaml", "benchmarks/prometheus.py"):
+        (kept,) = re.findall(r"\[__name__\], regex: (\S+), action: keep", (ROOT / file).read_text())
+        dropped = {name for name in every if not re.fullmatch(kept, name)}
+        assert dropped == {"tandem_num_preemptions_total"}, file
+    await door.close()
 
 
 async def test_who_is_there(cluster: ClusterMetrics) -> None:

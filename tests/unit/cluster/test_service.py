@@ -9,6 +9,7 @@ from cluster.modes import ModeChange
 from cluster.operator import Operator
 from cluster.registry import Registry
 from cluster.service import ClusterServicer
+from cluster.size import SizeChange
 from wire.errors import InvalidArgument, NotFound
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import PeerRef, WorkerInfo
@@ -23,6 +24,9 @@ class Asked(Operator):
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         raise InvalidArgument("mode", repr(change))
+
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        raise InvalidArgument("--workers", repr(change))
 
     async def drain_worker(
         self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool
@@ -98,8 +102,12 @@ async def test_what_an_operator_asks_arrives_as_it_was_asked(door: tuple[str, Re
                 cluster_pb2.DrainWorkerRequest(worker_id="w", grace_s=2, restart=True, node_leaves=True)
             )
         assert failure.value.details() == "w 2.0 True False True"
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await stub.Resize(cluster_pb2.ResizeRequest(prefill=1, decode=2, workers=3, grace_s=4, wait_s=5))
+        assert repr(SizeChange(1, 2, 3, 4.0, 5.0)) in str(failure.value.details())
     async with open_channel(address, "wrong") as channel:
         for call in (
+            cluster_pb2_grpc.ClusterStub(channel).Resize(cluster_pb2.ResizeRequest()),
             cluster_pb2_grpc.ClusterStub(channel).SetMode(cluster_pb2.SetModeRequest()),
             cluster_pb2_grpc.ClusterStub(channel).DrainWorker(cluster_pb2.DrainWorkerRequest()),
         ):

@@ -12,7 +12,9 @@ from ray.scripts import scripts as ray_scripts
 
 from cli.main import app
 from cluster.config import ClusterConfig
+from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
 from cluster.roles import GPU, offer
+from planner.decision import Limits, Range
 from tests.unit.deploy.chart import EXAMPLES, Chart, driver, one, pods
 
 TANDEM: Any = typer.main.get_command(app)
@@ -59,6 +61,15 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
         for resource, count in places.items():
             offered[resource] = offered.get(resource, 0) + count * group.get("replicas", 1)
     assert {resource: count for resource, count in offered.items() if count} == offer(config)
+
+
+def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
+    assert parsed(driver(chart.render())["command"])[1]["planner"] == PlannerMode.OFF
+    settings = "planner.mode=on,planner.windowSeconds=30,planner.workers=2:8,planner.decode=1:6"
+    _, options = parsed(driver(chart.render("--set", settings))["command"])
+    ranges = {role: options[f"planner_{role}"] for role in ("workers", "prefill", "decode")}
+    config = planner_config(options["planner"], options["planner_window"], **ranges)
+    assert config == PlannerConfig(PlannerMode.ON, 30.0, Limits(decode=Range(1, 6), workers=Range(2, 8)))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -12,8 +12,11 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from tests.unit.deploy.chart import CHART, EXAMPLES, ROOT, Chart, Manifest, containers, one, pods
+from cluster.roles import Slot, bundle
+from tests.unit.deploy.chart import CHART, EXAMPLES, NAMESPACE, ROOT, Chart, Manifest, containers, one, pods
+from wire.messages import Role
 
 HERE = Path(__file__).parent
 KUBERNETES = "1.34"
@@ -122,6 +125,44 @@ def test_prefill_and_decode_share_a_fabric(chart: Chart, policy: str, key: str) 
         assert [term["topologyKey"] for term in terms] == ["rack"]
         assert terms[0]["labelSelector"]["matchLabels"].items() <= labels.items()
     assert key not in str(groups["router"])
+
+
+def test_rays_autoscaler_knows_what_each_pod_would_bring(chart: Chart) -> None:
+    """Its own reading of the resource: a pending worker of a role finds the group that has places for it."""
+    cluster = one(chart.example("many-hosts"), "RayCluster")
+    assert cluster["spec"]["enableInTreeAutoscaling"]
+    cluster = {**cluster, "metadata": {**cluster["metadata"], "namespace": NAMESPACE}}
+    kinds = _derive_autoscaling_config_from_ray_cr(cluster)["available_node_types"]
+    found = {
+        name: (kind["min_workers"], kind["max_workers"], kind["resources"])
+        for name, kind in kinds.items()
+        if name in {"prefill", "decode"}
+    }
+    assert found["prefill"][:2] == (4, 8)
+    assert found["decode"][:2] == (8, 16)
+    assert found["prefill"][2].items() >= {"prefill": 2, "GPU": 2}.items()
+    assert found["decode"][2].items() >= {"decode": 1, "GPU": 1}.items()
+    for role in ("prefill", "decode"):
+        slot = Slot(f"{role}-9", Role(role), "cuda")
+        assert all(found[role][2][resource] >= count for resource, count in bundle(slot).items())
+    assert kinds["router"]["max_workers"] == 1
+    assert not one(chart.example("one-gpu"), "RayCluster")["spec"]["enableInTreeAutoscaling"]
+
+
+def test_only_the_autoscaler_may_talk_to_kubernetes(chart: Chart) -> None:
+    manifests = chart.example("many-hosts")
+    options = one(manifests, "RayCluster")["spec"]["autoscalerOptions"]
+    assert "kube-api" in {mount["name"] for mount in options["volumeMounts"]}
+    assert options["securityContext"]["readOnlyRootFilesystem"]
+    assert "kube-api" in {volume["name"] for volume in pods(manifests)["head"]["template"]["spec"]["volumes"]}
+    for name, container in containers(manifests):
+        assert "kube-api" not in {mount["name"] for mount in container["volumeMounts"]}, name
+
+
+def test_a_group_may_begin_with_nothing(chart: Chart) -> None:
+    assert "both" not in pods(chart.render())
+    group = pods(chart.render("--set", "groups.both.maxReplicas=2,groups.both.gpu.count=2"))["both"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (0, 0, 2)
 
 
 def test_dashboards_and_rules_are_the_tested_ones(chart: Chart, tmp_path: Path) -> None:

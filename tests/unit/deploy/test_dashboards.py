@@ -12,7 +12,7 @@ import yaml
 from deploy.dashboards.__main__ import DASHBOARDS, FOLDER, file_of, text_of
 from deploy.dashboards.promql import series
 from telemetry import families as f
-from tests.unit.deploy.promql import DCGM_LABELS, known, strangers, walk
+from tests.unit.deploy.promql import DCGM_LABELS, known, selected, strangers, walk
 
 NAMES = [each.name for each in DASHBOARDS]
 UNITS = {"s", "reqps", "cps", "bytes", "Bps", "flops", "percentunit", "short", "celsius", "watt", "hertz"}
@@ -64,6 +64,18 @@ def test_queries_ask_for_what_is_exported(dashboard: dict[str, Any]) -> None:
             assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= DCGM_LABELS
         else:
             assert strangers(expression, have) == [], title
+
+
+def test_each_metric_is_in_a_panel() -> None:
+    """What nobody is shown need not be counted."""
+    panels = [queries(json.loads(file_of(each).read_text())) for each in DASHBOARDS]
+    asked = {name for page in panels for _, expression, _ in page for name, _ in selected(expression)}
+    unseen = [each.full_name for each in f.FAMILIES if not asked & {each.full_name, *_parts(each.full_name)}]
+    assert unseen == []
+
+
+def _parts(histogram: str) -> set[str]:
+    return {f"{histogram}{suffix}" for suffix in ("_bucket", "_sum", "_count")}
 
 
 def test_legends_name_labels_that_the_result_has(dashboard: dict[str, Any]) -> None:

@@ -39,6 +39,18 @@ tandem/release: {{ .Release.Name }}
 {{ $count }}
 {{- end -}}
 
+{{/* Most pods of a group. */}}
+{{- define "tandem.maxReplicas" -}}
+{{- if kindIs "invalid" .maxReplicas }}{{ .replicas | int }}{{ else }}{{ .maxReplicas | int }}{{ end -}}
+{{- end -}}
+
+{{/* Whether some group may grow: "true" or nothing. */}}
+{{- define "tandem.grows" -}}
+{{- $grows := false -}}
+{{- range .Values.groups }}{{ if gt (int (include "tandem.maxReplicas" .)) (int .replicas) }}{{ $grows = true }}{{ end }}{{ end -}}
+{{- if $grows }}true{{ end -}}
+{{- end -}}
+
 {{/* How many workers that do both fit: of each pod, the smaller number of places. */}}
 {{- define "tandem.bothPlaces" -}}
 {{- $count := 0 -}}
@@ -60,7 +72,10 @@ tandem/release: {{ .Release.Name }}
 {{- range $name, $group := .Values.groups -}}
 {{- $most := max $group.places.prefill $group.places.decode -}}
 {{- if eq $.Values.serving.mode "disaggregated" -}}{{- $most = add $group.places.prefill $group.places.decode -}}{{- end -}}
-{{- if and (gt (int $group.replicas) 0) (eq $.Values.serving.device "cuda") (gt (int $most) (int $group.gpu.count)) -}}
+{{- if lt (int (include "tandem.maxReplicas" $group)) (int $group.replicas) -}}
+{{- fail (printf "groups.%s.maxReplicas is less than replicas, %d" $name (int $group.replicas)) -}}
+{{- end -}}
+{{- if and (gt (int (include "tandem.maxReplicas" $group)) 0) (eq $.Values.serving.device "cuda") (gt (int $most) (int $group.gpu.count)) -}}
 {{- fail (printf "groups.%s: %d workers in a pod need as many GPUs, gpu.count is %d" $name (int $most) (int $group.gpu.count)) -}}
 {{- end -}}
 {{- end -}}

@@ -20,6 +20,15 @@
 - --metrics-port=9464
 - --controller-port=50052
 - --log-format={{ .Values.serving.logFormat }}
+{{- if ne .Values.planner.mode "off" }}
+- --planner={{ .Values.planner.mode }}
+- --planner-window={{ .Values.planner.windowSeconds }}
+{{- range $role := list "workers" "prefill" "decode" }}
+{{- with index $.Values.planner $role }}
+- --planner-{{ $role }}={{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- range .Values.serving.extraArgs }}
 - {{ . | quote }}
 {{- end }}

@@ -1,0 +1,1 @@
+"""The planner under a virtual clock, against oracles that know what is coming."""

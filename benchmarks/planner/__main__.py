@@ -1,0 +1,174 @@
+"""The planner through a day that swings: `python -m benchmarks.planner --workers 64`.
+
+Hours of long prompts and short answers follow hours of short prompts and long answers. Beside the planner's own class,
+which knows neither the hours nor the lengths, stand two oracles: the best split of each hour, and the best single one.
+All answers have one limit, so that none tells how long it is going to be. The last line is one JSON object.
+"""
+
+import argparse
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.planner.hours import Day, Hour
+from benchmarks.planner.run import NETWORK, PlannedRun, Run
+from benchmarks.results import run_facts, save_result
+from planner.decision import Direction, Split
+from router.slo import SloClass
+from simulation.arrivals import Mix
+from simulation.hardware import Hardware, hardware
+
+SIGMA = 0.5
+PREFILL_RATE, DECODE_RATE = 1.9, 3.0
+"""Requests a second and worker of both kinds of hours: about four fifths of what the best split keeps."""
+SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.5, 0.75, 0.8125, 0.875)
+"""Parts of the workers that prefill, among which the oracles choose."""
+UNDONE_PART = 0.1
+"""Of the flips, the part that may be undone within the same hour: small corrections are no flapping."""
+AGREED_OF_BEST, AGREED_OVER_SINGLE = 0.95, 1.2
+
+
+def hours(workers: int, count: int) -> list[Hour]:
+    """By turns."""
+    kinds = (
+        Hour("prefill-heavy", Mix(PREFILL_RATE * workers, 3000, 100, SIGMA)),
+        Hour("decode-heavy", Mix(DECODE_RATE * workers, 200, 1000, SIGMA)),
+    )
+    return [kinds[number % 2] for number in range(count)]
+
+
+def _static(machine: Hardware, day: Day, split: Split, step_policy: str) -> float:
+    """Goodput of the day's only hour."""
+    tally = Run(machine, day, split, step_policy).go()
+    return tally.met[0] / day.seconds
+
+
+def _planned(machine: Hardware, day: Day, split: Split, step_policy: str, window_s: float) -> dict[str, Any]:
+    began = time.process_time()
+    run = PlannedRun(machine, day, split, step_policy, window_s=window_s)
+    tally = run.go()
+    return {
+        "goodput_per_s": tally.per_s(day.seconds),
+        "share": [round(met / due, 4) for met, due in zip(tally.met, tally.due, strict=True)],
+        "changes": [asdict(each) for each in run.changes],
+        "cpu_s": round(time.process_time() - began, 1),
+    }
+
+
+def undone(changes: Sequence[dict[str, Any]], hour_s: float) -> int:
+    """Flips that others of the same hour undo."""
+    by_hour: dict[int, Counter[str]] = defaultdict(Counter)
+    for change in changes:
+        by_hour[int(change["at_s"] / hour_s)][change["direction"]] += change["flips"]
+    return sum(min(ways[Direction.TO_PREFILL], ways[Direction.TO_DECODE]) for ways in by_hour.values())
+
+
+def judged(planned: dict[str, Any], by_split: dict[str, dict[str, float]], names: list[str]) -> dict[str, Any]:
+    """Beside the oracles; `by_split` has the goodput of each split in each kind of hour."""
+    best = {name: max(by_split, key=lambda split, name=name: by_split[split][name]) for name in set(names)}  # type: ignore[misc]
+    each_hour = sum(by_split[best[name]][name] for name in names)
+    single = max(by_split, key=lambda split: sum(by_split[split][name] for name in names))
+    alone = sum(by_split[single][name] for name in names)
+    ours = sum(planned["goodput_per_s"])
+    return {
+        "best_splits": best,
+        "single_split": single,
+        "of_the_best_of_each_hour": round(ours / each_hour, 4),
+        "over_the_best_single": round(ours / alone, 4),
+        "flips": sum(change["flips"] for change in planned["changes"]),
+        "kept": ours >= AGREED_OF_BEST * each_hour and ours >= AGREED_OVER_SINGLE * alone,
+    }
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--hours", type=int, default=4)
+    parser.add_argument("--hour-seconds", type=float, default=300.0)
+    parser.add_argument("--static-seconds", type=float, default=120.0, help="of the hours that the oracles look at")
+    parser.add_argument("--window", type=float, default=5.0, help="seconds between two looks of the planner")
+    parser.add_argument("--shape", default="qwen3-32b")
+    parser.add_argument("--kv-gib", type=float, default=50.0)
+    parser.add_argument("--step-policy", default="decode-priority")
+    parser.add_argument("--ttft-ms", type=float, default=3000.0)
+    parser.add_argument("--itl-ms", type=float, default=30.0)
+    parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Everything, printed as it comes."""
+    machine = hardware(arguments.shape, None, arguments.kv_gib, arguments.misjudged)
+    slo = SloClass("planned", ttft_s=arguments.ttft_ms / 1e3, itl_s=arguments.itl_ms / 1e3, itl_percent=95.0)
+    workers, seconds = arguments.workers, arguments.hour_seconds
+    day = Day(hours(workers, arguments.hours), seconds, slo, arguments.seed)
+    prefills = sorted({min(max(1, round(share * workers)), workers - 1) for share in SHARES})
+    splits = [Split(prefill, workers - prefill) for prefill in prefills]
+    kinds = {hour.name: hour for hour in day.hours}
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        half = Split(workers // 2, workers - workers // 2)
+        running = pool.submit(_planned, machine, day, half, arguments.step_policy, arguments.window)
+        static = {
+            split.text: {
+                name: pool.submit(
+                    _static,
+                    machine,
+                    Day([hour], min(seconds, arguments.static_seconds), slo, arguments.seed),
+                    split,
+                    arguments.step_policy,
+                )
+                for name, hour in kinds.items()
+            }
+            for split in splits
+        }
+        planned = running.result()
+        for change in planned["changes"]:
+            print(f"{change['at_s']:8.1f} s  {change['flips']:3d} flips  {change['reason']}", flush=True)
+        print("goodput/s of each hour", planned["goodput_per_s"], "shares", planned["share"], flush=True)
+        by_split = {}
+        for text, found in static.items():
+            by_split[text] = {name: round(future.result(), 3) for name, future in found.items()}
+            print(text, by_split[text], flush=True)
+    names = [hour.name for hour in day.hours]
+    result = judged(planned, by_split, names)
+    result["undone_flips"] = undone(planned["changes"], seconds)
+    result["kept"] = result["kept"] and result["undone_flips"] <= UNDONE_PART * result["flips"]
+    return {
+        "model": arguments.shape,
+        "dtype": "bfloat16",
+        "workers": workers,
+        "hours": [{"name": hour.name, **asdict(hour.mix)} for hour in day.hours],
+        "hour_seconds": seconds,
+        "window_s": arguments.window,
+        "misjudged": arguments.misjudged,
+        "step_policy": arguments.step_policy,
+        "slo": {"ttft_ms": arguments.ttft_ms, "itl_ms": arguments.itl_ms, "itl_percent": slo.itl_percent},
+        **result,
+        "planned": planned,
+        "static_goodput_per_s": by_split,
+        "static_seconds": min(seconds, arguments.static_seconds),
+        "network": asdict(NETWORK),
+        "seed": arguments.seed,
+        **run_facts("cpu"),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Simulate, show, judge; JSON last."""
+    parsed = parse_arguments(arguments)
+    result = run(parsed)
+    if parsed.save:
+        print("saved", save_result(f"planner-{parsed.shape}-{parsed.workers}-workers", result))
+    print(json.dumps({key: value for key, value in result.items() if key not in {"planned", "static_goodput_per_s"}}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A simulated cluster through a day: with a split that stays, or with the planner's own class at work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from benchmarks.planner.hours import Day, Tally
+from benchmarks.simulation.stage import make_cluster
+from cluster.config import Mode
+from cluster.modes import Sharing, assign
+from costs.answer_length import AnswerLengths
+from planner.decision import Decision, Direction, Limits, Split, State
+from planner.demand import Promise
+from planner.observation import Kept, Observation, Offered
+from planner.policy import plan
+from planner.strain import WorkerFacts
+from router.verdict import Verdict
+from simulation.cluster import VirtualCluster
+from simulation.hardware import Hardware
+from simulation.judge import judge
+from simulation.network import Network
+from simulation.request import LoadRequest, Outcome
+from wire.messages import Role
+
+NETWORK = Network(chunks_per_s=None)
+"""So many workers have several routers, whose budget of chunks is not what is looked at here."""
+_QUEUE = 100_000
+SAME_LIMIT = 4096
+"""Of all answers, as far as the planner is told: no limit says that one is going to be long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What the planner did."""
+
+    at_s: float
+    split: str
+    flips: int
+    direction: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Run:
+    """One day."""
+
+    machine: Hardware
+    day: Day
+    split: Split
+    step_policy: str
+    tally: Tally = field(init=False)
+    cluster: VirtualCluster = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tally = Tally.of(len(self.day.hours))
+        settings = {
+            "mode": Mode.DISAGGREGATED,
+            "prefill": 1,
+            "decode": 1,
+            "step_policy": self.step_policy,
+        }
+        pair = make_cluster(self.machine, settings, NETWORK, classes=(self.day.slo,))
+        specs = [
+            replace(spec, config=replace(spec.config, worker_id=f"{spec.config.role.value}-{number}"))
+            for spec, count in zip(pair.specs, (self.split.prefill, self.split.decode), strict=True)
+            for number in range(count)
+        ]
+        self.cluster = VirtualCluster(specs, replace(pair.config, max_queued_requests=_QUEUE), NETWORK)
+        self.cluster.router.on_end = self._heard
+
+    @property
+    def idle_step_s(self) -> float:
+        return self.machine.truth.base_s + self.machine.truth.row_s
+
+    def go(self) -> Tally:
+        """Goodput of each hour; answers may end as late as they like, but those that never do are missed."""
+        for request in self.day.requests(self.machine.model.max_context):
+            self.cluster.clock.at(request.due_s + NETWORK.door_s, lambda asked=request: self._arrive(asked))  # type: ignore[misc]
+        self.cluster.clock.run(self.day.end_s + self.day.seconds)
+        return self.tally
+
+    def _arrive(self, asked: LoadRequest) -> None:
+        self.tally.due[self.day.hour_of(asked.due_s)] += 1
+        self.cluster.router.arrive(asked)
+
+    def _heard(self, outcome: Outcome) -> None:
+        self._end(outcome)
+
+    def _end(self, outcome: Outcome) -> Verdict:
+        verdict = judge(outcome, self.day.slo, self.idle_step_s, NETWORK.event_s)
+        self.tally.met[self.day.hour_of(outcome.asked.due_s)] += verdict.phase is None
+        return verdict
+
+
+@dataclass(slots=True)
+class PlannedRun(Run):
+    """The planner looks every `window_s` seconds, and what it decides is done."""
+
+    window_s: float = 10.0
+    limits: Limits = field(default_factory=Limits)
+    changes: list[Change] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    _state: State = field(default_factory=State)
+    _offered: list[LoadRequest] = field(default_factory=list)
+    _expected: float = 0.0
+    _lengths: AnswerLengths = field(default_factory=AnswerLengths)
+    _verdicts: list[Verdict] = field(default_factory=list)
+
+    def go(self) -> Tally:
+        self.cluster.clock.after(self.window_s, self._look)
+        return Run.go(self)
+
+    def _arrive(self, asked: LoadRequest) -> None:
+        self._offered.append(asked)
+        self._expected += self._lengths.mean(SAME_LIMIT)
+        Run._arrive(self, asked)
+
+    def _end(self, outcome: Outcome) -> Verdict:
+        verdict = Run._end(self, outcome)
+        if not outcome.error:
+            self._lengths.learn(SAME_LIMIT, outcome.asked.new_tokens)
+        self._verdicts.append(verdict)
+        return verdict
+
+    def _look(self) -> None:
+        decision = plan(self._observe(), self.limits, self._state)
+        self._state = decision.state
+        self.decisions.append(decision)
+        if decision.change is not Direction.NONE:
+            self._apply(decision)
+        if self.cluster.clock.now < self.day.end_s:
+            self.cluster.clock.after(self.window_s, self._look)
+
+    def _apply(self, decision: Decision) -> None:
+        """As the controller would: whoever has a role that is needed keeps it."""
+        workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
+        roles = {worker_id: each.duty.wanted for worker_id, each in workers.items()}
+        duties = assign(Sharing(Mode.DISAGGREGATED, decision.split.prefill), roles)
+        flipped = [worker_id for worker_id, duty in duties.items() if duty.role is not roles[worker_id]]
+        for worker_id in flipped:
+            workers[worker_id].duty.assume(duties[worker_id].role)
+        now = round(self.cluster.clock.now, 3)
+        self.changes.append(Change(now, decision.split.text, len(flipped), decision.change, decision.reason))
+
+    def _observe(self) -> Observation:
+        workers = list(self.cluster.workers.values())
+        loads = [each.load() for each in workers]
+        wanted = Counter(each.duty.wanted for each in workers)
+        facts = self._facts()
+        offered = Offered(
+            len(self._offered) / self.window_s,
+            _mean([len(each.prompt) for each in self._offered]),
+            0.0,
+            self._expected / max(len(self._offered), 1),
+        )
+        missed = Counter(each.phase for each in self._verdicts if each.phase is not None)
+        seen = Observation(
+            seconds=self.window_s,
+            offered=offered,
+            promise=Promise(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s)),
+            prompts=facts,
+            answers=facts,
+            prefill=wanted[Role.PREFILL],
+            decode=wanted[Role.DECODE],
+            waiting_requests=len(self.cluster.router.binder),
+            waiting_tokens=sum(each.prefill_tokens for each in loads),
+            running_requests=sum(each.decode_requests for each in loads),
+            kept=Kept(len(self._verdicts) - sum(missed.values()), missed),
+        )
+        self._offered, self._verdicts, self._expected = [], [], 0.0
+        return seen
+
+    def _facts(self) -> WorkerFacts:
+        info = next(iter(self.cluster.workers.values())).info
+        tokens = self.machine.pages * self.machine.page_tokens
+        return WorkerFacts(self.machine.told, tokens, info.max_batch_requests, info.max_step_tokens)
+
+
+def _mean(values: list[int]) -> float:
+    return sum(values) / len(values) if values else 0.0

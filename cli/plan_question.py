@@ -1,0 +1,87 @@
+"""What `tandem plan` is asked, and the parts of the answer that need no simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from costs.devices import DeviceKind
+from engine.model_sizes import layer_weights
+from engine.models.config import ModelConfig
+from planner.decision import Limits, Range, Split
+from planner.demand import Demand, Promise
+from planner.memory import GIB, Memory
+from planner.policy import ROOM
+from planner.sizing import Sizing
+from planner.strain import WorkerFacts
+from simulation.hardware import GPU_PAGE_TOKENS, Hardware, kv_bytes, roofline
+from simulation.strategy import BATCH_REQUESTS
+from wire.cost_parameters import CostParameters
+from wire.errors import InvalidArgument
+
+MEMORY_FRACTION = 0.9
+MAX_STEP_TOKENS = 2048
+WORKERS_MAX = 1024
+_ITEM_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model on workers of one kind, each with a GPU, and what it is to serve."""
+
+    name: str
+    model: ModelConfig
+    device: DeviceKind
+    demand: Demand
+    promise: Promise
+    workers: int | None = None
+    """None = the fewest that leave room."""
+    cost: CostParameters | None = None
+    """As fitted; None = by the device's roofline."""
+
+    @property
+    def costs(self) -> CostParameters:
+        return self.cost or roofline(self.model, self.device.ceilings)
+
+    @property
+    def memory(self) -> Memory:
+        model = self.model
+        matrices = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+        weights = model.layers * layer_weights(model) + matrices
+        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights * _ITEM_BYTES, kv_bytes(model))
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS)
+
+    @property
+    def sizing(self) -> Sizing:
+        return Sizing(self.demand, self.promise, self.facts, self.facts)
+
+    @property
+    def hardware(self) -> Hardware:
+        """For the simulation."""
+        pages = int(self.memory.kv_tokens / GPU_PAGE_TOKENS)
+        told = replace(self.costs, observed=1000)
+        return Hardware(self.model, self.name, told, told, pages)
+
+    def check(self) -> None:
+        """InvalidArgument for what no number of workers can serve."""
+        demand, memory = self.demand, self.memory
+        if memory.kv_tokens < demand.kv_tokens:
+            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {memory.weight_bytes / GIB:.0f} GiB of weights"
+            raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; take a larger one")
+        if demand.kv_tokens > self.model.max_context:
+            message = (
+                f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
+            )
+            raise InvalidArgument("--prompt-tokens", message)
+
+    def split(self, *, shared: bool = False) -> Split:
+        """The best one of so many workers, or the smallest that leaves room."""
+        least = 1 if shared else 2
+        if self.workers is not None:
+            found = self.sizing.best(max(self.workers, least), Limits(), shared=shared)
+        else:
+            found = self.sizing.fewest(Range(least, WORKERS_MAX), Limits(), ROOM, shared=shared)
+        assert found is not None
+        return found

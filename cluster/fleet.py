@@ -1,0 +1,75 @@
+"""The workers that a cluster has now: a slot for each, and the keeper that fills it."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from cluster.health import Health
+from cluster.keeper import Keeper
+from cluster.roles import Slot
+from wire.messages import Role
+
+
+class Fleet:
+    """Owns slots and keepers, from `add` until `remove` or `stop`. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        slots: Iterable[Slot],
+        keep: Callable[[Slot], Keeper],
+        new_slot: Callable[[Role, Sequence[Slot]], Slot],
+        release: Callable[[Slot], None] = lambda _: None,
+    ) -> None:
+        """`keep` makes the keeper of a slot, `new_slot` one more slot beside those that there are; `release` gives back
+        what a slot held that is filled no more.
+        """
+        self._keep = keep
+        self._new_slot = new_slot
+        self._release = release
+        self._slots = {slot.worker_id: slot for slot in slots}
+        self._keepers = {slot.worker_id: keep(slot) for slot in self._slots.values()}
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self.keepers: Mapping[str, Keeper] = MappingProxyType(self._keepers)
+        """By worker, in the order in which they came."""
+
+    def new_slots(self, roles: Iterable[Role]) -> list[Slot]:
+        """One for each, to be added. FailedPrecondition if there is no room for all."""
+        slots = list(self._slots.values())
+        for role in roles:
+            slots.append(self._new_slot(role, slots))
+        return slots[len(self._slots) :]
+
+    def start(self) -> None:
+        """Fill all slots that there are."""
+        for worker_id, keeper in self._keepers.items():
+            self._runs[worker_id] = asyncio.create_task(keeper.run())
+
+    def add(self, slot: Slot) -> Keeper:
+        """Begin to fill one more."""
+        keeper = self._keep(slot)
+        self._slots[slot.worker_id], self._keepers[slot.worker_id] = slot, keeper
+        self._runs[slot.worker_id] = asyncio.create_task(keeper.run())
+        return keeper
+
+    async def remove(self, worker_id: str) -> None:
+        """End its process, if there is one, and forget the slot. Idempotent."""
+        keeper = self._keepers.get(worker_id)
+        if keeper is None:
+            return
+        keeper.stop()
+        if run := self._runs.get(worker_id):
+            await run
+        if self._keepers.get(worker_id) is keeper:
+            self._runs.pop(worker_id, None)
+            del self._keepers[worker_id]
+            self._release(self._slots.pop(worker_id))
+
+    async def stop(self) -> None:
+        """End all processes at once; returns when they are gone."""
+        for keeper in self._keepers.values():
+            keeper.stop()
+        await asyncio.gather(*self._runs.values())
+
+    def health(self) -> tuple[tuple[Slot, Health], ...]:
+        """How each is doing now."""
+        return tuple((self._slots[worker_id], keeper.health()) for worker_id, keeper in self._keepers.items())

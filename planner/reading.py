@@ -1,0 +1,130 @@
+"""What two scrapes of the whole cluster say of the time between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+
+from planner.demand import Promise
+from planner.observation import Kept, Observation, Offered
+from planner.strain import WorkerFacts
+from telemetry import families as f
+from telemetry.scrape import Scrape, Stretch
+from wire.cost_parameters import CostParameters
+from wire.messages import Role, WorkerInfo
+from wire.spans import Phase
+
+CLASS_SHARE = 0.1
+"""Part of the requests that a service class must have, for its targets to count."""
+_PARTS = ("base", "prompt_base", "token", "pair", "row", "context")
+_ROUTER = "router"
+_MET = "met"
+
+Promises = Callable[[float], Mapping[str, Promise]]
+"""What each service class promises where a decode step of one request takes so many seconds."""
+
+
+def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises) -> Observation:
+    """Of this stretch; `workers` are those that serve now, by what they were last told to do."""
+    now = stretch.now
+    prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
+    answers = worker_facts(now, [*decode, *shared])
+    idle_step_s = 0.0 if answers is None else answers.cost.base_s + answers.cost.row_s
+    offered, names = _offered(stretch), [info.peer.worker_id for info in workers]
+    return Observation(
+        seconds=stretch.seconds,
+        offered=offered,
+        promise=_promise(stretch, promises(idle_step_s)),
+        prompts=worker_facts(now, [*prefill, *shared]),
+        answers=answers,
+        prefill=len(prefill),
+        decode=len(decode),
+        shared=len(shared),
+        waiting_requests=now.total(f.REQUESTS_WAITING, role=_ROUTER),
+        waiting_tokens=offered.prompt_tokens * sum(now.total(f.REQUESTS_WAITING, worker=each) for each in names),
+        running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=each) for each in names),
+        kept=_kept(stretch),
+    )
+
+
+def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts | None:
+    """The mean of these workers; None as long as none of them has measured a step."""
+    found = [(info, cost) for info in workers if (cost := _cost(scrape, info.peer.worker_id)) is not None]
+    if not found:
+        return None
+    infos, costs = zip(*found, strict=True)
+    base, prompt_base, token, pair, row, context = (
+        fmean(getattr(cost, f"{part}_s") for cost in costs) for part in _PARTS
+    )
+    free = min(cost.free_tokens for cost in costs)
+    return WorkerFacts(
+        CostParameters(base, prompt_base, token, pair, row, context, free, observed=1),
+        fmean(info.pages_total * info.page_tokens for info in infos),
+        min(info.max_batch_requests for info in infos),
+        min(info.max_step_tokens for info in infos),
+    )
+
+
+def fitted(scrape: Scrape) -> CostParameters | None:
+    """Of a whole cluster: what prompts cost where they are computed, and answers where they are decoded; None as long
+    as one of them was not measured.
+    """
+    names = scrape.values(f.STEP_COST, "worker")
+    roles = {name: scrape.values(f.STEP_COST, "role", worker=name)[0] for name in names}
+    costs = {name: cost for name in names if (cost := _cost(scrape, name)) is not None}
+    prompts = [costs[name] for name in costs if roles[name] != Role.DECODE]
+    answers = [costs[name] for name in costs if roles[name] != Role.PREFILL]
+    if not prompts or not answers:
+        return None
+    return CostParameters(
+        base_s=fmean(each.base_s for each in answers),
+        prompt_base_s=fmean(each.prompt_base_s for each in prompts),
+        token_s=fmean(each.token_s for each in prompts),
+        pair_s=fmean(each.pair_s for each in prompts),
+        row_s=fmean(each.row_s for each in answers),
+        context_s=fmean(each.context_s for each in answers),
+        free_tokens=min(each.free_tokens for each in prompts),
+        observed=1,
+    )
+
+
+def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
+    if not scrape.values(f.STEP_COST, "part", worker=worker):
+        return None
+    base, prompt_base, token, pair, row, context = (
+        scrape.total(f.STEP_COST, worker=worker, part=part) for part in _PARTS
+    )
+    free = int(scrape.total(f.STEP_FREE_TOKENS, worker=worker))
+    return CostParameters(base, prompt_base, token, pair, row, context, free, observed=1)
+
+
+def _offered(stretch: Stretch) -> Offered:
+    requests = stretch.grown(f.OFFERED_REQUESTS)
+    if not requests:
+        return Offered(0.0, 0.0, 0.0, 0.0)
+    looked_up = stretch.grown(f.PREFIX_QUERIES)
+    return Offered(
+        requests / stretch.seconds,
+        stretch.grown(f.OFFERED_PROMPT_TOKENS) / requests,
+        stretch.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
+        stretch.grown(f.OFFERED_ANSWER_TOKENS) / requests,
+    )
+
+
+def _promise(stretch: Stretch, promises: Mapping[str, Promise]) -> Promise:
+    """The tightest targets of the classes that matter."""
+    counts = {name: stretch.grown(f.SLO_REQUESTS, slo_class=name) for name in promises}
+    least = CLASS_SHARE * sum(counts.values())
+    found = [promise for name, promise in promises.items() if counts[name] and counts[name] >= least]
+    if not found:
+        return Promise()
+    return Promise(min(each.ttft_s for each in found), min(each.gap_s for each in found))
+
+
+def _kept(stretch: Stretch) -> Kept:
+    missed = {phase: stretch.grown(f.SLO_MISSED, phase=phase) for phase in Phase}
+    return Kept(stretch.grown(f.SLO_REQUESTS, outcome=_MET), missed)
+
+
+def _doing(workers: Sequence[WorkerInfo], role: Role) -> list[WorkerInfo]:
+    return [info for info in workers if info.open is not None and (info.duty.role if info.duty else info.role) is role]

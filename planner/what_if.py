@@ -1,0 +1,75 @@
+"""What a change of the model or of how it is served would do to the load that a split can take, by the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from planner.decision import Limits, Split
+from planner.memory import Memory
+from planner.sizing import Sizing
+from planner.strain import WorkerFacts, decode_strain
+
+DRAFTED, ACCEPTED = 3, 0.7
+"""Tokens that are guessed for each step, and how likely each guess is right if those before it are."""
+DRAFT_PART = 0.1
+"""What guessing takes beside a step's reading of weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """`rate` is how many times the load it would take, with the best split of as many workers."""
+
+    name: str
+    rate: float
+    split: Split
+
+
+def changes(sizing: Sizing, split: Split, memory: Memory, launch_s: float) -> Iterator[Change]:
+    """Of quantization and of speculative decoding; `launch_s` of a step's base is not the reading of weights."""
+    for name, weights, kv in (("weights in 8 bits", 0.5, 1.0), ("KV in 8 bits", 1.0, 0.5), ("both", 0.5, 0.5)):
+        smaller = Memory(memory.device_bytes, memory.weight_bytes * weights, memory.kv_bytes_per_token * kv)
+        other = replace(
+            sizing,
+            prompts=_quantized(sizing.prompts, smaller, weights, kv, launch_s),
+            answers=_quantized(sizing.answers, smaller, weights, kv, launch_s),
+        )
+        yield _change(name, sizing, other, split)
+    if not split.shared:
+        yield _speculation(sizing, split)
+
+
+def tokens_a_step(drafted: int, accepted: float) -> float:
+    """Mean tokens of an answer that a step brings (Leviathan et al., Fast Inference via Speculative Decoding, 2023)."""
+    return (1 - accepted ** (drafted + 1)) / (1 - accepted)
+
+
+def _quantized(facts: WorkerFacts, memory: Memory, weights: float, kv: float, launch_s: float) -> WorkerFacts:
+    cost = facts.cost
+    reading_s = max(cost.base_s - launch_s, 0.0)
+    smaller = replace(
+        cost,
+        base_s=cost.base_s - reading_s * (1 - weights),
+        context_s=cost.context_s * kv,
+        free_tokens=int(cost.free_tokens * weights),
+    )
+    return replace(facts, cost=smaller, kv_tokens=memory.kv_tokens)
+
+
+def _change(name: str, before: Sizing, after: Sizing, split: Split) -> Change:
+    best = after.best(split.workers, Limits(), shared=bool(split.shared)) or split
+    return Change(name, before.worst(split).value / after.worst(best).value, best)
+
+
+def _speculation(sizing: Sizing, split: Split) -> Change:
+    """Each step reads the weights once for several tokens of each answer, but computes all that were guessed."""
+    facts, gain = sizing.answers, tokens_a_step(DRAFTED, ACCEPTED)
+    cost = facts.cost
+    guessing = replace(
+        facts, cost=replace(cost, base_s=cost.base_s * (1 + DRAFT_PART), row_s=cost.row_s * (DRAFTED + 1))
+    )
+    plain = decode_strain(sizing.demand, sizing.promise, facts, split.decode).value
+    other = decode_strain(sizing.demand, sizing.promise, guessing, split.decode).value / gain
+    scaled = replace(sizing, decode_scale=sizing.decode_scale * other / plain)
+    name = f"speculative decoding, {DRAFTED} tokens guessed, {ACCEPTED:.0%} right"
+    return _change(name, sizing, scaled, split)

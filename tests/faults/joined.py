@@ -1,0 +1,146 @@
+"""A cluster in a process of its own that joins a Ray of several nodes, each a family of processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cli.controller_client import ControllerClient
+from cluster.launcher import Endpoints
+from tests.ray_start import UP
+from wire import rpc
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+ROOT = Path(__file__).parents[2]
+START_S, STOP_S, IDLE_WITHIN_S = 150.0, 30.0, 120.0
+RAY_TRIES = 3
+
+
+@contextlib.contextmanager
+def short_folder() -> Iterator[Path]:
+    """A folder whose name leaves room for the names of Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+class Process:
+    """A script that is told what to do by lines on stdin, answers with lines, and ends with stdin."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, *command: str, **env: str) -> Process:
+        pipe = asyncio.subprocess.PIPE
+        environment = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"], **env}
+        return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment, cwd=ROOT))
+
+    async def line(self, within_s: float = START_S) -> str:
+        assert self._process.stdout
+        line = await asyncio.wait_for(self._process.stdout.readline(), within_s)
+        assert line, "it ended"
+        return line.decode()
+
+    async def tell(self, **message: Any) -> str:
+        """Send one line; its answer."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+        return await self.line()
+
+    async def stop(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        await self._gone()
+
+    async def terminate(self) -> None:
+        """For one that does not look at stdin."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        await self._gone()
+
+    async def _gone(self) -> None:
+        try:
+            await asyncio.wait_for(self._process.wait(), STOP_S)
+        except TimeoutError:
+            self._process.kill()
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL of it and of everything that it started, as if its host had lost power."""
+        whole = psutil.Process(self._process.pid)
+        for process in [whole, *whole.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+class JoinedCluster:
+    """Who is registered, and what they hold, as the controller and they themselves say."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.router_address = endpoints.grpc
+        self.controller_address = endpoints.controller
+        self._token = endpoints.token
+        self.controller = ControllerClient(endpoints.controller, endpoints.token)
+        self.workers: dict[str, cluster_pb2.WorkerInfo] = {}
+
+    async def look(self) -> None:
+        """Learn who is registered now."""
+        async with rpc.open_channel(self.controller_address, self._token) as channel:
+            watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=10)
+            membership = await watch.read()
+            assert isinstance(membership, cluster_pb2.Membership)
+            watch.cancel()
+        self.workers = {worker.worker_id: worker for worker in membership.workers}
+
+    async def inspect(self, worker_id: str) -> worker_pb2.InspectResponse:
+        async with rpc.open_channel(self.workers[worker_id].address, self._token) as channel:
+            reply = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
+        assert isinstance(reply, worker_pb2.InspectResponse)
+        return reply
+
+    async def idle_and_sound(self) -> None:
+        """Every page of all workers free, nothing open, all pools consistent, in the end."""
+        give_up = time.monotonic() + IDLE_WITHIN_S
+        for worker_id in self.workers:
+            while True:
+                one = await self.inspect(worker_id)
+                assert not one.integrity_error
+                if one.pages_free == one.pages_total and not (one.requests or one.leases or one.pages_promised):
+                    break
+                assert time.monotonic() < give_up, one
+                await asyncio.sleep(0.1)
+
+
+async def ray_node(command: list[str], **env: str) -> Process:
+    """The node that `command` starts, once it is up. Ray gives one 30 s, which a busy machine may not keep at first."""
+    for last in (*[False] * (RAY_TRIES - 1), True):
+        node = await Process.start(*command, **env)
+        try:
+            while UP not in await node.line():
+                pass
+            return node
+        except BaseException as error:
+            await node.terminate()
+            if last or not isinstance(error, AssertionError):
+                raise
+    raise AssertionError
+
+
+@contextlib.asynccontextmanager
+async def joined_cluster(environment: dict[str, str], **settings: Any) -> AsyncIterator[Endpoints]:
+    """A cluster of these settings of `ClusterConfig`, from when it serves."""
+    cluster = await Process.start(sys.executable, str(ROOT / "tests/integration/cluster_process.py"), **environment)
+    try:
+        yield Endpoints(**json.loads(await cluster.tell(**settings)))
+    finally:
+        await cluster.stop()

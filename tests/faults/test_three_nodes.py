@@ -1,0 +1,144 @@
+"""Nodes and workers of a real Ray come and go under load: every answer is whole and right, and nothing hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import VOCAB
+from .streams import Client, Load, Question, undisturbed
+from .three_nodes import HEAD, LOOK_S, SECOND, THIRD, ThreeNodes, three_nodes
+
+ANSWER_TOKENS = 200
+SHORT_PROMPTS = (20, 33, 64, 90)
+LONG_ONES, LONG_PROMPT_TOKENS, LONG_ANSWER_TOKENS = 2, 1500, 20
+CLIENTS = 2
+TRIES_S = 60.0
+HANDED_BACK = "others go on with the request"
+"""What a router hears of a worker that drains or changes its role."""
+
+
+def some_questions() -> list[Question]:
+    """Short ones, and last some with prompts of many chunks."""
+    rng = random.Random(11)
+    lengths = [
+        *((length, ANSWER_TOKENS) for length in SHORT_PROMPTS),
+        *[(LONG_PROMPT_TOKENS, LONG_ANSWER_TOKENS)] * LONG_ONES,
+    ]
+    return [Question(tuple(rng.randrange(3, VOCAB) for _ in range(length)), tokens) for length, tokens in lengths]
+
+
+class Scenario:
+    """One cluster through all of it."""
+
+    def __init__(self, nodes: ThreeNodes, tell: Callable[[str], None]) -> None:
+        self._nodes = nodes
+        self._tell = tell
+        self._questions = some_questions()
+        self._right: list[list[int]] = []
+
+    async def ask_quietly(self) -> None:
+        assert self._nodes.places == {"prefill-0": HEAD, "decode-0": SECOND}
+        self._right = await undisturbed(self._nodes.router_address, self._questions)
+
+    async def add_a_node(self) -> None:
+        """Workers are wanted for which there is no place; a node comes that has some."""
+        growing = asyncio.ensure_future(self._nodes.controller.resize(decode=2))
+        began = time.monotonic()
+        await self._nodes.add(THIRD)
+        up = time.monotonic()
+        infos, _ = await growing
+        self._tell(f"the node was up after {up - began:.1f} s, its workers served {time.monotonic() - up:.1f} s later")
+        assert len(infos) == 3
+        await self._nodes.look()
+        expected = {"prefill-0": HEAD, "decode-0": SECOND, "decode-1": THIRD}
+        assert self._nodes.places == expected
+        await self._ask_all()
+
+    async def kill_a_node(self) -> None:
+        """Streams that decode there and prompts that are sent there go on; its worker starts where there is room."""
+        before = self._nodes.workers["decode-0"].incarnation
+        async with Client(self._nodes.router_address) as client:
+            streams = [client.ask(question) for question in self._questions]
+            await self._until_busy("decode-0", lambda one: one.requests)
+            self._nodes.kill(SECOND)
+            killed = time.monotonic()
+            await asyncio.gather(*(stream.task for stream in streams))
+            self._tell(f"answers that the dead node was part of were whole {time.monotonic() - killed:.1f} s later")
+        for stream, right in zip(streams, self._right, strict=True):
+            stream.check(right)
+        assert self._failed_attempts(), "the node had no part in any"
+        await self._nodes.until(lambda: self._nodes.places.get("decode-0") == THIRD)
+        self._tell(f"its worker served elsewhere {time.monotonic() - killed:.1f} s after the death")
+        assert self._nodes.workers["decode-0"].incarnation > before
+        await self._ask_all()
+
+    async def replace_every_worker(self) -> None:
+        before = {name: worker.incarnation for name, worker in self._nodes.workers.items()}
+        failed = self._failed_attempts()
+        async with Client(self._nodes.router_address) as client:
+            load = Load(client, self._questions, self._right, CLIENTS)
+            for name in before:
+                await self._nodes.controller.drain_worker(name, restart=True)
+            await load.stop()
+        self._tell(f"{load.right} answers while every worker was replaced")
+        assert not load.refused
+        assert load.right >= CLIENTS
+        assert self._failed_attempts() == failed, "somebody was killed, not drained"
+        await self._nodes.look()
+        assert all(self._nodes.workers[name].incarnation > old for name, old in before.items())
+
+    async def shrink_amid_transfers(self) -> None:
+        failed = self._failed_attempts()
+        async with Client(self._nodes.router_address) as client:
+            load = Load(client, self._questions, self._right)
+            await self._until_busy("decode-1", lambda one: one.pages_advertised)
+            infos, _ = await self._nodes.controller.resize(decode=1, grace_s=0.0)
+            await load.stop()
+        assert {info.peer.worker_id for info in infos} == {"prefill-0", "decode-0"}
+        assert not load.refused
+        assert self._failed_attempts() == failed, "somebody was killed, not drained"
+        await self._nodes.look()
+        await self._nodes.idle_and_sound()
+        await self._ask_all()
+
+    def _failed_attempts(self) -> list[str]:
+        """Those of which the router took a worker for lost; what one hands back is none of them."""
+        log = (self._nodes.logs / "router.log").read_text()
+        return [line for line in log.splitlines() if "failed, again: " in line and HANDED_BACK not in line]
+
+    async def _ask_all(self) -> None:
+        assert await undisturbed(self._nodes.router_address, self._questions) == self._right
+
+    async def _until_busy(self, name: str, measure: Callable[..., int]) -> None:
+        give_up = time.monotonic() + TRIES_S
+        while not measure(await self._nodes.inspect(name)):
+            assert time.monotonic() < give_up, f"{name} has nothing to do"
+            await asyncio.sleep(LOOK_S)
+
+
+async def play(model: Path, tell: Callable[[str], None]) -> None:
+    began = time.monotonic()
+    async with three_nodes(model) as nodes:
+        scenario = Scenario(nodes, tell)
+        tell(f"start {time.monotonic() - began:.1f} s")
+        for step in (
+            scenario.ask_quietly,
+            scenario.add_a_node,
+            scenario.kill_a_node,
+            scenario.replace_every_worker,
+            scenario.shrink_amid_transfers,
+        ):
+            began = time.monotonic()
+            await step()
+            tell(f"{step.__name__} {time.monotonic() - began:.1f} s")
+
+
+@pytest.mark.timeout(400)
+def test_nodes_and_workers_come_and_go(small_model: Path, tell: Callable[[str], None]) -> None:
+    asyncio.run(play(small_model, tell))

@@ -1,0 +1,180 @@
+"""A cluster's workers without processes: they register, change and drain as they are told, as fast as a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from cluster.config import ClusterConfig, Mode
+from cluster.duties import Duties
+from cluster.fleet import Fleet
+from cluster.health import Phase
+from cluster.keeper import Keeper, Process
+from cluster.modes import Sharing
+from cluster.operator import Operator
+from cluster.registry import Registry
+from cluster.roles import Slot, another
+from wire.errors import Unavailable
+from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+
+P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
+FACTS = ModelFacts("m", 10, 10, (), "float32")
+DISAGGREGATED = Sharing(Mode.DISAGGREGATED, 1)
+CONFIG = ClusterConfig(Path("model"))
+
+
+class Workers:
+    """Workers that do what they are told, as fast as the test says, and a log of what the registry said meanwhile."""
+
+    def __init__(self, roles: dict[str, Role], sharing: Sharing) -> None:
+        self.registry = Registry()
+        self.busy: set[str] = set()
+        """Those whose halves do not get empty."""
+        self.deaf: set[str] = set()
+        self.seen: list[tuple[str, dict[str, Role | None]]] = []
+        self.infos: dict[str, WorkerInfo] = {}
+        self.duties = Duties(self.registry, sharing, roles, self._tell)
+        for worker_id, role in roles.items():
+            self.start(worker_id, 1, sharing.duty(role))
+        self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.duties.run())]
+
+    def start(self, worker_id: str, incarnation: int, duty: Duty) -> None:
+        peer = PeerRef(worker_id, incarnation)
+        self._say(WorkerInfo(peer, duty.role, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=duty))
+
+    def die(self, worker_id: str) -> None:
+        self.registry.unregister(self.infos.pop(worker_id).peer)
+
+    def finish(self, worker_id: str) -> None:
+        """What it had to finish is over."""
+        self.busy.discard(worker_id)
+        info = self.infos[worker_id]
+        assert info.duty is not None
+        self._say(replace(info, role=info.duty.role, closing=None))
+
+    @property
+    def roles(self) -> dict[str, Role | None]:
+        return {info.peer.worker_id: info.open for info in self.registry.membership().workers}
+
+    def check(self) -> None:
+        """At every moment somebody took prompts and somebody answers."""
+        for mode, roles in self.seen:
+            taken = [role for role in roles.values() if role is not None]
+            assert any(role.prefills for role in taken), (mode, roles)
+            assert any(role.decodes for role in taken), (mode, roles)
+            if mode == Mode.COLOCATED:
+                assert all(role is BOTH for role in taken), (mode, roles)
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _tell(self, info: WorkerInfo, duty: Duty, _grace_s: float) -> None:
+        name = info.peer.worker_id
+        if name in self.deaf:
+            raise Unavailable(f"{name} does not answer")
+        now = self.infos[name]
+        role = now.role | duty.role
+        self._say(replace(now, role=role, closing=role.without(duty.role), duty=duty))
+        if name not in self.busy:
+            asyncio.get_running_loop().call_soon(self.finish, name)
+
+    def _say(self, info: WorkerInfo) -> None:
+        self.infos[info.peer.worker_id] = info
+        self.registry.register(info)
+
+    async def _note(self) -> None:
+        async for membership in self.registry.watch():
+            self.seen.append((membership.mode, {info.peer.worker_id: info.open for info in membership.workers}))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+class ProcessOf(Process):
+    """A worker's, that starts as soon as there is room, and ends when it has drained."""
+
+    def __init__(self, crew: Crew, worker_id: str, incarnation: int) -> None:
+        self._crew = crew
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self.over = asyncio.Event()
+
+    async def placed(self) -> None:
+        await self._crew.room.wait()
+
+    async def pid(self) -> int:
+        return 1
+
+    async def start(self) -> None:
+        workers = self._crew.workers
+        workers.start(self._worker_id, self._incarnation, workers.duties.wanted(self._worker_id))
+
+    async def ended(self) -> str:
+        await self.over.wait()
+        return "it has drained"
+
+    async def end(self, grace_s: float) -> None:
+        self.over.set()
+
+
+class Crew:
+    """A fleet of such workers, and the operator over it."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.room = asyncio.Event()
+        """Unset: nodes have no place for another worker."""
+        self.room.set()
+        self.nodes_up = True
+        self.drained: list[str] = []
+        self.released: list[str] = []
+        """Whose places were given back."""
+        self.processes: dict[str, ProcessOf] = {}
+        slots = [Slot(name, info.role, "cpu") for name, info in workers.infos.items()]
+        self.fleet = Fleet(slots, self._keeper, self._new_slot, lambda slot: self.released.append(slot.worker_id))
+        self.keepers = self.fleet.keepers
+        self.operator = Operator(workers.registry, workers.duties, self.fleet, self, self._node_is_up)
+
+    @classmethod
+    async def of(cls, workers: Workers) -> Crew:
+        """Once all of them serve."""
+        crew = cls(workers)
+        crew.fleet.start()
+        await until(lambda: all(keeper.phase is Phase.SERVING for keeper in crew.keepers.values()))
+        return crew
+
+    async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
+        name = info.peer.worker_id
+        assert self.keepers[name].phase is Phase.DRAINING
+        self.drained.append(name)
+        self.processes[name].over.set()
+
+    async def stop(self) -> None:
+        await self.fleet.stop()
+        await self.workers.stop()
+
+    def _keeper(self, slot: Slot) -> Keeper:
+        name = slot.worker_id
+
+        async def spawn(incarnation: int) -> Process:
+            self.processes[name] = ProcessOf(self, name, incarnation)
+            return self.processes[name]
+
+        return Keeper(name, spawn, lambda incarnation: self._died(PeerRef(name, incarnation)))
+
+    def _died(self, peer: PeerRef) -> None:
+        self.workers.infos.pop(peer.worker_id, None)
+        self.workers.registry.unregister(peer)
+
+    def _new_slot(self, role: Role, slots: Sequence[Slot]) -> Slot:
+        return another(CONFIG, role, slots, gpus=0)
+
+    async def _node_is_up(self, _address: str) -> bool:
+        return self.nodes_up

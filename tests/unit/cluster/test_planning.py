@@ -1,0 +1,170 @@
+"""The planner in the controller: what it decides is done by the operator's hand, and seen in metrics and logs."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig, Mode
+from cluster.modes import ModeChange
+from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
+from cluster.planning import Planning
+from cluster.size import SizeChange
+from planner.decision import Limits, Range
+from router.slo import DEFAULT_CLASSES
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape
+from wire.cost_parameters import CostParameters
+from wire.errors import DeadlineExceeded, InvalidArgument
+from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from worker.metrics import step_costs
+
+COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)
+FACTS = ModelFacts("m", 10, 4096, (), "float32")
+WINDOW_S = 10.0
+
+
+class Hand:
+    """Does what it is asked for at once, unless it is late."""
+
+    def __init__(self) -> None:
+        self.asked: list[ModeChange | SizeChange] = []
+        self.late = False
+
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        return await self.resize(change)
+
+    async def resize(self, change: ModeChange | SizeChange) -> tuple[WorkerInfo, ...]:
+        self.asked.append(change)
+        if self.late:
+            raise DeadlineExceeded("decode-0 still finishes what it had")
+        return ()
+
+
+class Scene:
+    """A cluster whose metrics say what a test wants."""
+
+    def __init__(self, config: PlannerConfig, roles: list[Role]) -> None:
+        self.hand, self.now, self.requests = Hand(), 0.0, 0.0
+        self.workers = [
+            WorkerInfo(PeerRef(f"w-{n}", 1), role, "a:1", FACTS, 10**6, 16, 1000, 900, "cpu", "fake", duty=Duty(role))
+            for n, role in enumerate(roles)
+        ]
+        self.router = Board(lambda: {"model": "m", "role": "router", "worker": "router"})
+        self.boards = [self.router, *(self._board(info) for info in self.workers)]
+        self.own = Board(lambda: {"model": "m", "role": "controller", "worker": "controller"})
+        self.planning = Planning(
+            config,
+            DEFAULT_CLASSES,
+            self.hand,
+            membership=lambda: Membership(1, tuple(self.workers)),
+            scrape=self._scrape,
+            clock=lambda: self.now,
+        )
+        self.planning.tell(self.own)
+
+    def _board(self, info: WorkerInfo) -> Board:
+        board = Board(lambda: {"model": "m", "role": info.role.value, "worker": info.peer.worker_id})
+        board.read(lambda: step_costs(COST))
+        return board
+
+    async def _scrape(self) -> str:
+        return merge([Exposition(board).render()[0].decode() for board in self.boards])
+
+    async def look(self, per_s: float, prompt: int = 900, answer: float = 10.0, times: int = 1) -> None:
+        for _ in range(times):
+            self.now += WINDOW_S
+            count = per_s * WINDOW_S
+            self.router.count(f.OFFERED_REQUESTS).add(count)
+            self.router.count(f.OFFERED_PROMPT_TOKENS).add(count * prompt)
+            self.router.count(f.OFFERED_ANSWER_TOKENS).add(count * answer)
+            await self.planning.look()
+
+    def told(self) -> Scrape:
+        return Scrape(Exposition(self.own).render()[0].decode(), self.now)
+
+
+APART = [Role.PREFILL] * 4 + [Role.DECODE] * 4
+ON = PlannerConfig(PlannerMode.ON, WINDOW_S)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "cluster.planning"):
+        yield caplog
+
+
+async def test_roles_change_and_metrics_and_logs_say_why(said: pytest.LogCaptureFixture) -> None:
+    scene = Scene(ON, APART)
+    await scene.look(45.0, times=4)
+    (change,) = scene.hand.asked
+    assert isinstance(change, ModeChange)
+    assert (change.mode, change.prefill, change.decode) == (Mode.DISAGGREGATED, 7, 0)
+    told = scene.told()
+    assert told.total(f.PLANNER_CHANGES, direction="to_prefill") == 1
+    assert told.total(f.PLANNER_WANTED, half="prefill") == 7
+    assert told.total(f.PLANNER_STRAIN, half="prefill") > 1 > told.total(f.PLANNER_STRAIN, half="decode")
+    assert "from 4:4 to 7:1: 45 requests/s of 900 computed" in said.text
+
+
+async def test_a_dry_run_decides_and_changes_nothing(said: pytest.LogCaptureFixture) -> None:
+    scene = Scene(PlannerConfig(PlannerMode.DRY_RUN, WINDOW_S), APART)
+    await scene.look(45.0, times=4)
+    assert scene.hand.asked == []
+    assert scene.told().total(f.PLANNER_CHANGES, direction="to_prefill") == 1
+    assert "planner, dry run: from 4:4 to 7:1" in said.text
+
+
+async def test_the_number_of_workers_follows_where_it_may() -> None:
+    limits = Limits(workers=Range(4, 16))
+    scene = Scene(PlannerConfig(PlannerMode.ON, WINDOW_S, limits), [Role.BOTH] * 4)
+    await scene.look(45.0, answer=450.0, times=4)
+    (change,) = scene.hand.asked
+    assert isinstance(change, SizeChange)
+    assert change.prefill == change.decode == 0
+    assert 4 < change.workers <= 16
+
+
+async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:
+    scene = Scene(ON, APART)
+    scene.hand.late = True
+    with pytest.raises(DeadlineExceeded):
+        await scene.look(45.0, times=4)
+    scene.hand.late = False
+    scene.now += 1e6  # however long that took: it is of no window
+    await scene.look(45.0, times=3)
+    wanted = scene.told().total(f.PLANNER_WANTED, half="prefill")
+    assert wanted == 7
+
+
+def test_settings_come_from_the_command_line() -> None:
+    config = planner_config("on", 5.0, workers="2:8", prefill="1:4", decode="1:6")
+    assert config == PlannerConfig(PlannerMode.ON, 5.0, Limits(Range(1, 4), Range(1, 6), Range(2, 8)))
+    assert planner_config("off", 15.0) == PlannerConfig()
+
+
+@pytest.mark.parametrize(
+    ("settings", "option"),
+    [
+        ({"mode": "maybe"}, "--planner"),
+        ({"window_s": 0.0}, "--planner-window"),
+        ({"workers": "8"}, "--planner-workers"),
+        ({"prefill": "4:2"}, "--planner-prefill"),
+        ({"decode": "0:2"}, "--planner-decode"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, object], option: str) -> None:
+    with pytest.raises(InvalidArgument) as error:
+        planner_config(**({"mode": "on", "window_s": 15.0} | settings))  # type: ignore[arg-type]
+    assert error.value.field == option
+
+
+def test_a_cluster_that_shares_needs_a_range_of_workers() -> None:
+    with pytest.raises(InvalidArgument, match="--planner-workers"):
+        ClusterConfig(Path("m"), mode=Mode.ADAPTIVE, planner=ON)
+    ClusterConfig(
+        Path("m"), mode=Mode.ADAPTIVE, planner=PlannerConfig(PlannerMode.ON, 5.0, Limits(workers=Range(1, 2)))
+    )

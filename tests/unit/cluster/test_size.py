@@ -1,0 +1,169 @@
+"""Workers come and go: as few as can, at every moment somebody takes every kind of work, and no name is lost."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cluster.operator
+from cluster.config import ClusterConfig, Mode
+from cluster.health import Phase
+from cluster.modes import ModeChange, Sharing
+from cluster.roles import another, plan
+from cluster.size import SizeChange, Steps
+from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
+from wire.messages import Role
+
+from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
+
+COUNTS = st.fixed_dictionaries({P: st.integers(1, 5), D: st.integers(1, 5)})
+
+
+def named(roles: list[Role], begin: str) -> dict[str, Role]:
+    return {f"{begin}{number}": role for number, role in enumerate(roles)}
+
+
+@given(COUNTS, st.lists(st.sampled_from([P, D]), max_size=8), st.lists(st.sampled_from([P, D]), max_size=3))
+def test_steps_lead_where_they_should_and_nobody_leaves_for_another(
+    wanted: dict[Role, int], here: list[Role], awaited: list[Role]
+) -> None:
+    old, new = named(here, "h"), named(awaited, "a")
+    steps = Steps.to(Counter(wanted), old, new)
+    left = Counter(role for name, role in (old | new).items() if name not in steps.leave) + Counter(steps.add)
+    assert left[P] + steps.into_prefill == wanted[P]
+    assert left[D] - steps.into_prefill == wanted[D]
+    if steps.add or any(name not in steps.leave for name in new):
+        assert not any(name in old for name in steps.leave), "one that serves leaves, and another has to start"
+
+
+def test_whoever_is_worth_least_leaves() -> None:
+    steps = Steps.to(Counter({P: 1, D: 2}), {"c": D, "b": D, "a": P}, {"z": P, "y": D, "x": D})
+    assert steps == Steps(leave=("z", "y", "x"))
+    assert Steps.to(Counter({P: 1, D: 3}), {"c": D, "b": D, "a": P}, {"y": D, "x": D}) == Steps(leave=("y",))
+    assert Steps.to(Counter({P: 1, D: 1}), {"c": D, "b": D, "a": P}, {}) == Steps(leave=("c",))
+    assert Steps.to(Counter({P: 1, D: 4}), {"c": D, "b": P, "a": P}, {"z": D}) == Steps((D,), (), -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "mode", "field"),
+    [
+        ({"workers": 2}, Mode.DISAGGREGATED, "--workers"),
+        ({"prefill": 2}, Mode.ADAPTIVE, "--prefill"),
+        ({"decode": 65}, Mode.DISAGGREGATED, "--decode"),
+        ({}, Mode.COLOCATED, "--workers"),
+    ],
+)
+def test_what_cannot_be_is_named(change: dict[str, Any], mode: Mode, field: str) -> None:
+    with pytest.raises(InvalidArgument) as failure:
+        SizeChange(**change).over(mode, {P: 1, D: 1})
+    assert failure.value.field == field
+
+
+def test_what_is_not_said_stays() -> None:
+    assert SizeChange(decode=3).over(Mode.DISAGGREGATED, {P: 2, D: 1}) == Counter({P: 2, D: 3})
+
+
+def test_a_new_worker_takes_a_free_name_and_a_free_gpu() -> None:
+    config = ClusterConfig(Path("m"), prefill=1, decode=2, device="cuda")
+    slots = [slot for slot in plan(config, gpus=4) if slot.worker_id != "decode-0"]
+    slot = another(config, D, slots, gpus=4)
+    assert (slot.worker_id, slot.device, slot.memory_fraction) == ("decode-0", "cuda:1", 0.9)
+    with pytest.raises(FailedPrecondition, match="no GPU of this host has 90% of its memory left"):
+        another(config, D, plan(config, gpus=3), gpus=3)
+    half = ClusterConfig(Path("m"), device="cuda:0", memory_fraction=0.3)
+    assert another(half, P, plan(half, gpus=1), gpus=1).device == "cuda:0"
+    joined = ClusterConfig(Path("m"), device="cuda", ray_address="auto")
+    assert another(joined, P, plan(joined, gpus=0), gpus=0).device == "cuda"
+
+
+async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
+    workers = Workers({"prefill-0": P, "decode-0": D}, DISAGGREGATED)
+    await until(lambda: workers.seen)
+    crew = await Crew.of(workers)
+    await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=5))
+    four = {"prefill-0": P, "prefill-1": P, "decode-0": D, "decode-1": D}
+    assert workers.roles == four
+    assert workers.duties.sharing.prefill == 2
+    infos = await crew.operator.resize(SizeChange(prefill=3, decode=1, wait_s=5))
+    assert {info.peer.worker_id for info in infos} == set(four)
+    assert list(workers.roles.values()).count(P) == 3
+    assert not crew.drained, "roles flip, nobody leaves for that"
+    await crew.operator.resize(SizeChange(prefill=1, wait_s=5))
+    assert sorted(workers.roles.values()) == [D, P]
+    assert len(crew.drained) == 2
+    await crew.operator.set_mode(ModeChange("adaptive"))
+    await crew.operator.resize(SizeChange(workers=3, wait_s=5))
+    assert sorted(workers.roles.values()) == [BOTH] * 3
+    assert "both-0" in workers.roles
+    await crew.operator.resize(SizeChange(workers=1))
+    assert list(workers.roles) == ["prefill-0"], "the newest leave"
+    assert list(crew.keepers) == list(await workers.duties.parts()) == ["prefill-0"]
+    assert sorted(crew.released) == ["both-0", "decode-0", "decode-1", "prefill-1"]
+    workers.check()
+    await crew.stop()
+
+
+async def test_who_finds_no_room_is_awaited_and_counts() -> None:
+    workers = Workers({"prefill-0": P, "decode-0": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    crew.room.clear()
+    with pytest.raises(DeadlineExceeded, match="decode-1 is waiting for a node"):
+        await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=0.1))
+    assert workers.roles == {"prefill-0": P, "decode-0": D}
+    with pytest.raises(DeadlineExceeded):
+        await crew.operator.resize(SizeChange(prefill=2, decode=2))
+    assert len(crew.keepers) == 4
+    await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
+    with pytest.raises(DeadlineExceeded, match="prefill-1"):
+        await crew.operator.resize(SizeChange(prefill=2, decode=1))
+    assert list(crew.keepers) == ["prefill-0", "decode-0", "prefill-1"], "who never served is given up first"
+    crew.room.set()
+    await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
+    await until(lambda: workers.duties.sharing.prefill == 2)
+    await crew.stop()
+
+
+async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> None:
+    workers = Workers({"prefill-0": P, "decode-0": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    await crew.operator.drain_worker("prefill-0", 1.0, restart=False, force=False)
+    assert workers.roles == {"decode-0": BOTH}
+    await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=5))
+    await until(lambda: workers.roles == {"prefill-1": P, "decode-0": D})
+    assert crew.keepers["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
+    await crew.operator.drain_worker("prefill-0", 1.0, restart=True, force=False)
+    assert workers.roles == {"prefill-0": P, "prefill-1": P, "decode-0": D}
+    await crew.stop()
+
+
+async def test_one_that_moves_counts_and_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.operator, "NODE_LOOK_S", 0.001)
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
+    with pytest.raises(DeadlineExceeded, match="decode-1 is drained"):
+        await crew.operator.resize(SizeChange(prefill=1, decode=2))
+    assert len(crew.keepers) == 3, "nobody takes its place, for it comes back"
+    await crew.operator.resize(SizeChange(prefill=1, decode=1))
+    assert list(crew.keepers) == ["prefill-0", "decode-0"]
+    crew.nodes_up = False
+    await asyncio.sleep(0.02)
+    assert workers.roles == {"prefill-0": P, "decode-0": D}
+    await crew.stop()
+
+
+async def test_who_is_given_up_while_it_restarts_says_so() -> None:
+    workers = Workers({"both-0": BOTH, "both-1": BOTH}, Sharing(Mode.ADAPTIVE))
+    crew = await Crew.of(workers)
+    crew.room.clear()
+    restarting = asyncio.ensure_future(crew.operator.drain_worker("both-1", 1.0, restart=True, force=False))
+    await until(lambda: crew.keepers["both-1"].phase is Phase.STARTING)
+    await crew.operator.resize(SizeChange(workers=1))
+    with pytest.raises(FailedPrecondition, match="both-1 was taken out"):
+        await restarting
+    assert list(crew.keepers) == ["both-0"]
+    await crew.stop()

@@ -1,0 +1,26 @@
+"""Clusters and loads whose strains can be computed in one's head."""
+
+from dataclasses import replace
+
+from planner.demand import Promise
+from planner.observation import Kept, Observation, Offered
+from planner.strain import WorkerFacts
+from wire.cost_parameters import CostParameters
+
+COSTS = CostParameters(
+    base_s=10e-3, prompt_base_s=0.0, token_s=1e-4, pair_s=0.0, row_s=1e-4, context_s=0.0, free_tokens=0, observed=1
+)
+"""A chunk of 900 tokens takes 100 ms; 100 rows decode in 20 ms."""
+FACTS = WorkerFacts(COSTS, kv_tokens=1e6, batch_requests=1000, chunk_tokens=900)
+PROMISE = Promise(ttft_s=100.0, gap_s=20e-3)
+"""The first target is so loose that only computing counts."""
+
+
+def offered(per_s: float, prompt: float, answer: float, cached: float = 0.0) -> Offered:
+    return Offered(per_s, prompt, cached, answer)
+
+
+def seen(per_s: float, prompt: float, answer: float, prefill: int = 4, decode: int = 4, **more: object) -> Observation:
+    """A window of 10 s."""
+    before = Observation(10.0, offered(per_s, prompt, answer), PROMISE, FACTS, FACTS, prefill, decode, kept=Kept(100.0))
+    return replace(before, **more)  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""Decisions, window by window: what is wanted, when it is done, and that noise moves nobody."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from planner.decision import Decision, Direction, Limits, Range, Split, State
+from planner.observation import Kept, Observation
+from planner.policy import GAIN, plan
+from tests.unit.planner.scenes import FACTS, seen
+from wire.errors import InvalidArgument
+from wire.spans import Phase
+
+FLIPS = Limits()
+COUNTS = Limits(workers=Range(2, 32))
+
+
+def decide(windows: list[Observation], limits: Limits = FLIPS, state: State | None = None) -> list[Decision]:
+    """What is decided is done at once, unless a window says otherwise."""
+    state, decisions = state or State(), []
+    for window in windows:
+        decisions.append(plan(window, limits, state))
+        state = decisions[-1].state
+    return decisions
+
+
+def follow(loads: list[tuple[float, float, float]], limits: Limits, split: Split) -> list[Decision]:
+    """Loads on a cluster that does what is decided."""
+    state, decisions = State(), []
+    for load in loads:
+        window = seen(*load, prefill=split.prefill, decode=split.decode, shared=split.shared)
+        decisions.append(plan(window, limits, state))
+        state = decisions[-1].state
+        if decisions[-1].change is not Direction.NONE:
+            split = decisions[-1].split
+    return decisions
+
+
+def changes(decisions: list[Decision]) -> list[Split]:
+    return [each.split for each in decisions if each.change is not Direction.NONE]
+
+
+PROMPTS, ANSWERS = (45.0, 900.0, 10.0), (45.0, 90.0, 450.0)
+"""Of eight workers nearly five compute the prompts of the first; the answers of the second keep more than four busy."""
+
+
+def test_the_split_follows_a_swing_and_then_stays() -> None:
+    decisions = follow([PROMPTS] * 10 + [ANSWERS] * 10, FLIPS, Split(4, 4))
+    assert [split.prefill for split in changes(decisions)] == [7, 1]
+    first, second = (number for number, each in enumerate(decisions) if each.change is not Direction.NONE)
+    assert first == FLIPS.patience - 1
+    assert second == 10 + FLIPS.patience - 1
+
+
+def test_the_wanted_split_strains_the_worse_role_least() -> None:
+    decision = plan(seen(*PROMPTS), FLIPS, State())
+    strains = {
+        prefill: max(
+            each.value for each in _strains(plan(seen(*PROMPTS, prefill=prefill, decode=8 - prefill), FLIPS, State()))
+        )
+        for prefill in range(1, 8)
+    }
+    assert decision.split.prefill == min(strains, key=lambda prefill: strains[prefill])
+    assert strains[decision.split.prefill] < strains[4] * (1 - GAIN)
+
+
+def _strains(decision: Decision) -> tuple[object, ...]:
+    assert decision.prefill is not None
+    assert decision.decode is not None
+    return decision.prefill, decision.decode
+
+
+def test_where_everybody_keeps_his_promise_nobody_moves() -> None:
+    quiet = [(rate / 5, prompt, answer) for rate, prompt, answer in (PROMPTS, ANSWERS)]
+    assert changes(follow([quiet[0]] * 20 + [quiet[1]] * 20, FLIPS, Split(4, 4))) == []
+
+
+def test_one_window_is_not_enough() -> None:
+    assert changes(follow([ANSWERS, PROMPTS] * 10, Limits(patience=3), Split(4, 4))) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_changes_nothing_once_the_split_is_right(seed: int) -> None:
+    """Loads and lengths of each window within a quarter of the mean: at most one step on the way there."""
+    dice = random.Random(seed)
+    loads = [tuple(each * dice.uniform(0.75, 1.25) for each in PROMPTS) for _ in range(200)]
+    made = changes(follow(loads, FLIPS, Split(7, 1)))  # type: ignore[arg-type]
+    assert len(made) <= 1, made
+
+
+def test_limits_of_roles_hold() -> None:
+    limits = Limits(prefill=Range(2, 5), decode=Range(3, 6))
+    decisions = follow([PROMPTS] * 6 + [ANSWERS] * 9, limits, Split(4, 4))
+    assert [(split.prefill, split.decode) for split in changes(decisions)] == [(5, 3), (2, 6)]
+
+
+def test_workers_are_added_until_there_is_room_and_taken_away_much_later() -> None:
+    double = (90.0, 900.0, 450.0)
+    up = follow([double] * 12, COUNTS, Split(4, 4))
+    assert changes(up)
+    last = changes(up)[-1]
+    assert last.workers > 8
+    half = tuple(each / (3 if number == 0 else 1) for number, each in enumerate(double))
+    down = follow([double] * 4 + [half] * 30, COUNTS, last)  # type: ignore[list-item]
+    kinds = [each.change for each in down if each.change is not Direction.NONE]
+    assert kinds[0] is Direction.DOWN
+    first = next(number for number, each in enumerate(down) if each.change is Direction.DOWN)
+    assert first >= 4 + COUNTS.patience_down - 1
+    assert changes(down)[-1].workers < last.workers
+    assert Direction.UP not in kinds
+
+
+def test_a_cluster_that_shares_changes_its_number_alone() -> None:
+    load = (90.0, 900.0, 450.0)
+    assert changes(follow([load] * 6, FLIPS, Split(shared=4))) == []
+    wanted = changes(follow([load] * 6, COUNTS, Split(shared=4)))
+    assert len(wanted) == 1
+    assert wanted[0].shared > 4
+    assert wanted[0].prefill == wanted[0].decode == 0
+
+
+def test_broken_promises_teach_that_a_role_is_more_strained_than_its_costs_say() -> None:
+    late = Kept(50.0, {Phase.DECODE: 50.0})
+    calm = seen(15.0, 900.0, 300.0, prefill=3, decode=5)
+    decisions = decide([replace(calm, kept=late)] * 20)
+    assert decisions[-1].state.decode_scale > 1.2
+    assert decisions[-1].state.prefill_scale == 1.0
+    strains = [each.decode.value for each in decisions if each.decode is not None]
+    assert strains[-1] > 1.2 * strains[0]
+    better = decide([calm] * 60, state=decisions[-1].state)
+    assert better[-1].state.decode_scale < 1.1
+
+
+def test_who_waits_for_nothing_else_shows_long_answers_before_any_has_ended() -> None:
+    """Short answers have ended; ten times as many run as these explain."""
+    before = plan(seen(45.0, 90.0, 20.0, running_requests=20.0), FLIPS, State())
+    after = plan(seen(45.0, 90.0, 20.0, running_requests=400.0), FLIPS, before.state)
+    assert after.state.demand is not None
+    assert after.state.demand.answer_tokens > 10 * 20.0
+
+
+@pytest.mark.parametrize(
+    ("window", "why"),
+    [
+        (seen(0.0, 0.0, 0.0), "nothing was ever asked for"),
+        (seen(*PROMPTS, answers=None), "no worker has measured its steps"),
+    ],
+)
+def test_without_knowledge_all_stays(window: Observation, why: str) -> None:
+    decision = plan(window, FLIPS, State())
+    assert decision.change is Direction.NONE
+    assert why in decision.reason
+
+
+def test_the_reason_has_the_figures() -> None:
+    decisions = follow([PROMPTS] * 3, FLIPS, Split(4, 4))
+    reason = next(each.reason for each in decisions if each.change is not Direction.NONE)
+    for part in ("from 4:4 to 7:1", "45 requests/s", "900 computed", "prefill", "decode", "%", "kept their promise"):
+        assert part in reason
+
+
+def test_facts_of_the_roles_are_apart() -> None:
+    """Prefill workers on faster devices: fewer of them."""
+    fast = replace(FACTS, cost=replace(FACTS.cost, base_s=2e-3, token_s=2e-5))
+    same = plan(seen(*PROMPTS), FLIPS, State()).split
+    assert plan(seen(*PROMPTS, prompts=fast), FLIPS, State()).split.prefill < same.prefill
+
+
+def test_an_empty_range_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="3:2"):
+        Range(3, 2)

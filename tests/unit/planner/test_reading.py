@@ -1,0 +1,103 @@
+"""From two scrapes to a window: what the processes' own metrics objects export is what the planner sees."""
+
+from pathlib import Path
+
+import pytest
+
+from planner.demand import Promise
+from planner.reading import observe
+from router.config import RouterConfig
+from router.metrics import RouterMetrics
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+from wire.cost_parameters import CostParameters
+from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.spans import Phase
+from worker.metrics import step_costs
+
+FACTS = ModelFacts("m", 10, 4096, (), "float32")
+COST = CostParameters(1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150, 0.01, 99)
+PROMISES = {"strict": Promise(2.0, 0.02), "quick": Promise(0.3, 0.06)}
+
+
+def info(name: str, role: Role, duty: Role | None = None, closing: Role | None = None) -> WorkerInfo:
+    told = None if duty is None else Duty(duty)
+    return WorkerInfo(
+        PeerRef(name, 1), role, "a:1", FACTS, 100, 16, 64, 2048, "cpu", "fake", duty=told, closing=closing
+    )
+
+
+class Cluster:
+    """A router and two workers that count."""
+
+    def __init__(self) -> None:
+        self.router = RouterMetrics(RouterConfig("r", Path(), "m", ""))
+        self.running = {"prefill-0": 0.0, "decode-0": 0.0}
+        self.boards = [self._board(name) for name in self.running]
+        self.cost = COST
+        self.router.watch(lambda: 0, lambda: 3)
+
+    def _board(self, name: str) -> Board:
+        board = Board(lambda: {"model": "m", "role": name.partition("-")[0], "worker": name})
+        board.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
+        board.read(lambda: step_costs(self.cost))
+        return board
+
+    def scrape(self, at_s: float) -> Scrape:
+        boards = [self.router.board, *self.boards]
+        return Scrape(merge([Exposition(board).render()[0].decode() for board in boards]), at_s)
+
+
+WORKERS = [info("prefill-0", Role.PREFILL, Role.PREFILL), info("decode-0", Role.DECODE, Role.DECODE)]
+
+
+def test_a_window_is_what_was_counted_in_it() -> None:
+    cluster = Cluster()
+    cluster.router.offered(1, 999, 7.0)  # before it
+    before = cluster.scrape(100.0)
+    for _ in range(4):
+        cluster.router.offered(2, 600, 50.0)
+    cluster.router.board.count(f.SLO_REQUESTS, "strict", "met").add(6)
+    cluster.router.board.count(f.SLO_REQUESTS, "strict", "missed_itl").add(2)
+    cluster.router.board.count(f.SLO_MISSED, "strict", Phase.DECODE).add(2)
+    cluster.running["decode-0"] = 5.0
+    seen = observe(Stretch(before, cluster.scrape(110.0)), WORKERS, lambda _: PROMISES)
+    assert seen.seconds == 10.0
+    assert (seen.offered.per_s, seen.offered.prompt_tokens, seen.offered.answer_tokens) == (0.8, 300.0, 50.0)
+    assert (seen.prefill, seen.decode, seen.shared) == (1, 1, 0)
+    assert (seen.waiting_requests, seen.waiting_tokens, seen.running_requests) == (3.0, 2 * 2 * 300.0, 5.0)
+    assert (seen.kept.met, seen.kept.missed[Phase.DECODE], seen.kept.total) == (6.0, 2.0, 8.0)
+    assert seen.promise == PROMISES["strict"]
+    assert seen.answers is not None
+    assert seen.answers.kv_tokens == 1600
+    got = seen.answers.cost
+    assert (got.base_s, got.prompt_base_s, got.token_s, got.pair_s, got.row_s, got.context_s, got.free_tokens) == (
+        pytest.approx((1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150))
+    )
+
+
+def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:
+    cluster = Cluster()
+    before = cluster.scrape(0.0)
+    cluster.router.board.count(f.SLO_REQUESTS, "strict", "met").add(2)
+    cluster.router.board.count(f.SLO_REQUESTS, "quick", "met").add(98)
+    seen = observe(Stretch(before, cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    assert seen.promise == PROMISES["quick"]
+
+
+def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
+    changing = [info("prefill-0", Role.BOTH, Role.PREFILL, Role.DECODE), info("decode-0", Role.DECODE, Role.DECODE)]
+    leaving = info("decode-1", Role.DECODE, Role.DECODE, Role.DECODE)
+    cluster = Cluster()
+    seen = observe(Stretch(cluster.scrape(0.0), cluster.scrape(1.0)), [*changing, leaving], lambda _: {})
+    assert (seen.prefill, seen.decode) == (1, 1)
+
+
+def test_a_guess_is_no_measurement() -> None:
+    cluster = Cluster()
+    cluster.cost = CostParameters()
+    seen = observe(Stretch(cluster.scrape(0.0), cluster.scrape(1.0)), WORKERS, lambda _: PROMISES)
+    assert seen.prompts is None
+    assert seen.answers is None

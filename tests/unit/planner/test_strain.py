@@ -1,0 +1,84 @@
+"""Strains against sums on paper, and against what queueing theory says of pools."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from planner.demand import Demand, Promise
+from planner.strain import (
+    BUSY_MAX,
+    HEADROOM,
+    LATE,
+    Limit,
+    busy_cap,
+    decode_strain,
+    prefill_strain,
+    rows_that_fit,
+    shared_strain,
+)
+from tests.unit.planner.scenes import COSTS, FACTS, PROMISE
+
+
+def test_prompts_take_their_share_of_full_chunks() -> None:
+    """900 tokens are 100 ms, so 10 prompts a second are one worker, all of its time."""
+    strain = prefill_strain(Demand(10.0, 900, 1), PROMISE, FACTS, workers=2)
+    assert strain.value == pytest.approx(0.5 / BUSY_MAX)
+    assert strain.limit is Limit.COMPUTE
+
+
+def test_cached_tokens_are_not_computed() -> None:
+    strain = prefill_strain(Demand(10.0, 900, 1, cached=0.9), PROMISE, FACTS, workers=1)
+    assert strain.value == pytest.approx(0.1 / BUSY_MAX)
+
+
+def test_long_prompts_attend_to_more_pairs() -> None:
+    dear = replace(FACTS, cost=replace(COSTS, pair_s=1e-7))
+    once, twice = (prefill_strain(Demand(1.0, tokens, 1), PROMISE, dear, 1).value for tokens in (9000, 18000))
+    assert twice > 2.5 * once
+
+
+def test_a_tight_first_token_leaves_a_small_pool_less_to_do_than_a_large_one() -> None:
+    """A pool of one server may be late as M/M/1 says: busy · exp(-(1 - busy) · slack) = the part that may be late."""
+    slack = 5.0
+    one = busy_cap(1, 1.0, slack + 2.0)
+    assert one * math.exp(-(1 - one) * slack) == pytest.approx(LATE, rel=1e-3)
+    caps = [busy_cap(workers, 1.0, 7.0) for workers in (1, 2, 4, 16)]
+    assert caps == sorted(caps)
+    assert caps[-1] > 0.9
+    assert busy_cap(4, 1.0, 3.0) < busy_cap(4, 1.0, 30.0) <= BUSY_MAX
+
+
+def test_rows_are_as_many_as_the_tightest_wall_leaves() -> None:
+    """100 rows in 20 ms; a hundred of 1,000 tokens in 100,000; a batch of 50."""
+    demand = Demand(1.0, 500, 500)
+    assert rows_that_fit(demand, PROMISE, FACTS).count == pytest.approx(HEADROOM * 100)
+    for facts, rows, limit in (
+        (FACTS, 100, Limit.GAP),
+        (replace(FACTS, kv_tokens=50_000), 50, Limit.KV),
+        (replace(FACTS, batch_requests=30), 30, Limit.BATCH),
+    ):
+        fits = rows_that_fit(demand, PROMISE, facts)
+        assert (fits.count, fits.limit) == (pytest.approx(HEADROOM * rows), limit)
+
+
+def test_answers_at_the_limit_are_what_those_rows_decode() -> None:
+    """90 rows take 19 ms a step, so one worker gives 90 / 0.019 tokens a second."""
+    per_s = 90 / 0.019 / 100
+    assert decode_strain(Demand(per_s, 10, 100), PROMISE, FACTS, 1).value == pytest.approx(1.0)
+    assert decode_strain(Demand(per_s, 10, 100), PROMISE, FACTS, 4).value == pytest.approx(0.25)
+
+
+def test_who_does_both_bears_both() -> None:
+    """A shared cluster is strained by prompts and by answers, each alone less than both."""
+    prompts, answers = Demand(4.0, 900, 1), Demand(4.0, 1, 500)
+    both = Demand(4.0, 900, 500)
+    strain = {name: shared_strain(each, PROMISE, FACTS, 1).value for name, each in locals().items() if name != "strain"}
+    assert max(strain["prompts"], strain["answers"]) < strain["both"] <= 1.1 * (strain["prompts"] + strain["answers"])
+    assert shared_strain(both, PROMISE, FACTS, 4).value < strain["both"] / 3
+
+
+def test_a_gap_that_no_step_keeps_still_gives_a_number() -> None:
+    strain = decode_strain(Demand(1.0, 10, 100), Promise(1.0, 1e-3), FACTS, 1)
+    assert strain.limit is Limit.GAP
+    assert 1.0 < strain.value < math.inf

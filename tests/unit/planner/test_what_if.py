@@ -1,0 +1,65 @@
+"""What quantization and speculation change, and memory on paper."""
+
+from dataclasses import replace
+
+import pytest
+
+from planner.decision import Limits, Range
+from planner.demand import Demand, Promise
+from planner.memory import GIB, OVERHEAD_BYTES, Memory
+from planner.sizing import Sizing
+from planner.what_if import changes, tokens_a_step
+from tests.unit.planner.scenes import FACTS, PROMISE
+
+MEMORY = Memory(device_bytes=20 * GIB + OVERHEAD_BYTES, weight_bytes=10 * GIB, kv_bytes_per_token=GIB / 1000)
+ANSWERS = Sizing(Demand(20.0, 100, 400), PROMISE, FACTS, replace(FACTS, kv_tokens=MEMORY.kv_tokens))
+"""Ten thousand tokens of KV beside the weights: that is what binds."""
+
+
+def test_memory_is_what_weights_leave() -> None:
+    assert MEMORY.kv_tokens == pytest.approx(10_000)
+    assert Memory(GIB, 10 * GIB, 1.0).kv_tokens == 0
+
+
+def test_smaller_numbers_help_where_kv_binds() -> None:
+    found = {each.name: each.rate for each in changes(ANSWERS, ANSWERS.best(8, Limits()), MEMORY, 0.0)}  # type: ignore[arg-type]
+    assert found["KV in 8 bits"] > 1.3
+    assert found["weights in 8 bits"] > 1.2
+    assert found["both"] > max(found["KV in 8 bits"], found["weights in 8 bits"])
+
+
+def test_a_step_that_reads_half_of_the_kv_is_shorter() -> None:
+    """Where the gap binds, a row of 1,000 tokens of context takes 0.1 + 1 ms, and 0.1 + 0.5 ms of 8 bits."""
+    reads = replace(FACTS, cost=replace(FACTS.cost, context_s=1e-6))
+    sizing = Sizing(Demand(20.0, 800, 400), PROMISE, FACTS, reads)
+    roomy = replace(MEMORY, device_bytes=1e4 * GIB)
+    split = sizing.best(40, Limits(Range(20, 20), Range(20, 20)))
+    assert split is not None
+    found = {each.name: each.rate for each in changes(sizing, split, roomy, 0.01)}
+    assert found["KV in 8 bits"] > 1.3
+
+
+def test_speculation_helps_answers_and_not_prompts() -> None:
+    prompts = Sizing(Demand(20.0, 4000, 2), PROMISE, FACTS, FACTS)
+    for sizing, least, most in ((ANSWERS, 1.1, 3.0), (prompts, 0.99, 1.01)):
+        split = sizing.best(8, Limits())
+        assert split is not None
+        *_, last = changes(sizing, split, MEMORY, 0.0)
+        assert "speculative" in last.name
+        assert least < last.rate < most
+
+
+def test_guesses_that_are_all_right_bring_as_many_tokens_and_one() -> None:
+    assert tokens_a_step(3, 0.999999) == pytest.approx(4.0, rel=1e-4)
+    assert tokens_a_step(3, 0.0) == 1.0
+
+
+def test_the_fewest_workers_leave_the_room_that_was_asked_for() -> None:
+    sizing = Sizing(Demand(50.0, 900, 200), Promise(10.0, 20e-3), FACTS, FACTS)
+    for shared in (False, True):
+        split = sizing.fewest(Range(2, 100), Limits(), 0.75, shared=shared)
+        assert split is not None
+        assert sizing.worst(split).value <= 0.75
+        one_less = sizing.best(split.workers - 1, Limits(), shared=shared)
+        assert one_less is not None
+        assert sizing.worst(one_less).value > 0.75
