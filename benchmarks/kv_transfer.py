@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import need_gpu
+from benchmarks.handover_parts import Answer, handover_parts_ms, handovers_ms
+from benchmarks.met_steps import gaps_meeting_transfers_ms
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
 from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
@@ -27,7 +30,7 @@ from kv_transfer.base import Direction
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.rpc import open_channel
-from wire.timeline import Edge, Timeline
+from wire.timeline import Edge
 
 _TIMEOUT_S = 600
 _GPU_SHAPE = "llama-3-8b"
@@ -36,7 +39,6 @@ _BACKGROUND_PROMPT = 256
 _ANSWER = 8
 ROOM = 16
 """Tokens of a model's context that prompts leave to their answers."""
-_TO_MS = 1e3
 _SUFFIX = {Direction.WRITE: "", Direction.READ: "_read"}
 _DIRECTIONS = {"write": (Direction.WRITE,), "read": (Direction.READ,), "both": tuple(Direction)}
 
@@ -71,25 +73,6 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One request as its client saw it: arrival of each chunk in seconds, and the cluster's own timeline."""
-
-    moments: tuple[float, ...]
-    timeline: Timeline
-
-    def ms(self, start: Edge, end: Edge) -> float:
-        """Milliseconds between two edges that both were seen."""
-        seconds = self.timeline.seconds(start, end)
-        if seconds is None:
-            raise RuntimeError(f"a request without {start.name} or {end.name}")
-        return seconds * _TO_MS
-
-    @property
-    def gaps_ms(self) -> list[float]:
-        return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
-
-
 class Client:
     """Requests with arbitrary token ids, every prompt different."""
 
@@ -107,7 +90,7 @@ class Client:
         moments, timeline = [], None
         async for message in self._stub.Generate(request, timeout=_TIMEOUT_S):
             if message.chunk.token_ids:
-                moments.append(time.perf_counter())
+                moments.append(time.time())  # by the clock of timelines
             if message.HasField("complete"):
                 timeline = convert.timeline_from_proto(message.complete.timeline)
         if timeline is None:
@@ -122,12 +105,10 @@ async def handovers(client: Client, settings: Settings) -> Figures:
     """One prompt at a time: what lies between its last chunk and its first decode step."""
     await client.ask(settings.prompt, _ANSWER)
     answers = [await client.ask(settings.prompt, _ANSWER) for _ in range(settings.rounds)]
-    without = [await client.ask(settings.prompt, 1) for _ in range(settings.rounds)]
-    handover = _handovers_ms(answers)
+    handover = handovers_ms(answers)
     exposed = [a.ms(Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED) for a in answers]
     ttft = [a.ms(Edge.RECEIVED, Edge.FIRST_TOKEN) for a in answers]
     prefill = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in answers]
-    alone = [a.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED) for a in without]
     shares = [e / (t + h) for e, t, h in zip(exposed, ttft, handover, strict=True)]
     prompt = settings.prompt_name
     found: Figures = {
@@ -137,14 +118,33 @@ async def handovers(client: Client, settings: Settings) -> Figures:
         f"exposed_of_prefill_{prompt}": _median([e / p for e, p in zip(exposed, prefill, strict=True)]),
         f"ttft_ms_{prompt}": _median(ttft),
         f"prefill_ms_{prompt}": _median(prefill),
-        f"prefill_without_transfer_ms_{prompt}": _median(alone),
-        "prefill_with_over_without_transfer": round(statistics.median(prefill) / statistics.median(alone), 4),
         "decode_step_ms": _median([gap for a in answers for gap in a.gaps_ms[1:]]),
         f"last_pages_sent_ms_{prompt}": _median([a.ms(Edge.PREFILL_FINISHED, Edge.TRANSFER_FINISHED) for a in answers]),
+        f"handover_mean_ms_{prompt}": round(statistics.mean(handover), 4),
+        f"handover_parts_ms_{prompt}": handover_parts_ms(answers),
         "handovers_ms": [round(each, 3) for each in handover],
     }
     print(json.dumps(found), flush=True)
     return found
+
+
+async def prefills(client: Client, settings: Settings) -> Figures:
+    """Prompts that are handed over and prompts that are not, in turns: what transfers cost the prefill worker.
+
+    No request of more than one token stays with its prefill worker: 1 token is no transfer, 2 are the least with one.
+    Which comes first changes from round to round, so that both follow each other, and a pause, equally often.
+    """
+    took: dict[int, list[float]] = {1: [], 2: []}
+    for number in range(2 * settings.rounds):
+        for new_tokens in (1, 2) if number % 2 else (2, 1):
+            answer = await client.ask(settings.prompt, new_tokens)
+            took[new_tokens].append(answer.ms(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED))
+    without, handed_over = took[1], took[2]
+    return {
+        f"prefill_without_transfer_ms_{settings.prompt_name}": _median(without),
+        f"prefill_with_transfer_ms_{settings.prompt_name}": _median(handed_over),
+        "prefill_with_over_without_transfer": round(statistics.median(handed_over) / statistics.median(without), 4),
+    }
 
 
 async def interference(client: Client, settings: Settings) -> Figures:
@@ -161,27 +161,28 @@ async def interference(client: Client, settings: Settings) -> Figures:
     background = asyncio.ensure_future(streams())
     windows, beside = [], []
     while not background.done():
-        started = time.perf_counter()
+        started = time.time()
         # Two tokens: the transfer happens, and the request is gone after one step.
         beside.append(await client.ask(settings.prompt, 2))
-        windows.append((started, time.perf_counter()))
+        windows.append((started, time.time()))
     busy = await background
     inside = [gap for a in busy for gap in _gaps_within(a, windows)]
     alone = [gap for a in quiet for gap in a.gaps_ms[1:]]
+    met = [gaps_meeting_transfers_ms(a, beside) for a in busy]
+    slowed = [gap for gaps in met for gap in gaps]
     return {
         "decode_step_quiet_ms": _median(alone),
         "decode_step_with_transfers_ms": _median(inside),
         "decode_step_with_over_without_transfers": round(statistics.median(inside) / statistics.median(alone), 4),
         # A prompt's transfer is a hundredth of its time: only the rarest steps can meet it.
         "decode_step_p99_with_over_without_transfers": round(_p99(inside) / _p99(alone), 4),
-        f"handover_beside_decode_ms_{settings.prompt_name}": _median(_handovers_ms(beside)),
+        "decode_steps_meeting_transfers": max(len(gaps) for gaps in met),
+        "decode_step_meeting_transfers_over_quiet": (
+            round(statistics.median(slowed) / statistics.median(alone), 4) if slowed else None
+        ),
+        f"handover_beside_decode_ms_{settings.prompt_name}": _median(handovers_ms(beside)),
         "prompts_transferred_meanwhile": len(windows),
     }
-
-
-def _handovers_ms(answers: Sequence[Answer]) -> list[float]:
-    """From the end of the last chunk to the request's first decode step."""
-    return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
 
 
 def _p99(values: Sequence[float]) -> float:
@@ -195,10 +196,11 @@ def _gaps_within(answer: Answer, windows: list[tuple[float, float]]) -> list[flo
 
 
 async def through_the_cluster(address: str, settings: Settings) -> Figures:
-    """Both measurements over one connection."""
+    """All measurements over one connection."""
     client = Client(address)
     try:
-        return await handovers(client, settings) | await interference(client, settings)
+        found = await handovers(client, settings) | await prefills(client, settings)
+        return found | await interference(client, settings)
     finally:
         await client.close()
 
@@ -206,7 +208,7 @@ async def through_the_cluster(address: str, settings: Settings) -> Figures:
 def pools(plan: PoolPlan, settings: Settings) -> Figures:
     """Bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
-    ceiling = copy_ceiling(plan)
+    ceiling = copy_ceiling(plan, sizes)
     found, wire = asyncio.run(measure_pools(plan, sizes))
     figures: Figures = {"copy_gb_per_s": round(ceiling / 1e9, 2), "transport": wire}
     for each in found:
@@ -256,6 +258,8 @@ def in_one_direction(only: str | None, settings: Settings, plan: PoolPlan, confi
 def main() -> None:
     """Each direction in turn."""
     arguments = parse_arguments()
+    if arguments.device == "cuda":
+        need_gpu()
     settings = SETTINGS[arguments.device]
     shape = arguments.shape
     if arguments.device == "cuda" and arguments.model is None and shape is None:

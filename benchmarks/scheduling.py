@@ -37,6 +37,7 @@ import torch
 
 from benchmarks.results import RESULTS, run_facts, save_result
 from costs.roofline import CPU, ModelSizes, Roofline
+from decode_worker.landed import Landed
 from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
@@ -71,6 +72,17 @@ STEP_S = 9.3e-3
 """Of a step that no kept run has measured."""
 PARTS = ("plan", "pack", "results", "outbox")
 """Of the loop's thread."""
+INSIDE = {
+    "plan": "StepScheduler.plan: who ends, joins and needs a page, pages taken for them, the policy, both halves' rows",
+    "pack": "columns of rows and draws, checks, the step's host buffer, parameters and numbers of random draws",
+    "results": "tokens to a list, StepScheduler.apply, columns of tokens for each router; the step's time learned",
+    "outbox": "Outbox.publish: what there is to tell, given to the event loop",
+    "send": "not in `us`: the event loop's thread, from news to the bytes of one message",
+    "nowhere": "launching kernels, copies to the device, gRPC's own threads, requests that arrive",
+}
+"""What is counted where, kept with the figures."""
+_RESULTS = ("drawn", "applied", "told", "learned")
+_OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")
 LOW = 0.1
 """Quantile that tells what a step costs when nothing else wants the cores."""
 _TOKEN = 5
@@ -225,6 +237,7 @@ class _Kind(TypedDict, total=False):
 _TIMED = (
     (StepScheduler, "plan", "plan"),
     (StepScheduler, "apply", "applied"),
+    (Landed, "usual", "told"),
     (StepMeter, "learn", "learned"),
     (Outbox, "publish", "outbox"),
 )
@@ -289,8 +302,10 @@ def measured_step_s(rows: int, folder: Path = RESULTS) -> float:
 
 
 def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
-    spent = {part: np.array(each[: plan.steps]) for part, each in watch.spent.items()}
-    spent["results"] = spent.pop("drawn") + spent.pop("applied") + spent.pop("learned")
+    # Counting may have begun amid a step: some parts of it are missing then.
+    counted = min(plan.steps, *(len(watch.spent[part]) for part in _OF_STEPS))
+    spent = {part: np.array(each[:counted]) for part, each in watch.spent.items()}
+    spent["results"] = np.sum([spent.pop(each) for each in _RESULTS], axis=0)
     whole = np.sum([spent[part] for part in PARTS], axis=0)
     cpu, clock = whole.T.tolist()
     figures = {f"{part}_us": round(statistics.median(spent[part][:, 0]), 1) for part in (*PARTS, "send")}
@@ -319,6 +334,7 @@ def main() -> None:
     result = run_facts("cpu") | {
         "dtype": "none",
         "steps": chosen.steps,
+        "inside": INSIDE,
         "cases": run(tuple(chosen.requests), chosen.steps, step_s),
     }
     if chosen.save:

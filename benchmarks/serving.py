@@ -164,7 +164,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", default="auto")
     add_model_options(parser)
     parser.add_argument("--memory-fraction", type=float, default=0.28, help="of a GPU, for the engine and each worker")
     parser.add_argument("--streams", type=int, default=8)
@@ -209,7 +209,7 @@ def main() -> None:
         cluster.stop()
     result |= {
         "model": model.name,
-        "dtype": arguments.dtype,
+        "dtype": runner.facts.dtype,
         "streams": arguments.streams,
         "prompt_tokens": arguments.prompt_tokens,
         "new_tokens": arguments.new_tokens,

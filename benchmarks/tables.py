@@ -10,6 +10,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.floors import Floors, floors_of
 from benchmarks.results import RESULTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
@@ -17,6 +18,8 @@ _SHOWN = (
     "_ratio",
     "_share_",
     "_over_without_",
+    "_over_quiet",
+    "meeting_transfers",
     "handover_ms_",
     "exposed_of_prefill",
     "decode_step_ms",
@@ -27,30 +30,12 @@ _SHOWN = (
     "matrix_tflops",
     "decode_ms_b",
     "decode_sampled_ms_b",
+    "wall_",
+    "walls_",
 )
 _EAGER, _FUSED = "decode_eager_ms_b", "comparisons"
 _ASIDE = ("tune", "fused", "profile")
 """Files of these benchmarks have no table of their own."""
-_FLOORS: dict[str, dict[str, float]] = {
-    "llama-3-8b": {
-        "start_seconds": 40,
-        "decode_bw_ratio_b1": 0.85,
-        "decode_bw_ratio_b32": 0.82,
-        "decode_bw_ratio_b128": 0.80,
-        "decode_bw_ratio_b256": 0.72,
-        "prefill_flops_ratio_1x2048": 0.96,
-        "prefill_flops_ratio_1x8192": 0.96,
-        "prefill_flops_ratio_8x2048": 0.96,
-        "attention_bw_ratio_64x2048": 0.90,
-        "attention_bw_ratio_128x4096": 0.92,
-        "attention_bw_ratio_1x32768": 0.75,
-    },
-    "llama-3.2-1b": {"decode_bw_ratio_b1": 0.65, "decode_bw_ratio_b128": 0.68, "prefill_flops_ratio_1x2048": 0.75},
-    "qwen3-0.6b": {"decode_bw_ratio_b1": 0.40, "decode_bw_ratio_b32": 0.58, "decode_idle_share_b32": 0.03},
-}
-"""What the engine must hold on one H200 in bfloat16, by shape and figure."""
-_AT_MOST = ("start_seconds", "decode_idle_share_b32")
-"""Figures whose floor is a ceiling."""
 _HEAD = """# Performance
 
 Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
@@ -61,7 +46,16 @@ runs that miss it say so.
 `decode_idle_share` is the share of launched decode steps in which no kernel runs, from the gaps of a trace;
 `decode_idle_between_steps_share` counts those between a step and the next alone. Runs without the latter inferred the
 former as 1 − graph replay ÷ step, not below 0.
+
+In tables of `kv`, figures of 8192 belong to prompts of 8,176 tokens: with their answers they fill a context of 8,192.
+`_read`: the decode worker reads the pages; else the prefill worker writes them. A step meets a transfer while the
+first pages of a prompt or those of its last chunk move. Runs before 2026-11-22 04:15 measured prefill without transfers
+after all with them, and the ceiling on a CPU with one size.
 """
+_ONE_GPU = (
+    "Both processes share the chip: decode steps wait for chunks of prompts, transfers or not, and a copy within its "
+    "memory is the ceiling. What two GPUs must hold is no measure here.\n"
+)
 
 Run = dict[str, Any]
 
@@ -100,44 +94,49 @@ def _table(title: str, runs: list[Run]) -> str:
     """A column a run, oldest first, behind the floors where there are any."""
     runs = sorted(runs, key=lambda run: str(run["date"]))
     names = list(dict.fromkeys(name for run in runs for name in _shown(run)))
-    floors = _floors(title, runs[-1])
-    heads = [f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}" for run in runs]
-    rows = [[f"`{name}`", *(_judged(name, run.get(name), floors) for run in runs)] for name in names]
+    floors = floors_of(title.split(":", 1)[0], runs[-1])
+    commands = list(dict.fromkeys(str(run["command"]) for run in runs))
+    heads = [_head(run, commands) for run in runs]
+    rows = [[f"`{name}`", *(_judged(name, run, floors) for run in runs)] for name in names]
     if floors:
         heads.insert(0, "floor")
         for name, row in zip(names, rows, strict=True):
-            row.insert(1, _floor(name, floors))
-    lines = [f"\n## {title}\n", f"`{runs[-1]['command']}`\n", *_verdict(names, runs[-1], floors)]
+            row.insert(1, str(floors.get(name, "")))
+    lines = [f"\n## {title}\n", *_commands(commands)]
+    lines += [_ONE_GPU] if title.startswith("kv:") and runs[-1].get("gpus") == 1 else []
+    lines += _verdict(names, runs[-1], floors)
     lines += [_line(["figure", *heads]), _line(["---"] * (len(heads) + 1))]
     return "\n".join([*lines, *map(_line, rows)])
 
 
-def _floors(title: str, run: Run) -> dict[str, float]:
-    return _FLOORS.get(str(run.get("shape")), {}) if title.startswith("engine:") else {}
+def _head(run: Run, commands: list[str]) -> str:
+    """Date and commit of a column, and the number of its command where there are several."""
+    number = f"<br>({commands.index(run['command']) + 1})" if len(commands) > 1 else ""
+    return f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}{number}"
 
 
-def _misses(name: str, value: object, floors: dict[str, float]) -> bool:
-    if name not in floors or not isinstance(value, int | float):
-        return False
-    return value > floors[name] if name in _AT_MOST else value < floors[name]
+def _commands(commands: list[str]) -> list[str]:
+    if len(commands) == 1:
+        return [f"`{commands[0]}`\n"]
+    return [*(f"{number}. `{command}`" for number, command in enumerate(commands, start=1)), ""]
 
 
-def _verdict(names: list[str], run: Run, floors: dict[str, float]) -> list[str]:
+def _misses(name: str, run: Run, floors: Floors) -> bool:
+    return name in floors and floors[name].missed(run.get(name), run)
+
+
+def _verdict(names: list[str], run: Run, floors: Floors) -> list[str]:
     """One sentence about the newest run."""
     if not floors:
         return []
-    missed = [f"`{name}`" for name in names if _misses(name, run.get(name), floors)]
+    missed = [f"`{name}`" for name in names if _misses(name, run, floors)]
     if not missed:
         return ["The newest run holds every floor.\n"]
     return [f"The newest run misses the floor of {', '.join(missed)}.\n"]
 
 
-def _floor(name: str, floors: dict[str, float]) -> str:
-    return "" if name not in floors else f"{'≤' if name in _AT_MOST else '≥'} {floors[name]:g}"
-
-
-def _judged(name: str, value: object, floors: dict[str, float]) -> str:
-    return _cell(value) + (" (missed)" if _misses(name, value, floors) else "")
+def _judged(name: str, run: Run, floors: Floors) -> str:
+    return _cell(run.get(name)) + (" (missed)" if _misses(name, run, floors) else "")
 
 
 def _newest(runs: list[Run], figure: str) -> Run | None:

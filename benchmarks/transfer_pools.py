@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cluster.ray_node import RayNode
 from cluster.ray_process import actor_class
-from engine.cache.paged_cache import PagedCache
+from engine.cache.paged_cache import PagedCache, page_bytes
 from engine.models.config import load_model_config
 from kv_transfer.backends import open_transport
 from kv_transfer.base import Direction, PageWrite, WriteDone
@@ -28,7 +28,7 @@ _POOL_BYTES = {"cuda": 8 << 30, "cpu": 1 << 30}
 _WARM = 4
 _ROUNDS, _ROUNDS_S = 24, 0.3
 """Fewest writes that are timed, and for how long there are more: pages of microseconds need many."""
-_CEILING_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
+_CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +136,38 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
         node.stop()
 
 
-def copy_ceiling(plan: PoolPlan) -> float:
-    """Bytes a second of a plain copy from one device to the other, by this process alone."""
-    size = _CEILING_BYTES[plan.kind]
-    source = torch.randint(0, 127, (size,), dtype=torch.uint8, device=plan.sender)
-    target = torch.empty_like(source, device=plan.receiver)
-    times = []
-    for _ in range(12):
-        started = time.perf_counter()
-        target.copy_(source)
+def copy_ceiling(plan: PoolPlan, sizes: Sequence[int]) -> float:
+    """Bytes a second of plain copies from one device to the other, by this process alone: the best round of any size.
+
+    Copies are as large as writes of `sizes` pages, between places of buffers twice as large as the largest.
+    """
+    page = page_bytes(load_model_config(plan.model), plan.page_tokens, plan.dtype)
+    room = (2 * max(sizes), page)
+    source = torch.ones(room, dtype=torch.uint8, device=plan.sender)
+    target = torch.ones(room, dtype=torch.uint8, device=plan.receiver)
+    best = 0.0
+    for pages in sizes:
+        _copies(plan, source, target, pages)
+        best = max(best, *(_copies(plan, source, target, pages) for _ in range(_CEILING_ROUNDS)))
+    del source, target
+    if plan.kind == "cuda":
+        torch.cuda.empty_cache()
+    return best
+
+
+def _copies(plan: PoolPlan, source: Tensor, target: Tensor, pages: int) -> float:
+    """Bytes a second of a round of copies of `pages` pages in a row, each to and from another place."""
+    chosen = random.Random(pages)
+    done, started = 0, time.perf_counter()
+    while not done or time.perf_counter() - started < _CEILING_ROUND_S:
+        for _ in range(IN_FLIGHT):
+            here, there = (chosen.randrange(len(source) - pages + 1) for _ in range(2))
+            target[there : there + pages].copy_(source[here : here + pages])
         if plan.kind == "cuda":
             torch.cuda.synchronize(plan.sender)
             torch.cuda.synchronize(plan.receiver)
-        times.append(time.perf_counter() - started)
-    return size / statistics.median(times[2:])
+        done += IN_FLIGHT
+    return done * pages * source.shape[1] / (time.perf_counter() - started)
 
 
 async def _quietly(reply: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from router.config import RouterConfig
 from simulation.clock import VirtualClock
@@ -34,6 +35,11 @@ class VirtualCluster:
             worker = VirtualWorker(spec, self.clock, self.network, self.workers, self.router.hear, jumps=self.jumps)
             self.workers[worker.peer] = worker
             self.router.join(worker)
+            worker.duty.on_change = partial(self._tell_router, worker)
+
+    def _tell_router(self, worker: VirtualWorker) -> None:
+        """By way of the controller."""
+        self.clock.after(2 * self.network.call_s, lambda: self.router.follow(worker))
 
     def run(self, requests: Iterable[LoadRequest], until_s: float = float("inf")) -> list[Outcome]:
         """All of them, by rising `due_s`, until nothing happens any more or time is up → how they ended."""

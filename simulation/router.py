@@ -18,7 +18,7 @@ from simulation.clock import VirtualClock
 from simulation.network import Network
 from simulation.request import LoadRequest, Outcome, Piece
 from simulation.worker import VirtualWorker, WorkerNews
-from wire.errors import Internal, ResourceExhausted
+from wire.errors import Internal, ResourceExhausted, RoleClosed
 from wire.messages import (
     Destination,
     FinishReason,
@@ -33,6 +33,7 @@ from wire.messages import (
 from wire.prefixes import PrefixList
 
 ROUTER_ID = "router"
+_COME_LATER = (ResourceExhausted, RoleClosed)
 
 
 @dataclass(slots=True, eq=False)
@@ -94,13 +95,20 @@ class VirtualRouter:
 
     def join(self, worker: VirtualWorker) -> None:
         """`worker` serves from now on."""
-        books = WorkerBooks(worker.spec.info, self.clock)
+        books = WorkerBooks(worker.info, self.clock)
         self.fleet.join(books)
         feed = PrefixFeed(self.fleet.prefixes, books.slot)
         feed.load(PrefixList(0, ()))
         self._links[worker.peer] = _Link(worker, books, feed)
         books.report(worker.load())
         self.fleet.set_live(books, live=True)
+
+    def follow(self, worker: VirtualWorker) -> None:
+        """`worker` takes other work than before."""
+        books, info = self._links[worker.peer].books, worker.info
+        books.change(info)
+        self.fleet.set_live(books, live=info.open is not None)
+        self.pump()
 
     # ---- a request's way ----
 
@@ -169,7 +177,7 @@ class VirtualRouter:
         )
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
-        except ResourceExhausted:
+        except _COME_LATER:
             self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.decode)))
             return
         destination = Destination(pair.decode, "", granted.lease)
@@ -187,7 +195,7 @@ class VirtualRouter:
         )
         try:
             self._links[pair.prefill].worker.prefill(task)
-        except ResourceExhausted:
+        except _COME_LATER:
             self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.prefill)))
 
     def _books(self, peer: PeerRef | None) -> WorkerBooks | None:

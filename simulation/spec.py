@@ -51,7 +51,11 @@ class WorkerSpec:
         )
 
     @property
+    def longest_pages(self) -> int:
+        """Pages of the longest prompt."""
+        return pages_for(self.model.max_context, self.device.page_tokens)
+
+    @property
     def decode_pages(self) -> int | None:
         """Most pages that are promised to answers."""
-        longest = pages_for(self.model.max_context, self.device.page_tokens)
-        return decode_pages(self.config.role, self.device.pages, longest)
+        return decode_pages(self.config.role, self.device.pages, self.longest_pages)

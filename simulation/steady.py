@@ -35,12 +35,13 @@ class SteadyDecodeHalf(DecodeHalf):
         """How many more steps can be launched with exactly the rows of those that run, if `spare_pages` are nobody's;
         0 = look again.
         """
-        if len(self._steps) != _LAUNCHED or any(len(step) != len(self._batch) for step in self._steps):
+        batch = self._batch
+        if len(batch.flying) != _LAUNCHED or any(len(cohort) != len(batch) for _, cohort in batch.flying):
             return 0
-        steps = self._batch.alike()
-        if not steps or spare_pages > len(self._batch) * (2 + steps // self._batch.page_tokens):
+        steps = batch.alike()
+        if not steps or spare_pages > len(batch) * (2 + steps // batch.page_tokens):
             return steps
-        return min(steps, self._batch.paged())
+        return min(steps, batch.paged())
 
     def pass_steps(self, steps: int) -> None:
         """As so many times `apply`, each followed by `schedule`: nobody has joined or left."""
@@ -50,7 +51,7 @@ class SteadyDecodeHalf(DecodeHalf):
                 self._batch.skip(paged)
                 steps -= paged
             else:
-                self._with_pages(self._batch.due())
+                self._give_pages()
 
 
 def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, steps: int) -> SteadyRun:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from costs.step_cost import StepCost, StepWork
+from costs.step_cost import StepCost
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from engine.batch import StepResult
@@ -22,12 +22,13 @@ from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
 from simulation.clock import VirtualClock
+from simulation.duty import VirtualDuty
+from simulation.flights import Flight, Flights
 from simulation.handover import DecodeEnd, VirtualHandover
 from simulation.network import Network, Wire
 from simulation.prompt import PageNames
 from simulation.spec import WorkerSpec
-from simulation.steady import SteadyDecodeHalf, SteadyRun, later, steady_run
-from simulation.step_log import StepLog
+from simulation.steady import SteadyDecodeHalf, SteadyRun
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -38,21 +39,15 @@ from wire.messages import (
     Reservation,
     RoutedEvent,
     TransferNotice,
+    WorkerInfo,
     WorkerLoad,
 )
 from wire.prefixes import PrefixChanges
 from worker.batch_growth import BatchGrowth
+from worker.halves import Halves
+from worker.report import load_of
 from worker.scheduler import StepScheduler
 from worker.step_policy import make_policy
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A step that was launched: its first rows decode, `drawn` is what all of them draw."""
-
-    work: StepWork
-    drawn: Sequence[int | None]
-    end_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +88,14 @@ class VirtualWorker:
         jumps: bool = True,
     ) -> None:
         """`peers` are all workers, this one among them. Without `jumps` every step is taken by itself."""
-        self.spec, self.peer, self.log = spec, spec.peer, StepLog()
+        self.spec, self.peer = spec, spec.peer
         self.page_bytes, self.page_tokens = spec.device.page_bytes, spec.device.page_tokens
         self.wire = Wire(network)
         self._clock, self._network, self._peers, self._publish = clock, network, peers, publish
         self._jumps = jumps
-        self._truth, self._told = StepCost(spec.device.truth), StepCost(spec.device.told)
+        self._told = StepCost(spec.device.told)
+        self._flights = Flights(StepCost(spec.device.truth))
+        self.log = self._flights.log
         self.pool = PagePool(spec.device.pages)
         self.cache = PrefixCache(self.pool, self.page_tokens, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
@@ -119,17 +116,21 @@ class VirtualWorker:
             wake=self._on_wake,
             events=self._soon,
         )
+        self._halves = Halves(
+            self._prefill,
+            self._decode,
+            self.admission,
+            engine=spec.config.engine,
+            pages=spec.device.pages,
+            longest=spec.longest_pages,
+        )
+        self.duty = VirtualDuty(spec.config.role, self._halves, clock, self.visit)
         self._scheduler = self._make_scheduler()
         self._handovers: dict[PrefillRequest, VirtualHandover] = {}
-        self._finishing: _Flight | None = None
-        self._running: _Flight | None = None
         self._steady: SteadyRun | None = None
-        self._device_free_s = 0.0
         self._plan_number = 0
         self._woken = False
         self._inside = False
-        self.busy_s = 0.0
-        """Time of the device so far."""
 
     # ---- who calls in ----
 
@@ -172,50 +173,42 @@ class VirtualWorker:
         self._publish(self, WorkerNews(len(self.log), (event,), self.load(), self.cache.changes()))
 
     def load(self) -> WorkerLoad:
-        """As `worker/worker.py` tells it."""
-        counts = self.pool.counts()
-        return WorkerLoad(
-            prefill_requests=self._prefill.waiting_requests(),
-            prefill_tokens=self._prefill.waiting_tokens(),
-            decode_requests=self._decode.running_requests(),
-            pages_used=counts.total - counts.free - counts.cached + counts.promised,
-            pages_total=counts.total,
-            prefix_query_tokens=self.cache.query_tokens,
-            prefix_hit_tokens=self.cache.hit_tokens,
-            decode_context_tokens=self._scheduler.decoding.decode_context_tokens,
-            cost=self._told.parameters,
-        )
+        """As a real one tells it."""
+        return load_of(self._halves, self.cache, self._scheduler.decoding, self._told.parameters)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """As it would register now."""
+        role, info = self.duty.role, self.spec.info
+        duty = replace(self.spec.config.duty, role=self.duty.wanted)
+        limit = self._halves.batch_limit(role)
+        return replace(info, role=role, duty=duty, closing=self.duty.closing, max_batch_requests=limit)
 
     @property
     def idle(self) -> bool:
-        return self._finishing is None and self._running is None
+        return self._flights.none
+
+    @property
+    def busy_s(self) -> float:
+        """Time of the device so far."""
+        return self._flights.busy_s
 
     # ---- steps ----
 
     def _step(self) -> None:
         """Launch until one step runs and another one waits behind it, or nothing is left to launch."""
-        while True:
-            launched = self._launch()
-            finished, self._running = self._running, launched
-            if finished is not None:
-                self._finishing = finished
-                return
-            if launched is None:
-                return
+        while not self._flights.push(self._launch()):
+            pass
 
-    def _launch(self) -> _Flight | None:
+    def _launch(self) -> Flight | None:
         planned = self._scheduler.plan()
         if planned is None:
             return None
-        seconds = self._truth.seconds(planned.work)
-        self._device_free_s = max(self._clock.now, self._device_free_s) + seconds
-        self.busy_s += seconds
         chunks = [None if row.draw is None else 0 for row in planned.batch.chunks]
-        drawn = [*[0] * len(planned.batch.tokens), *chunks]
-        return _Flight(planned.work, drawn, self._device_free_s)
+        return self._flights.launch(planned.work, [*[0] * len(planned.batch.tokens), *chunks], self._clock.now)
 
-    def _finish(self, flight: _Flight) -> None:
-        number = self.log.add(flight.end_s)
+    def _finish(self, number: int, flight: Flight) -> None:
+        """A step has ended, by its number in the log."""
         told = self._scheduler.apply(flight.work, StepResult(flight.drawn))
         self._prefill.announce()
         events = [routed.event for routed in told.events]
@@ -233,15 +226,15 @@ class VirtualWorker:
                 self._handovers.pop(request, None)
 
     def _on_time(self, plan_number: int) -> None:
-        """The step that was waited for has ended."""
+        """What was waited for has happened."""
         if plan_number != self._plan_number:
             return
         self._inside = True
         if self._steady is not None:
-            self._pass(self._steady.steps)
-        if self._finishing is not None:
-            finished, self._finishing = self._finishing, None
-            self._finish(finished)
+            self._pass(self._steady, self._steady.steps)
+        landed = self._flights.land()
+        if landed is not None:
+            self._finish(*landed)
         self._step()
         self._look_at_handovers()
         self._inside = False
@@ -251,7 +244,7 @@ class VirtualWorker:
         """Plan when to look again."""
         self._plan_number += 1
         self._steady = self._woken_steady()
-        flight = self._finishing
+        flight = self._flights.first
         if flight is None:
             return
         end_s = flight.end_s if self._steady is None else float(self._steady.ends_s[self._steady.steps])
@@ -260,39 +253,24 @@ class VirtualWorker:
     def _woken_steady(self) -> SteadyRun | None:
         """What can be taken at once from here."""
         self._woken = False
-        first, second = self._finishing, self._running
-        if (
-            not self._jumps
-            or first is None
-            or second is None
-            or first.work.prefill_tokens
-            or second.work.prefill_tokens
-        ):
+        if not self._jumps or not self._flights.only_decode:
             return None
         if self.admission.ready_requests or self._prefill.waiting().prompts:
             return None
-        counts = self.pool.counts()
-        steps = self._decode.steady_steps(counts.free + counts.cached - counts.promised)
-        return steady_run(self._truth, second.work, first.end_s, second.end_s, steps) if steps else None
+        return self._flights.steady(self._decode.steady_steps(self.pool.room))
 
     def catch_up(self) -> None:
         """Whatever has ended by now has."""
         if self._steady is not None:
-            self._pass(self._steady.over(self._clock.now))
+            self._pass(self._steady, self._steady.over(self._clock.now))
 
-    def _pass(self, steps: int) -> None:
+    def _pass(self, run: SteadyRun, steps: int) -> None:
         """The next steps of the steady run are over."""
-        run, first, second = self._steady, self._finishing, self._running
         self._steady = None
-        if run is None or first is None or second is None or not steps:
-            return
-        self.log.extend(run.ends_s[:steps])
-        self.busy_s += float(run.ends_s[steps + 1] - second.end_s)
-        self._decode.pass_steps(steps)
-        self._finishing = _Flight(later(first.work, steps), first.drawn, float(run.ends_s[steps]))
-        self._running = _Flight(later(second.work, steps), second.drawn, float(run.ends_s[steps + 1]))
-        self._scheduler.decoding = self._running.work
-        self._device_free_s = self._running.end_s
+        newest = self._flights.skip(run, steps)
+        if newest is not None:
+            self._decode.pass_steps(steps)
+            self._scheduler.decoding = newest
 
     def _on_wake(self) -> None:
         """There may be work."""

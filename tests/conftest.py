@@ -22,6 +22,7 @@ from cli.controller_client import ControllerClient
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
 from cluster.launcher import Cluster
+from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.ray_node import ENVIRONMENT
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 
@@ -173,6 +174,7 @@ class _Shelf:
                 "http_port": 0,
                 "kv_checksum_rate": 1.0,
                 "threads": 1,
+                "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
                 **settings,
             }
         )

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from benchmarks.load.record import RequestRecord
-from benchmarks.load.slo import Outcome, SloCell
+from benchmarks.load.slo import SloCell
 from benchmarks.load.spread import Spread
 from benchmarks.load.workload import Workload
+from router.verdict import Outcome
 
 
 @dataclass(frozen=True, slots=True)

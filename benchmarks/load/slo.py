@@ -1,26 +1,16 @@
 """What a client may expect of one request, and whether it got that."""
 
 from dataclasses import dataclass
-from enum import StrEnum
 
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.spread import percentile
+from router.verdict import Outcome
 from wire.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0
 """Which percentile of its own gaps a request is judged by, if a cell does not say."""
 STRICT_STEPS = 2.0
 """The strict cell's limit for gaps, in decode steps of an idle cluster."""
-
-
-class Outcome(StrEnum):
-    """What became of a request in the eyes of one cell; only MET counts as goodput."""
-
-    MET = "met"
-    MISSED_TTFT = "missed_ttft"
-    MISSED_ITL = "missed_itl"
-    SHED = "shed"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)

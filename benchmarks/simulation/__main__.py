@@ -18,16 +18,15 @@ from benchmarks.load.slo import SloCell, standard_cells
 from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.against import as_lines, compare
-from benchmarks.simulation.stage import Stage, hardware
-from benchmarks.strategies.part import Load, joined
-from benchmarks.strategies.rows import ADAPTIVE, Strategy, chosen, strategies
+from benchmarks.simulation.stage import Stage
+from benchmarks.strategies.part import Load, goodput_of, joined
+from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from simulation.hardware import hardware
 from simulation.network import Network
 from wire.errors import InvalidArgument, TandemError
-
-ADAPTIVE_ROW, ALL, NONE = "adaptive", "all", "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,7 @@ class Simulated:
         """Of one row under one workload, by rising rate up to the knee, or as far as a trace goes."""
         loads: list[Load] = []
         first = offer.first_rate * self.arguments.workers
-        while (rate := sweep.next_rate(first, [_goodput(load) for load in loads])) is not None:
+        while (rate := sweep.next_rate(first, [goodput_of(load) for load in loads])) is not None:
             try:
                 loads.append(self._load(row, offer, rate))
             except InvalidArgument:
@@ -53,8 +52,8 @@ class Simulated:
 
     def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
         """With a load for each cell if its requests name classes, as in `benchmarks.strategies`."""
-        asks = self.arguments.ask == ALL or (self.arguments.ask == ADAPTIVE_ROW and row.kind == ADAPTIVE)
-        classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if asks else [BEST_EFFORT]
+        named = asks(row, self.arguments.ask)
+        classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [BEST_EFFORT]
         workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
         return joined({slo.name: self._of_class(row, workload, slo) for slo in classes})
 
@@ -64,10 +63,6 @@ class Simulated:
         errors = {name: round(getattr(foresight, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
         busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
         return {**report.as_result(), "foresight": errors, "busy": busy}
-
-
-def _goodput(load: Load) -> sweep.Goodput:
-    return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,7 +76,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ask", choices=(ADAPTIVE_ROW, ALL, NONE), default=ADAPTIVE_ROW, help="rows that name classes")
+    parser.add_argument("--ask", choices=(ADAPTIVE, ALL, NONE), default=ADAPTIVE, help="rows that name classes")
     parser.add_argument("--costs", type=Path, default=None, help="JSON with the fields of CostParameters")
     parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
     parser.add_argument("--kv-gib", type=float, default=100.0, help="KV cache of each worker")

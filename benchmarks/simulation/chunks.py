@@ -1,34 +1,39 @@
 """When tokens leave the router, where many answers share a budget of chunks a second (`router/stream.py`)."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 
+from router.chunk_budget import ChunkBudget
+
 
 class Chunks:
-    """First and last tokens never wait; the others go when the last flush is long enough ago."""
+    """First and last tokens never wait; the others go as the router's budget lets them."""
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
-        self._per_s, self._most_s = chunks_per_s, delay_max_s
+        self._budget = ChunkBudget(chunks_per_s, delay_max_s)
 
     def sent(self, answers: Sequence[Sequence[float]]) -> list[Sequence[float]]:
         """The moments at which tokens come to the router, by answer → those at which they leave it."""
-        inner = np.sort(np.concatenate([np.asarray(each[1:-1]) for each in answers])) if answers else np.zeros(0)
-        flushes = self._flushes(inner, answers)
+        flushes = self._flushes([np.asarray(each[1:-1]) for each in answers])
         return [self._delayed(each, flushes) for each in answers]
 
-    def _flushes(self, arrivals: np.ndarray, answers: Sequence[Sequence[float]]) -> list[float]:
-        begun = sorted(each[0] for each in answers if len(each))
-        ended = sorted(each[-1] for each in answers if len(each))
+    def _flushes(self, inner: Sequence[np.ndarray]) -> list[float]:
+        if not inner:
+            return []
+        arrivals = np.concatenate(inner)
+        order = np.argsort(arrivals, kind="stable")
+        arrivals, owners = arrivals[order], np.repeat(np.arange(len(inner)), [len(each) for each in inner])[order]
         flushes: list[float] = []
-        last, at = -np.inf, 0
+        at = 0
         while at < len(arrivals):
             first = float(arrivals[at])
-            live = bisect_right(begun, first) - bisect_right(ended, first)
-            last = max(first, last + min(live / self._per_s, self._most_s))
+            together = int(np.searchsorted(arrivals, first, side="right"))
+            last = first + self._budget.wait_s(first, together - at)
+            end = int(np.searchsorted(arrivals, last, side="right"))
+            self._budget.spend(last, len(np.unique(owners[at:end])))
             flushes.append(last)
-            at = int(np.searchsorted(arrivals, last, side="right"))
+            at = end
         return flushes
 
     @staticmethod

@@ -16,15 +16,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from benchmarks.results import run_facts, save_result
-from benchmarks.simulation.stage import Hardware, hardware, make_cluster
+from benchmarks.simulation.stage import make_cluster
 from router.slo import BEST_EFFORT
 from simulation.cluster import VirtualCluster
+from simulation.hardware import Hardware, hardware
 from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest
 
 _SIGMA = 0.8
 _QUEUE = 1_000_000
+_YOUNG = 50_000
+"""New objects between two looks for rings of garbage, of which a simulation makes few and keeps many others."""
 
 
 def large_cluster(machine: Hardware, workers: int) -> VirtualCluster:
@@ -68,6 +71,7 @@ def main() -> None:
     cluster.router.on_end = lambda outcome: ended.update([outcome.error or "whole"])
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_YOUNG)
     started = time.process_time()
     cluster.run(requests(machine, asked))
     cpu_s = time.process_time() - started

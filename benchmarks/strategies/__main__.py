@@ -29,7 +29,7 @@ from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.part import Load, Part, joined
-from benchmarks.strategies.rows import ADAPTIVE, Strategy, chosen, strategies
+from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
@@ -38,9 +38,8 @@ from wire.errors import TandemError
 _PARTS_BITS = 16
 """More than rows times loads times classes."""
 _CLASSES_MAX = 4
-CELLS = 3
+CELLS = len(standard_cells(1.0))
 """Of the table."""
-ALL, NONE = "all", "none"
 _SPARE_S = 5.0
 """Before the time is over, in which no load begins."""
 
@@ -116,7 +115,7 @@ class Run:
 
     def _load(self, turn: Turn, target: Target, step_s: float, switch_s: float) -> None:
         part, cells = turn.part, standard_cells(step_s)
-        classes = [cell.name for cell in cells] if self._asks(turn.row) else [""]
+        classes = [cell.name for cell in cells] if asks(turn.row, self._arguments.ask) else [""]
         loads = {name: self._load_of_class(turn, target, cells, place, name) for place, name in enumerate(classes)}
         facts = run_facts("cuda" if target.on_gpus else "cpu") | {"reached_by": BY_SWITCH}
         load = joined(loads) | {"switch_s": round(switch_s, 3)}
@@ -130,11 +129,6 @@ class Run:
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
         return show(run_load(target, fresh, cells, settings)).as_result()
-
-    def _asks(self, row: Strategy) -> bool:
-        """Whether this row has a load for each cell, whose requests name the cell's class."""
-        asked: str = self._arguments.ask
-        return asked in {ALL, row.kind}
 
     def _token_seed(self, turn: Turn, number: int, place: int) -> int:
         """Of load number `number` of a part, class number `place`: all parts share one cluster, and must not find each
@@ -154,7 +148,7 @@ class Run:
         return step_s
 
     def _time_for_a_load(self, row: Strategy) -> bool:
-        loads = CELLS if self._asks(row) else 1
+        loads = CELLS if asks(row, self._arguments.ask) else 1
         ends_at: float = time.monotonic() + loads * self._arguments.seconds + _SPARE_S
         return ends_at < self._ends_at
 

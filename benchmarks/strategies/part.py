@@ -41,7 +41,7 @@ class Part:
 
         The same for every row, so that rates can be compared.
         """
-        return sweep.next_rate(first, [_goodput(load) for load in self.loads()])
+        return sweep.next_rate(first, [goodput_of(load) for load in self.loads()])
 
     def fact(self, name: str) -> object:
         """What every load of the part has in common, e.g. its `dtype`; FileNotFoundError before the first."""
@@ -66,8 +66,9 @@ def joined(loads: Mapping[str, Load]) -> Load:
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:
     """For each cell the highest goodput of a load that kept its share, in requests a second; 0 if none did."""
-    return sweep.knees_of([_goodput(load) for load in loads])
+    return sweep.knees_of([goodput_of(load) for load in loads])
 
 
-def _goodput(load: Load) -> sweep.Goodput:
+def goodput_of(load: Load) -> sweep.Goodput:
+    """Share of the requests that met it, and how many a second did, for each cell."""
     return {cell: (score["share"], score["per_s"]) for cell, score in load["goodput"].items()}

@@ -8,6 +8,8 @@ from wire.errors import InvalidArgument
 SHARED = "shared"
 ADAPTIVE = "adaptive"
 DISAGGREGATED = "disaggregated"
+ALL, NONE = "all", "none"
+"""Rows that have a load for each cell, whose requests name its class; else `ADAPTIVE`."""
 _BUDGETS = (512, 2048)
 
 
@@ -54,3 +56,8 @@ def chosen(every: tuple[Strategy, ...], names: str) -> tuple[Strategy, ...]:
         if not any(name in {row.name, row.kind} for row in every):
             raise InvalidArgument("--only", f"{name!r} is none of {', '.join(row.name for row in every)}")
     return tuple(row for row in every if row.name in wanted or row.kind in wanted)
+
+
+def asks(row: Strategy, asked: str) -> bool:
+    """Whether this row is among those that have a load for each cell; `asked` is ADAPTIVE, ALL or NONE."""
+    return asked in {ALL, row.kind}

@@ -11,6 +11,7 @@ ROOMS = [
     "wire",
     "telemetry",
     "costs",
+    "planner",
     "router",
     "worker",
     "prefill_worker",

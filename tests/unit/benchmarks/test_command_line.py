@@ -11,10 +11,10 @@ from benchmarks.tune_attention import WORKLOADS, sizes_of
 from wire.errors import InvalidArgument
 
 
-@pytest.mark.parametrize("name", ["fused_kernels", "tune_attention", "tune_gated", "tune_linear"])
+@pytest.mark.parametrize("name", ["fused_kernels", "kv_transfer", "tune_attention", "tune_gated", "tune_linear"])
 def test_no_gpu_is_said_in_one_sentence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", [name])
+    monkeypatch.setattr(sys, "argv", [name, "--device", "cuda"] if name == "kv_transfer" else [name])
     with pytest.raises(SystemExit, match="PyTorch sees none"):
         importlib.import_module(f"benchmarks.{name}").main()
 

@@ -9,7 +9,7 @@ from benchmarks.load.sweep import GROWTH, STEPS_MAX
 from benchmarks.served_model import ServedModel
 from benchmarks.strategies.__main__ import CELLS, Run, Turn, parse_arguments
 from benchmarks.strategies.part import Part, joined, knees
-from benchmarks.strategies.rows import chosen, strategies
+from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from benchmarks.strategies.workloads import offers
@@ -123,10 +123,10 @@ def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
     assert joined({"": classes["strict"]}) == classes["strict"]
 
 
-def test_only_the_adaptive_row_asks_unless_told_otherwise(tmp_path: Path) -> None:
+def test_only_the_adaptive_row_asks_unless_told_otherwise() -> None:
     def asking(*more: str) -> list[str]:
-        run = arguments(tmp_path, *more)
-        return [row.name for row in run.rows if run._asks(row)]
+        asked = parse_arguments(more).ask
+        return [row.name for row in strategies(2) if asks(row, asked)]
 
     assert asking() == ["adaptive"]
     assert asking("--ask", "none") == []

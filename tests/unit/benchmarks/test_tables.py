@@ -48,6 +48,37 @@ def test_other_benchmarks_and_shapes_have_no_floors(tmp_path: Path) -> None:
     assert "missed" not in page
 
 
+def test_transfers_between_two_gpus_have_floors_one_beside_a_figure_of_the_same_run(tmp_path: Path) -> None:
+    write(tmp_path, "kv-a", 1, gpus=2, handover_ms_8192=6.0, decode_step_ms=4.0, exposed_share_8192=0.03)
+    write(tmp_path, "kv-b", 2, gpus=2, handover_ms_8192=6.1, decode_step_ms=4.0, transfer_bw_ratio_2048_read=0.1)
+    page = make_page(tmp_path)
+    assert rows_of(page, "kv: llama-3-8b, 2 x Chip, bfloat16") == {
+        "figure": ["floor", "2026-01-01 10:30<br>01234567", "2026-01-02 10:30<br>01234567"],
+        "---": ["---"] * 3,
+        "`handover_ms_8192`": ["≤ 2 + `decode_step_ms`", "6.000", "6.100 (missed)"],
+        "`decode_step_ms`": ["", "4.000", "4.000"],
+        "`exposed_share_8192`": ["≤ 0.02", "0.030 (missed)", ""],
+        "`transfer_bw_ratio_2048_read`": ["", "", "0.100"],
+    }
+    assert "The newest run misses the floor of `handover_ms_8192`." in page
+
+
+def test_one_gpu_has_a_word_instead_of_floors(tmp_path: Path) -> None:
+    write(tmp_path, "kv-a", 1, gpus=1, transfer_bw_ratio_2048=0.1)
+    page = make_page(tmp_path)
+    assert "Both processes share the chip" in page
+    assert "missed" not in page
+
+
+def test_runs_of_several_commands_say_which(tmp_path: Path) -> None:
+    write(tmp_path, "kv-a", 1, gpus=2, decode_step_ms=4.0)
+    write(tmp_path, "kv-b", 2, gpus=2, decode_step_ms=4.0, command="python -m that")
+    page = make_page(tmp_path)
+    assert "1. `python -m it`\n2. `python -m that`\n\n" in page
+    heads = rows_of(page, "kv: llama-3-8b, 2 x Chip, bfloat16")["figure"]
+    assert heads == ["floor", "2026-01-01 10:30<br>01234567<br>(1)", "2026-01-02 10:30<br>01234567<br>(2)"]
+
+
 def test_what_was_tuned_or_profiled_has_no_table(tmp_path: Path) -> None:
     for kind in ("tune-linear", "profile-llama-3-8b", "fused-kernels"):
         write(tmp_path, kind, 1, copy_gb_per_s=1.0, decode_idle_share_b1=0.5)

@@ -11,6 +11,7 @@ import pytest
 
 from cli.why import findings
 from costs.roofline import Ceilings, ModelSizes, Roofline, guess
+from costs.step_cost import StepCost
 from engine.config import EngineConfig
 from router.config import RouterConfig
 from router.placement import Mode
@@ -26,38 +27,42 @@ from telemetry.scrape import Scrape, Stretch
 from telemetry.walls import Diagnosis, Wall, diagnose
 from telemetry.worker_figures import figures_of
 from tests.unit.simulation.stages import MODEL, PAGE_TOKENS, request
-from wire.messages import Role, RoutedEvent
+from wire.errors import ResourceExhausted
+from wire.messages import GrantedLease, Reservation, Role, RoutedEvent
 from worker.config import WorkerConfig
-from worker.metrics import WorkerMetrics
+from worker.metrics import Utilization, WorkerMetrics
 
 SIZES = ModelSizes(
     weights=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=131_072, attention_flop_per_pair=524_288
 )
 """Of an 8B model in bfloat16."""
 DEVICE = Ceilings(flops=6e14, bytes_per_s=4e12, launch_s=3e-4)
-PREFILL, DECODE = "prefill-0", "decode-0"
+PREFILL, DECODE, BOTH = "prefill-0", "decode-0", "both-0"
 FROM_S, TO_S = 0.8, 1.8
 """The stretch that is looked at, amid the load."""
 
 
 @dataclass
 class Stage:
-    """One prefill and one decode worker."""
+    """One prefill and one decode worker, or one that does both."""
 
     ceilings: Ceilings = DEVICE
     pages: int = 8192
     batch: int = 64
+    alone: bool = False
     network: Network = field(default_factory=Network)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        return {BOTH: Role.BOTH} if self.alone else {PREFILL: Role.PREFILL, DECODE: Role.DECODE}
 
     def cluster(self) -> VirtualCluster:
         costs = replace(guess(SIZES, self.ceilings), observed=1)
         device = Device(costs, costs, self.pages, PAGE_TOKENS, PAGE_TOKENS * SIZES.kv_bytes_per_token)
         engine = EngineConfig(Path(), max_step_tokens=2048, max_batch_requests=self.batch)
-        specs = [
-            WorkerSpec(WorkerConfig(name, role, engine), device, MODEL)
-            for name, role in ((PREFILL, Role.PREFILL), (DECODE, Role.DECODE))
-        ]
-        config = RouterConfig("router", Path(), "model", "", mode=Mode.DISAGGREGATED)
+        specs = [WorkerSpec(WorkerConfig(name, role, engine), device, MODEL) for name, role in self.roles.items()]
+        mode = Mode.COLOCATED if self.alone else Mode.DISAGGREGATED
+        config = RouterConfig("router", Path(), "model", "", mode=mode)
         return VirtualCluster(specs, config, self.network, jumps=False)
 
     def under(self, load: list[LoadRequest]) -> Stretch:
@@ -82,20 +87,29 @@ class Stage:
 def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
     """The metrics of a real worker, told by a simulated one."""
     role = worker.spec.config.role.value
-    metrics = WorkerMetrics("model", worker.peer.worker_id, lambda: role, roofline)
-    finish: Callable[[Any], None] = worker._finish
-    tell = worker.tell
+    metrics = WorkerMetrics("model", worker.peer.worker_id, lambda: role, Utilization(roofline))
+    finish: Callable[[int, Any], None] = worker._finish
+    truth = StepCost(worker.spec.device.truth)
+    tell, reserve = worker.tell, worker.reserve
     heard = metrics.hearing(lambda routed: None)
 
-    def finish_metered(flight: Any) -> None:
-        metrics.step(flight.work, worker._truth.seconds(flight.work))
-        finish(flight)
+    def finish_metered(number: int, flight: Any) -> None:
+        metrics.step(flight.work, truth.seconds(flight.work))
+        finish(number, flight)
 
     def tell_metered(request: Any, event: Any) -> None:
         heard(RoutedEvent("router", event))
         tell(request, event)
 
+    def reserve_metered(reservation: Reservation) -> GrantedLease:
+        try:
+            return reserve(reservation)
+        except ResourceExhausted:
+            metrics.refused()
+            raise
+
     worker._finish = finish_metered  # type: ignore[method-assign]
+    worker.reserve = reserve_metered  # type: ignore[method-assign]
     worker.tell = tell_metered  # type: ignore[method-assign]
 
     def facts() -> Facts:
@@ -130,6 +144,7 @@ CASES = {
     "long prompts": Case(Stage(), load(0.05, 4000, 1), PREFILL, Wall.COMPUTE),
     "a few answers": Case(Stage(), load(0.2, 50, 400), DECODE, Wall.BANDWIDTH),
     "long answers, few pages": Case(Stage(pages=600), load(0.02, 100, 900), DECODE, Wall.KV_CAPACITY),
+    "room for prompts": Case(Stage(pages=400, alone=True), load(0.02, 400, 900), BOTH, Wall.KV_CAPACITY),
     "a slow wire": Case(Stage(network=Network(bytes_per_s=2e9)), load(0.05, 1000, 8), PREFILL, Wall.TRANSFER),
     "a small batch": Case(Stage(batch=4), load(0.02, 100, 400), DECODE, Wall.QUEUE),
     "a slow host": Case(Stage(replace(DEVICE, launch_s=2e-2)), load(0.2, 50, 100), DECODE, Wall.HOST),
@@ -146,8 +161,8 @@ def test_the_wall_that_the_load_was_built_for(name: str) -> None:
     case = CASES[name]
     stretch = case.stage.under(case.load)
     assert found(stretch, case.worker).wall is case.wall, figures_of(stretch, case.worker)
-    rows = list(findings(stretch).columns[1].cells)
-    assert [str(cell) for cell in rows][(PREFILL, DECODE).index(case.worker)] == case.wall
+    names, walls = (list(map(str, column.cells)) for column in findings(stretch).columns[:2])
+    assert dict(zip(names, walls, strict=True))[case.worker] == case.wall
 
 
 def test_its_change_moves_the_wall() -> None:

@@ -1,0 +1,79 @@
+"""What runs must hold: by benchmark, hardware and shape, a bound for each figure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Run = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """A figure is at least `limit`; or at most, and there more by what the same run has as `beside`."""
+
+    limit: float
+    at_most: bool = False
+    beside: str = ""
+
+    def missed(self, value: object, run: Run) -> bool:
+        """Whether `value` of `run` is a number on the wrong side."""
+        if not isinstance(value, int | float):
+            return False
+        limit = self.limit + (run[self.beside] if self.beside else 0)
+        return value > limit if self.at_most else value < limit
+
+    def __str__(self) -> str:
+        return f"{'≤' if self.at_most else '≥'} {self.limit:g}" + (f" + `{self.beside}`" if self.beside else "")
+
+
+Floors = Mapping[str, Floor]
+
+_ENGINE: dict[str, Floors] = {
+    "llama-3-8b": {
+        "start_seconds": Floor(40, at_most=True),
+        "decode_bw_ratio_b1": Floor(0.85),
+        "decode_bw_ratio_b32": Floor(0.82),
+        "decode_bw_ratio_b128": Floor(0.80),
+        "decode_bw_ratio_b256": Floor(0.72),
+        "prefill_flops_ratio_1x2048": Floor(0.96),
+        "prefill_flops_ratio_1x8192": Floor(0.96),
+        "prefill_flops_ratio_8x2048": Floor(0.96),
+        "attention_bw_ratio_64x2048": Floor(0.90),
+        "attention_bw_ratio_128x4096": Floor(0.92),
+        "attention_bw_ratio_1x32768": Floor(0.75),
+    },
+    "llama-3.2-1b": {
+        "decode_bw_ratio_b1": Floor(0.65),
+        "decode_bw_ratio_b128": Floor(0.68),
+        "prefill_flops_ratio_1x2048": Floor(0.75),
+    },
+    "qwen3-0.6b": {
+        "decode_bw_ratio_b1": Floor(0.40),
+        "decode_bw_ratio_b32": Floor(0.58),
+        "decode_idle_share_b32": Floor(0.03, at_most=True),
+    },
+}
+"""One H200, bfloat16, by shape."""
+_STEPS = Floor(1.03, at_most=True)
+_KV_TWO_GPUS: Floors = {
+    "transfer_bw_ratio_one_page": Floor(0.60),
+    "transfer_bw_ratio_2048": Floor(0.90),
+    "transfer_bw_ratio_4096": Floor(0.90),
+    "transfer_bw_ratio_8192": Floor(0.90),
+    "exposed_share_8192": Floor(0.02, at_most=True),
+    "handover_ms_8192": Floor(2, at_most=True, beside="decode_step_ms"),
+    "prefill_with_over_without_transfer": _STEPS,
+    "decode_step_with_over_without_transfers": _STEPS,
+    "decode_step_meeting_transfers_over_quiet": _STEPS,
+}
+"""Pages that the prefill worker writes, the default; without figures that end in `_read`."""
+_KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
+
+
+def floors_of(benchmark: str, run: Run) -> Floors:
+    """None where nothing is to be held: other shapes, or two workers on one GPU, which wait for each other."""
+    if benchmark == "engine":
+        return _ENGINE.get(str(run.get("shape")), {})
+    if benchmark == "kv":
+        return {0: _KV_CPU, 2: _KV_TWO_GPUS}.get(run.get("gpus", 1), {})
+    return {}

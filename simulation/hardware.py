@@ -1,0 +1,86 @@
+"""A model on devices of one kind, by their roofline or by fitted costs."""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from costs.roofline import GPU, Ceilings, ModelSizes, guess
+from costs.step_cost import CostParameters
+from costs.step_grid import TILE_TOKENS
+from engine.models.config import ModelConfig
+from engine.models.shapes import shape_config
+from simulation.spec import Device
+from wire.errors import InvalidArgument
+from wire.messages import ModelFacts
+
+GPU_PAGE_TOKENS = 128
+_ITEM_BYTES = 2
+_ATTENTION_FLOP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A model on devices of one kind."""
+
+    model: ModelConfig
+    name: str
+    truth: CostParameters
+    told: CostParameters
+    pages: int
+    page_tokens: int = GPU_PAGE_TOKENS
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes(self.model)
+
+    @property
+    def facts(self) -> ModelFacts:
+        model = self.model
+        return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16")
+
+    @property
+    def device(self) -> Device:
+        page_bytes = self.page_tokens * self.kv_bytes_per_token
+        return Device(self.truth, self.told, self.pages, self.page_tokens, page_bytes)
+
+
+def kv_bytes(model: ModelConfig) -> int:
+    """Of one token, all layers."""
+    return 2 * model.layers * model.kv_heads * model.head_dim * _ITEM_BYTES
+
+
+def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
+    """What steps should take by the ceilings of a device, told as if it was measured."""
+    layer = model.hidden_size * (model.qkv_size + model.heads * model.head_dim + 3 * model.intermediate_size)
+    weights = model.layers * layer + model.vocab_size * model.hidden_size
+    pair = _ATTENTION_FLOP * model.layers * model.heads * model.head_dim
+    sizes = ModelSizes(weights, _ITEM_BYTES * weights, kv_bytes(model), pair)
+    return replace(guess(sizes, device, TILE_TOKENS), observed=1000)
+
+
+def read_costs(file: Path, option: str = "--costs") -> CostParameters:
+    """Fitted parameters by the names of `CostParameters`, alone or as the `costs` of a result. InvalidArgument names
+    the option.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(option, f"{file.name} cannot be read: {error}") from None
+    content = content.get("costs", content)
+    known = {each.name for each in fields(CostParameters)}
+    strange = set(content) - known
+    if strange:
+        raise InvalidArgument(option, f"{file.name} has {', '.join(sorted(strange))}; known are {', '.join(known)}")
+    return CostParameters(**({"observed": 1000} | content))
+
+
+def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) -> Hardware:
+    """Predictions are `misjudged` times what steps take."""
+    model = shape_config(shape)
+    truth = roofline(model) if costs is None else read_costs(costs)
+    scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
+    pages = int(kv_gib * 2**30 / (GPU_PAGE_TOKENS * kv_bytes(model)))
+    return Hardware(model, shape, truth, replace(truth, **scaled), pages)
+
+
+_SECONDS = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s")

@@ -1,0 +1,29 @@
+"""Whether a simulated request got what its class promises, as `router/verdict.py` says of a real one."""
+
+import math
+
+import numpy as np
+
+from router.slo import SloClass
+from router.verdict import MET, SHED, Verdict
+from router.verdict import Outcome as Kind
+from simulation.request import Outcome
+from wire.errors import ResourceExhausted
+from wire.spans import Phase
+
+
+def judge(outcome: Outcome, slo: SloClass, idle_step_s: float, later_s: float) -> Verdict:
+    """Gap targets in steps are of `idle_step_s`; tokens take `later_s` from their worker to the client."""
+    if outcome.error:
+        return SHED if outcome.error == ResourceExhausted.code else Verdict(Kind.FAILED, Phase.QUEUE)
+    moments = np.asarray(outcome.token_s(later_s))
+    if moments[0] - outcome.asked.due_s > slo.ttft_s:
+        queued_s = outcome.placed_s - outcome.asked.due_s
+        waited = 2 * queued_s >= moments[0] - outcome.asked.due_s
+        return Verdict(Kind.MISSED_TTFT, Phase.QUEUE if waited else Phase.PREFILL)
+    gaps = np.diff(moments)
+    over = int((gaps > slo.gap_target(idle_step_s)).sum())
+    allowed = len(gaps) - math.ceil(round(slo.itl_percent / 100 * len(gaps), 6))
+    if over > allowed or (len(gaps) and gaps.max() > slo.worst_gap_s):
+        return Verdict(Kind.MISSED_ITL, Phase.DECODE)
+    return MET

@@ -1,0 +1,70 @@
+"""Ways to share the work among equal workers, and the simulated cluster of each."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.config import EngineConfig
+from router.config import RouterConfig
+from router.placement import Mode
+from router.slo import DEFAULT_CLASSES, SloClass
+from simulation.cluster import VirtualCluster
+from simulation.hardware import Hardware
+from simulation.network import Network
+from simulation.spec import WorkerSpec
+from wire.messages import Role
+from wire.policy_name import PolicyName
+from worker.config import WorkerConfig
+
+BATCH_REQUESTS = 256
+"""As on GPUs, if nobody says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """`prefill` and `decode` workers, or `shared` ones that do both."""
+
+    name: str
+    mode: Mode
+    prefill: int = 0
+    decode: int = 0
+    shared: int = 0
+    step_policy: PolicyName = PolicyName.UNCHUNKED
+    step_budget: int | None = None
+
+    @property
+    def workers(self) -> int:
+        return self.prefill + self.decode + self.shared
+
+    def cluster(self, machine: Hardware, network: Network, slo: SloClass) -> VirtualCluster:
+        """A fresh one, whose router knows this class beside the usual ones."""
+        roles = [Role.PREFILL] * self.prefill + [Role.DECODE] * self.decode + [Role.BOTH] * self.shared
+        folder = Path(machine.name)
+        specs = [
+            WorkerSpec(
+                WorkerConfig(
+                    worker_id=f"{role.value}-{number}",
+                    role=role,
+                    engine=EngineConfig(folder, max_batch_requests=BATCH_REQUESTS),
+                    step_policy=self.step_policy,
+                    step_budget=self.step_budget,
+                ),
+                machine.device,
+                machine.facts,
+            )
+            for number, role in enumerate(roles)
+        ]
+        classes = {each.name: each for each in (*DEFAULT_CLASSES, slo)}
+        config = RouterConfig("router", folder, machine.name, "", mode=self.mode, slo_classes=tuple(classes.values()))
+        return VirtualCluster(specs, config, network)
+
+
+def strategies(workers: int, prefill: int) -> tuple[Strategy, ...]:
+    """Of so many workers, of which `prefill` prefill where roles are apart; with one worker none are."""
+    apart = Strategy(f"disaggregated {prefill}:{workers - prefill}", Mode.DISAGGREGATED, prefill, workers - prefill)
+    priority = PolicyName.DECODE_PRIORITY
+    return (
+        *((apart,) if workers > 1 else ()),
+        Strategy("adaptive", Mode.ADAPTIVE, shared=workers, step_policy=priority),
+        Strategy("colocated, decode-priority", Mode.COLOCATED, shared=workers, step_policy=priority),
+        Strategy("colocated, unchunked", Mode.COLOCATED, shared=workers),
+    )

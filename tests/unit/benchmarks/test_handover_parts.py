@@ -1,0 +1,42 @@
+"""What a hand-over is made of adds up to it."""
+
+import random
+
+import pytest
+
+from benchmarks.handover_parts import Answer, handover_parts_ms, handovers_ms
+from wire.timeline import Edge, EdgeStamp, Timeline
+
+ORDER = [
+    Edge.PREFILL_FINISHED,
+    Edge.LAST_PAGES_POSTED,
+    Edge.NOTICE_MADE,
+    Edge.NOTICE_POSTED,
+    Edge.TRANSFER_FINISHED,
+    Edge.NOTICE_SEEN,
+    Edge.KV_CHECKED,
+    Edge.DECODE_ADMITTED,
+    Edge.DECODE_STARTED,
+]
+
+
+def answer(moments_ms: list[float]) -> Answer:
+    stamps = [EdgeStamp(edge, int(ms * 1e6)) for edge, ms in zip(ORDER, moments_ms, strict=True)]
+    return Answer((), Timeline(tuple(stamps), None, "p", "d"))
+
+
+def test_each_part_is_named_and_they_add_up_to_the_hand_over() -> None:
+    draw = random.Random(1)
+    answers = [answer(sorted(1000 + 5 * draw.random() for _ in ORDER)) for _ in range(7)]
+    parts = handover_parts_ms(answers)
+    assert sum(parts.values()) == pytest.approx(sum(handovers_ms(answers)) / len(answers), abs=1e-3)
+    assert handover_parts_ms([answer([0, 1, 3, 6, 10, 15, 21, 28, 36])]) == {
+        "computed_to_posted": 1,
+        "posted_to_summed": 2,
+        "summed_to_notice_posted": 3,
+        "notice_posted_to_written": 4,
+        "written_to_seen": 5,
+        "seen_to_checked": 6,
+        "checked_to_joined": 7,
+        "joined_to_first_step": 8,
+    }

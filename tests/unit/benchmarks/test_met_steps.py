@@ -1,0 +1,39 @@
+"""Which gaps of a stream count as steps that met a transfer."""
+
+import pytest
+
+from benchmarks.handover_parts import Answer
+from benchmarks.met_steps import gaps_meeting_transfers_ms
+from wire.timeline import Edge, EdgeStamp, Timeline
+
+_MS = 1e-3
+
+
+def answer(arrivals_ms: list[float], first: float | None = None, posted: float = 0, finished: float = 0) -> Answer:
+    edges = {Edge.TRANSFER_STARTED: first, Edge.LAST_PAGES_POSTED: posted, Edge.TRANSFER_FINISHED: finished}
+    stamps = [EdgeStamp(edge, int(ms * 1e6)) for edge, ms in edges.items() if ms is not None]
+    return Answer(tuple(ms * _MS for ms in arrivals_ms), Timeline(tuple(stamps), None, "p", "d"))
+
+
+STREAM = answer([0, 1, 11, 22, 34, 47, 61, 76])
+"""Gaps of 1, 10, 11, … 15 ms."""
+
+
+def test_the_first_writes_step_and_all_steps_of_the_last_writes() -> None:
+    beside = answer([1000, 1001], first=15, posted=40, finished=50)
+    assert gaps_meeting_transfers_ms(STREAM, [beside]) == pytest.approx([11, 13, 14])
+
+
+def test_the_step_that_the_request_joins_is_left_out() -> None:
+    beside = answer([50, 61.4], first=15, posted=40, finished=50)
+    assert gaps_meeting_transfers_ms(STREAM, [beside]) == pytest.approx([11, 13])
+
+
+def test_the_gap_before_a_streams_own_first_step_never_counts() -> None:
+    beside = answer([1000, 1001], first=0.5, posted=0.6, finished=0.7)
+    assert gaps_meeting_transfers_ms(STREAM, [beside]) == []
+
+
+def test_a_request_that_was_not_handed_over_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="without a transfer"):
+        gaps_meeting_transfers_ms(STREAM, [answer([1])])

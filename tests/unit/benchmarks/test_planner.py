@@ -1,0 +1,45 @@
+"""The planner through a small day that swings: it beats the split that it began with, and does not flap."""
+
+from dataclasses import asdict
+
+from benchmarks.planner.__main__ import hours, judged, undone
+from benchmarks.planner.hours import Day
+from benchmarks.planner.run import PlannedRun, Run
+from planner.decision import Split
+from router.slo import SloClass
+from simulation.hardware import hardware
+
+WORKERS, HOUR_S = 4, 50.0
+SLO = SloClass("planned", ttft_s=3.0, itl_s=0.03, itl_percent=95.0)
+
+
+def test_a_day_that_swings() -> None:
+    machine = hardware("qwen3-32b", None, 50.0, 1.0)
+    day, half = Day(hours(WORKERS, 2), HOUR_S, SLO), Split(2, 2)
+    stays = Run(machine, day, half, "decode-priority").go()
+    planned = PlannedRun(machine, day, half, "decode-priority", window_s=5.0)
+    tally = planned.go()
+    assert tally.due == stays.due
+    assert sum(tally.met) > 1.1 * sum(stays.met)
+    assert list(dict.fromkeys(change.direction for change in planned.changes)) == ["to_prefill", "to_decode"]
+    assert undone([asdict(each) for each in planned.changes], HOUR_S) == 0
+    assert all("%" in each.reason for each in planned.decisions)
+
+
+def test_oracles_are_the_best_of_what_was_simulated() -> None:
+    by_split = {"3:1": {"a": 10.0, "b": 1.0}, "2:2": {"a": 6.0, "b": 6.0}, "1:3": {"a": 1.0, "b": 10.0}}
+    planned = {"goodput_per_s": [9.5, 9.6], "changes": [{"flips": 2}, {"flips": 2}]}
+    found = judged(planned, by_split, ["a", "b"])
+    assert found["best_splits"] == {"a": "3:1", "b": "1:3"}
+    assert found["single_split"] == "2:2"
+    assert found["of_the_best_of_each_hour"] == 0.955
+    assert found["over_the_best_single"] == 1.5917
+    assert found["flips"] == 4
+    assert found["kept"]
+
+
+def test_flips_that_others_of_the_same_hour_undo_are_counted() -> None:
+    made = ((5, "to_prefill", 6), (55, "to_decode", 9), (80, "to_prefill", 2))
+    changes = [{"at_s": at, "direction": way, "flips": flips} for at, way, flips in made]
+    assert undone(changes, 50.0) == 2
+    assert undone(changes[:2], 50.0) == 0

@@ -1,0 +1,180 @@
+"""The benchmark of diagnoses: its loads meet the walls they are for, and what it says of what it found."""
+
+import asyncio
+import json
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.load.report import LoadReport
+from benchmarks.results import run_facts, save_result
+from benchmarks.served_model import ServedModel
+from benchmarks.tables import make_page
+from benchmarks.walls import __main__ as program
+from benchmarks.walls import command
+from benchmarks.walls.loads import STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.walls.look import Door, Finding, _look, read
+from cluster.config import ClusterConfig, Mode
+from engine.models.shapes import shape_config
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+from telemetry.walls import Wall
+from wire.ending import pages_for
+from wire.errors import InvalidArgument, Unavailable
+from wire.messages import Role
+
+LOAD = Load("some", Wall.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
+SMALL_KV_BYTES = 46_080
+"""Of a token of the default model in float32."""
+
+
+def kv_bytes(device: str) -> int:
+    """Of one token of the model that a stage is for."""
+    if device == "cpu":
+        return SMALL_KV_BYTES
+    model = shape_config("llama-3-8b")
+    return model.layers * 2 * model.kv_heads * model.head_dim * 2
+
+
+@pytest.mark.parametrize("device", STAGES)
+def test_loads_meet_their_walls_and_no_other(device: str, tmp_path: Path) -> None:
+    stage = STAGES[device]
+    config = ClusterConfig(tmp_path, **settings_for(stage, device, 2))  # type: ignore[arg-type]
+    assert config.kv_cache_bytes is not None
+    assert config.page_tokens is not None
+    pages = config.kv_cache_bytes // (config.page_tokens * kv_bytes(device))
+    for load in stage.loads:
+        one = pages_for(load.prompt + load.answer, config.page_tokens)
+        rows = min(load.requests, config.batch_requests)
+        crowded = load.wall is Wall.KV_CAPACITY
+        if load.half is Role.DECODE and not load.every_s:
+            assert crowded is (one * rows > 0.9 * pages), load
+            assert crowded is (one * (rows // 2 + 1) > pages // 2), load  # who does both promises half, and half waits
+            assert (load.requests > config.batch_requests) is (load.wall in {Wall.QUEUE, Wall.KV_CAPACITY}), load
+
+
+def test_what_is_due_while_it_is_looked_at() -> None:
+    workload = LOAD.workload(1.6, seed=3)
+    assert [arrival.due_s for arrival in workload.arrivals] == [0.0, 0.5, 1.0, 1.5]
+    assert len({arrival.prompt[0].key for arrival in workload.arrivals}) == 4
+    assert {(a.prompt_tokens, a.new_tokens) for a in workload.arrivals} == {(32, 64)}
+
+
+def test_one_worker_or_one_of_each_role() -> None:
+    stage = STAGES["cpu"]
+    assert settings_for(stage, "cpu", 1)["mode"] == Mode.COLOCATED
+    assert settings_for(stage, "cpu", 2)["mode"] == Mode.DISAGGREGATED
+    assert [worker_of(half, 2) for half in (Role.PREFILL, Role.DECODE)] == ["prefill-0", "decode-0"]
+    assert worker_of(Role.PREFILL, 1) == worker_of(Role.DECODE, 1) == "both-0"
+
+
+class Cluster:
+    """A router and a worker that does nothing but read memory; a scrape is a second of that."""
+
+    def __init__(self, running: list[int]) -> None:
+        """How many requests the router tells of at each scrape."""
+        self.running = running
+        self.seconds = 0.0
+        self.router = Board(lambda: {"model": "m", "role": "router", "worker": "router"})
+        self.router.read(lambda: {f.REQUESTS_RUNNING: self.running.pop(0)})
+        self.worker = Board(lambda: {"model": "m", "role": "decode", "worker": "decode-0"})
+        self.worker.read(
+            lambda: {
+                f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_BANDWIDTH: 1e12,
+                f.STEP_FLOPS: 1e13 * self.seconds, f.DEVICE_FLOPS: 1e14, f.BATCH_LIMIT: 64, f.WORKER_READY: 1,
+            }
+        )  # fmt: skip
+
+    async def scrape(self, _address: str, _key: str) -> Scrape:
+        found = Scrape(
+            merge(Exposition(each).render()[0].decode() for each in (self.router, self.worker)), self.seconds
+        )
+        self.seconds += 1.0
+        return found
+
+
+def looked(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, running: Future[LoadReport], load: Load = LOAD
+) -> Stretch:
+    monkeypatch.setattr("benchmarks.walls.look.scrape", cluster.scrape)
+    stage = Stage({}, "float32", (), settle_s=0.0, look_s=0.0)
+    return asyncio.run(_look(load, stage, Door("m:1", ""), running))
+
+
+def finding(monkeypatch: pytest.MonkeyPatch, load: Load = LOAD) -> Finding:
+    return read(load, "decode-0", looked(Cluster([0, 1, 1, 1]), monkeypatch, Future()))
+
+
+def test_it_looks_when_requests_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    stretch = looked(Cluster([0, 0, 3, 3, 3]), monkeypatch, Future())
+    assert (stretch.before.at_s, stretch.now.at_s) == (3.0, 4.0)
+    burst = looked(Cluster([0, 3, 4, 3, 3]), monkeypatch, Future(), replace(LOAD, every_s=0.0))
+    assert burst.before.at_s == 3.0
+
+
+def test_a_load_that_ends_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    over: Future[LoadReport] = Future()
+    over.set_exception(Unavailable("a client died"))
+    with pytest.raises(Unavailable, match="a client died"):
+        looked(Cluster([0]), monkeypatch, over)
+
+
+def test_what_is_said_of_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(monkeypatch)
+    assert found.right
+    assert "decode-0 bandwidth (right); MBU 0.80, MFU 0.10" in command.line(found)
+    result = found.as_result()
+    assert (result["expected"], result["named"], result["mbu"], result["mfu"]) == ("bandwidth", "bandwidth", 0.8, 0.1)
+    wrong = Finding(STAGES["cpu"].loads[0], *[getattr(found, name) for name in found.__slots__[1:]])
+    assert not wrong.right
+    assert "WRONG, it should be compute" in command.line(wrong)
+    figures = command.figures([found, wrong])
+    assert figures["walls_named_right"] == "1 of 2"
+    assert figures["wall_some"] == "bandwidth, MBU 0.80, MFU 0.10"
+    assert figures["wall_long_prompts"] == "bandwidth (wrong: compute), MBU 0.80, MFU 0.10"
+
+
+def test_a_saved_run_has_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {"model": "tiny", "dtype": "float32", "walls_workers": 1, **command.figures([finding(monkeypatch)])}
+    save_result("walls-tiny-1-workers", result | run_facts("cpu"), tmp_path)
+    page = make_page(tmp_path)
+    assert "| `walls_named_right` | 1 of 1 |" in page
+    assert "| `wall_some` | bandwidth, MBU 0.80, MFU 0.10 |" in page
+
+
+@pytest.mark.parametrize("wall", [Wall.BANDWIDTH, Wall.HOST])
+def test_the_program_ends_with_1_if_a_wall_is_misnamed(
+    wall: Wall, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = finding(monkeypatch, Load("some", wall, Role.DECODE, 1, 1, 1))
+    monkeypatch.setattr("sys.argv", ["walls"])
+    monkeypatch.setattr(command, "choose_model", lambda *_: ServedModel(Path(), "tiny", random_weights=False))
+    monkeypatch.setattr(command, "measure", lambda *_: ([found], {"bytes_per_s": 2e10, "flops": 1e11}))
+    if wall is Wall.BANDWIDTH:
+        program.main()
+    else:
+        with pytest.raises(SystemExit, match="1"):
+            program.main()
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["loads"][0]["expected"], said["flops"], said["walls_workers"]) == (wall, 1e11, 1)
+
+
+def test_ceilings_beside_those_measured_at_length() -> None:
+    short, at_length = {"bytes_per_s": 3.8e12, "flops": 7e14}, {"bytes_per_s": 4e12, "flops": 7e14}
+    assert command.compared(short, at_length) == {"bytes_per_s_ratio": 0.95, "flops_ratio": 1.0}
+    assert command.compared(short, {}) == {}
+
+
+def test_some_loads_by_name() -> None:
+    stage = STAGES["cpu"]
+    assert command.chosen_loads(stage, "") == list(stage.loads)
+    assert [load.wall for load in command.chosen_loads(stage, "next to nothing, long answers")] == [
+        Wall.NONE,
+        Wall.BANDWIDTH,
+    ]
+    with pytest.raises(InvalidArgument, match="--only: 'host'"):
+        command.chosen_loads(stage, "host")

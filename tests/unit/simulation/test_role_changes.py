@@ -1,0 +1,46 @@
+"""Roles change amid a load, as they do in a real cluster: nothing is lost, and closed halves get nothing new."""
+
+from router.placement import Mode
+from simulation.worker import VirtualWorker
+from tests.unit.simulation.stages import cluster, moments
+from tests.unit.simulation.test_virtual_cluster import load
+from wire.messages import Role
+
+ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]
+FIRST_S, BACK_S = 0.3, 0.9
+
+
+def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
+    stage = cluster(Mode.DISAGGREGATED, ROLES)
+    prefill, decode = list(stage.workers.values())[1:3]
+    seen: list[tuple[VirtualWorker, Role, Role | None]] = []
+
+    def assume(worker: VirtualWorker, role: Role) -> None:
+        worker.duty.assume(role)
+        seen.append((worker, worker.duty.role, worker.duty.closing))
+
+    stage.clock.at(FIRST_S, lambda: assume(decode, Role.PREFILL))
+    stage.clock.at(BACK_S, lambda: assume(prefill, Role.DECODE))
+    asked = load(1, count=120, rate=80.0)
+    outcomes = stage.run(asked)
+    assert seen[0][1:] == (Role.BOTH, Role.DECODE)  # it decodes what it has
+    assert [each.duty.role for each in stage.workers.values()] == [Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE]
+    assert len(outcomes) == len(asked)
+    for outcome in outcomes:
+        assert not outcome.error
+        assert len(moments(outcome)) == outcome.asked.new_tokens
+    late = [each for each in outcomes if each.asked.due_s > BACK_S + 0.1]
+    assert {each.prefill_worker for each in late} == {"prefill-0", "decode-2"}
+    assert {each.decode_worker for each in late if each.decode_worker} == {"prefill-1", "decode-3"}
+
+
+def test_a_change_of_mind_opens_what_was_closing() -> None:
+    stage = cluster(Mode.DISAGGREGATED, ROLES)
+    decode = list(stage.workers.values())[2]
+    stage.clock.at(FIRST_S, lambda: decode.duty.assume(Role.PREFILL))
+    stage.clock.at(FIRST_S + 1e-3, lambda: decode.duty.assume(Role.DECODE))
+    outcomes = stage.run(load(2, count=100, rate=80.0))
+    assert decode.duty.role is Role.DECODE
+    assert decode.duty.closing is None
+    assert {each.error for each in outcomes} == {""}
+    assert "decode-2" in {each.decode_worker for each in outcomes if each.asked.due_s > 2 * FIRST_S}
