@@ -65,7 +65,8 @@ class RayProcess(Process):
         await self._placed()
 
     async def pid(self) -> int:
-        return int(await asyncio.wait_for(self._actor.pid.remote(), PID_TIMEOUT_S))
+        async with asyncio.timeout(PID_TIMEOUT_S):
+            return int(await self._actor.pid.remote())
 
     async def start(self) -> None:
         self._on_start(await _plainly(self._actor.start.remote()))
@@ -90,7 +91,8 @@ class RayProcess(Process):
 
         # Dead, stuck or too slow: the kill settles all three.
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._actor.stop.remote(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._actor.stop.remote()
         ray.kill(self._actor, no_restart=True)
 
 

@@ -5,7 +5,6 @@ each had the longest answer. One that has outgrown its forecast is expected anew
 for it, a younger one gives way (`preemption.py`), and until that one is back so much is left for it.
 """
 
-import logging
 from collections.abc import Callable
 
 from costs.answer_length import AnswerLengths
@@ -14,15 +13,10 @@ from decode_worker.credits import Credits
 from decode_worker.request import DecodeRequest
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
+from kv_transfer.lost_pages import LostPages
 from wire.ending import kv_tokens, pages_for
 from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
 from wire.messages import ModelFacts, Reservation
-
-log = logging.getLogger(__name__)
-
-READY_AGAIN = 0.8
-"""Part of `quarantine_share_max` down to which quarantine must fall before promises are made again."""
-
 
 AWAY_S = 1.0
 """For how long pages are left for a request that gave way: long enough to come back if nobody else has room."""
@@ -45,6 +39,7 @@ class Room:
         model: ModelFacts,
         clock: Callable[[], float],
     ) -> None:
+        self._lost = LostPages(worker_id, config.quarantine_share_max)
         self._config = config
         self._worker_id = worker_id
         self._page_tokens = cache.page_tokens
@@ -58,8 +53,11 @@ class Room:
         self._away: dict[tuple[str, str], tuple[int, float]] = {}
         """Requests that gave way, by router and name: pages that are left for each, and until when."""
         self._closed = ""
-        self.not_ready = ""
+
+    @property
+    def not_ready(self) -> str:
         """Why nothing is promised for now, in words; empty = promises are made. `look` keeps it up to date."""
+        return self._lost.not_ready
 
     @property
     def committed(self) -> int:
@@ -141,25 +139,15 @@ class Room:
         self._credits.limit(max_pages)
 
     def look(self) -> None:
-        """See how much lies in quarantine; what changes is logged once.
+        """See how much lies in quarantine."""
+        self._lost.look(self._pool.counts().quarantined, self._limit, self._why)
 
-        `not_ready` is announced to the whole cluster whenever it changes, so it has no counts and does not flicker.
-        """
-        quarantined = self._pool.counts().quarantined
-        allowed = self._config.quarantine_share_max * self._limit * (READY_AGAIN if self.not_ready else 1.0)
-        if quarantined <= allowed:
-            if self.not_ready:
-                log.warning("%s is ready again: %d KV pages are left in quarantine", self._worker_id, quarantined)
-            self.not_ready = ""
-            return
+    def _why(self) -> str:
         writers = ", ".join(self._leases.silent_writers()) or "prefill workers"
-        was_ready = not self.not_ready
-        self.not_ready = (
-            f"too many of its {self._limit} KV pages are in quarantine, as {writers} may still write to them;"
+        return (
+            f"are in quarantine, as {writers} may still write to them;"
             " they are free once those workers answer or have ended: look at them, or restart them"
         )
-        if was_ready:
-            log.error("%s is not ready (%d KV pages lost): %s", self._worker_id, quarantined, self.not_ready)
 
     def _expected(self, reservation: Reservation, tokens: int) -> int:
         sampling = reservation.sampling

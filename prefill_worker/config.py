@@ -11,5 +11,7 @@ class PrefillConfig:
     """Most requests it knows at a time, waiting or not; routers bind late, so this is a backstop, not a queue."""
     max_rows: int = 64
     """Most chunks of one step."""
+    quarantine_share_max: float = 0.5
+    """Part of the pool that writes of prompts which are over may keep before no more prompts are taken."""
     transfer_deadline_s: float = 30.0
     """Seconds after which a posted write that has not completed counts as failed."""

@@ -23,12 +23,14 @@ from typing import Any, Protocol
 
 from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
+from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
 from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import Abortable, PrefillRequest
+from prefill_worker.restless import Restless
 from wire.ending import pages_for, reason_to_end
 from wire.errors import Internal, InvalidArgument, ResourceExhausted, RoleClosed, StaleEpoch, TandemError
 from wire.messages import (
@@ -77,6 +79,7 @@ class PrefillHalf:
         self._local = local
         self._pages = PromptPages(cache, me, local)
         self._pages_total = cache.pool.counts().total
+        self._restless = Restless(LostPages(me.worker_id, config.quarantine_share_max), self._pages_total)
         self._model = model
         self._hand_over = hand_over
         self._wake = wake
@@ -154,6 +157,11 @@ class PrefillHalf:
             self._line.leave(request)
         request.progress.release()
 
+    def outlived(self, request: PrefillRequest) -> None:
+        """It is over and released by the engine, and its writes move on: its pages are lost until `forget`."""
+        with self._lock:
+            self._restless.add(request)
+
     def forget(self, request: PrefillRequest) -> None:
         """The last of a request: released by the engine, its writes quiet. Gives its pages back."""
         key = (request.task.router_id, request.task.ref.request_id)
@@ -161,6 +169,7 @@ class PrefillHalf:
             if self._requests.get(key) is request:
                 del self._requests[key]
             self._leaving.discard(request)
+            self._restless.discard(request)
             self._pages.give_back(request)
         self._wake()
 
@@ -253,6 +262,16 @@ class PrefillHalf:
         with self._lock:
             return self._line.waiting()
 
+    @property
+    def not_ready(self) -> str:
+        """Why no prompts are taken for now, in words; empty = they are."""
+        return self._restless.not_ready
+
+    def restless_pages(self) -> int:
+        """KV pages of prompts that are over, which writes still read."""
+        with self._lock:
+            return self._restless.pages
+
     def known_requests(self) -> int:
         """Requests whose handoff has not ended."""
         with self._lock:
@@ -278,6 +297,11 @@ class PrefillHalf:
             raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
         if self._closed:
             raise RoleClosed(f"worker {self._me.worker_id} takes no prompts, as it {self._closed}; ask another one")
+        if self._restless.not_ready:
+            raise ResourceExhausted(
+                f"worker {self._me.worker_id} takes no prompts for now: {self._restless.not_ready}",
+                retry_after_s=RETRY_AFTER_S,
+            )
         if len(self._requests) + len(self._leaving) >= self._config.max_requests:
             raise ResourceExhausted(
                 f"worker {self._me.worker_id} holds {self._config.max_requests} prompts; come back later",

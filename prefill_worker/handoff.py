@@ -54,6 +54,8 @@ class Engine(Protocol):
 
     def withdraw(self, request: PrefillRequest) -> None: ...
 
+    def outlived(self, request: PrefillRequest) -> None: ...
+
     def forget(self, request: PrefillRequest) -> None: ...
 
 
@@ -123,6 +125,8 @@ class Handoff:
     async def _settle(self) -> None:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
+        if self._writes.moving:
+            self._engine.outlived(self._request)
         await self._writes.quiet()
         self._engine.forget(self._request)
 
@@ -236,7 +240,8 @@ class Handoff:
     async def _summed(self, sums: OutgoingSums) -> tuple[PageChecksum, ...]:
         """The checksums, or TransferFailed where the device does not come back with them."""
         try:
-            return await asyncio.wait_for(sums.all(), self._deadline_s)
+            async with asyncio.timeout(self._deadline_s):
+                return await sums.all()
         except TimeoutError:
             raise TransferFailed(
                 f"checksums were not computed within {self._deadline_s:g} s; prefill again elsewhere"

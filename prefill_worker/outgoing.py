@@ -67,6 +67,11 @@ class OutgoingWrites:
         """
         return any(not write.done() or write.exception() is not None for write in self._posted)
 
+    @property
+    def moving(self) -> bool:
+        """Whether any still reads pages here."""
+        return not all(write.done() for write in self._awaited)
+
     async def quiet(self) -> None:
         """Wait until none of them reads a page here or has the network take more of it, however each ended."""
         if self._awaited:

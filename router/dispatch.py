@@ -120,7 +120,8 @@ class Dispatcher:
         self._draining = True
         if self._live and grace_s > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._live.until_empty(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self._live.until_empty()
         for request in list(self._live.values()):
             self._ends.fail(request, self._leaving())
 

@@ -171,6 +171,9 @@ TRANSFER_BANDWIDTH = histogram(
 )
 EXPIRED_LEASES = counter("kv_transfer_expired_leases_total", "Leases that had no heartbeat; of the decode worker.")
 OPEN_LEASES = gauge("kv_transfer_open_leases", "Leases not yet settled, quarantined ones included.")
+RESTLESS_PAGES = gauge(
+    "kv_transfer_restless_pages", "KV pages of prompts that are over, which writes still read; of the prefill worker."
+)
 CHECKSUM_FAILURES = counter("kv_transfer_checksum_failures_total", "Hand-overs refused because a page had changed.")
 FENCED = counter("kv_transfer_fenced_total", "Messages and notices dropped because their lease or attempt was over.")
 TRANSPORT = gauge("kv_transport_info", "1; how KV pages move: back end, direction and kinds of wires.", "transport")

@@ -47,8 +47,9 @@ class WorkerConfig:
     transfer_deadline_s: float = 30.0
     """Seconds after which a posted KV write that has not completed counts as failed."""
     quarantine_share_max: float = 0.5
-    """Part of the decode half's pages above which quarantine counts as exhausted, 0 to 1: the worker says that it is
-    not ready and takes nothing new until silent prefill workers have given enough of them back."""
+    """Part of a half's pages that may be lost to transfers, 0 to 1. Above it the worker says that it is not ready and
+    takes nothing new, until silent prefill workers have given back enough of those that its decode half keeps in
+    quarantine, or decode workers have taken enough of those that its prefill half still writes."""
     kv_checksum_rate: float = 0.05
     """Part of each transfer's pages whose checksums are compared, 0 to 1, at least one page of each prompt; 0 = none.
     The same for all workers of a cluster: the handshake refuses others."""

@@ -119,7 +119,8 @@ class ControllerLink:
         """What a worker only learns while it serves, as the wire of its transfers, reaches everybody."""
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), REFRESH_S)
+                async with asyncio.timeout(REFRESH_S):
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 if self._describe() != self._announced:

@@ -109,7 +109,8 @@ class WorkerDuty:
             half.close(DRAINS)
         self.on_change()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._emptied(self._halves), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._emptied(self._halves)
         return len({ref for half in self._halves for ref in self._give_up(half, DRAINS)})
 
     def stop(self) -> None:
@@ -120,7 +121,8 @@ class WorkerDuty:
     async def _finish(self, half: Half, grace_s: float) -> None:
         """Until the half is empty, whatever becomes of its requests; then it leaves the role."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._emptied([half]), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._emptied([half])
         if left := self._give_up(half, OTHER_ROLE):
             log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
             await self._emptied([half])

@@ -55,6 +55,11 @@ class Halves:
         self.decode.limit(self.batch_limit(role))
         self.admission.limit(decode_pages(role, self._pages, self._longest))
 
+    @property
+    def not_ready(self) -> str:
+        """Why either half takes nothing for now, in words; empty = both do."""
+        return "; ".join(why for why in (self.admission.not_ready, self.prefill.not_ready) if why)
+
     def open_requests(self) -> int:
         """Requests either half knows."""
         return self.prefill.known_requests() + self.admission.open_requests

@@ -179,13 +179,14 @@ def worker_facts(worker: Worker) -> Facts:
         f.STEP_COST_ERROR: load.cost.error,
         **step_costs(load.cost),
         f.OPEN_LEASES: found.leases,
+        f.RESTLESS_PAGES: worker.restless_pages,
         f.EXPIRED_LEASES: worker.admission.expired_leases,
         f.CHECKSUM_FAILURES: found.checksum_failures,
         f.FENCED: found.fenced,
         f.TRANSPORT: {(transport.transport_kinds(),): 1.0},
         f.TRANSPORT_WARNINGS: len(transport.warnings()),
         f.POOL_SOUND: not found.integrity_error,
-        f.WORKER_READY: not worker.admission.not_ready,
+        f.WORKER_READY: not worker.not_ready,
     }
 
 

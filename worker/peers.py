@@ -69,7 +69,8 @@ class Peers(DecodePeers):
             theirs = await self._introduced(peer, address)
             write = PageWrite(peer, (self._mine.description.pages - 1,), (theirs.pages - 1,))
             moved = asyncio.wrap_future(self._sender.write(write, self._timeout_s))
-            done = await asyncio.wait_for(moved, 2 * self._timeout_s)
+            async with asyncio.timeout(2 * self._timeout_s):
+                done = await moved
         except TimeoutError:
             log.info("the way to %s is not warm yet: its first page takes too long", peer.worker_id)
         except TandemError as error:

@@ -167,7 +167,7 @@ class WorkerProcess:
             max_step_tokens=prompt_step_tokens(duty.duty, sizes),
             device=engine.device_name,
             transport=worker.transport.transport_name(),
-            not_ready=worker.admission.not_ready,
+            not_ready=worker.not_ready,
             warnings=worker.transport.warnings(),
             duty=duty.duty,
             closing=duty.closing,

@@ -220,6 +220,16 @@ class Worker:
         return self._report.load()
 
     @property
+    def not_ready(self) -> str:
+        """Why it takes nothing for now, in words; empty = it does."""
+        return self._halves.not_ready
+
+    @property
+    def restless_pages(self) -> int:
+        """KV pages of prompts that are over, which writes still read."""
+        return self._halves.prefill.restless_pages()
+
+    @property
     def prefix_events(self) -> tuple[int, int]:
         """Pages that ever became known to the prefix cache, and that were forgotten."""
         return self._cache.events
@@ -310,7 +320,9 @@ class Worker:
 
     def _make_prefill(self, engine: LoadedEngine) -> PrefillHalf:
         config = PrefillConfig(
-            max_requests=self._config.max_prefill_requests, transfer_deadline_s=self._config.transfer_deadline_s
+            max_requests=self._config.max_prefill_requests,
+            quarantine_share_max=self._config.quarantine_share_max,
+            transfer_deadline_s=self._config.transfer_deadline_s,
         )
         return PrefillHalf(
             config=config,

@@ -138,10 +138,14 @@ _KV = Row(
             stacked=True,
         ),
         Panel(
-            "In quarantine",
+            "Lost to transfers",
             Unit.NUMBER,
-            (Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}}"),),
-            "A prefill worker that has lost its lease may still write them.",
+            (
+                Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}} quarantined"),
+                Query(total(of_workers(f.RESTLESS_PAGES), "worker"), "{{worker}} still written"),
+            ),
+            "In quarantine: a prefill worker that has lost its lease may still write them. Still written: prompts that"
+            " are over, to a decode worker that does not take them.",
             width=6,
         ),
         _rates("Refused for want of pages", Unit.A_SECOND, f.KV_REFUSALS, "Each waits at its router and asks again."),

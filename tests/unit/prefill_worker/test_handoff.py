@@ -111,6 +111,9 @@ class Scene(Sender, DecodePeers):
         if "withdraw" in self.cannot:
             raise self.cannot["withdraw"]
 
+    def outlived(self, request: PrefillRequest) -> None:
+        self.diary.append("outlived")
+
     def forget(self, request: PrefillRequest) -> None:
         self.diary.append("forget")
         if "forget" in self.cannot:
@@ -226,7 +229,7 @@ async def test_abort_gives_nothing_back_before_writes_are_quiet() -> None:
     assert scene.diary[2:] == ["write [10, 11]", "withdraw"]
     scene.request.progress.release()
     await scene.turn()
-    assert scene.diary[-1] == "withdraw"
+    assert scene.diary[-1] == "outlived"
     await scene.settle(0)
     await scene.handoff.ended
     assert scene.diary[-2:] == ["forget", "release"]
@@ -264,6 +267,18 @@ async def test_writes_that_fail_after_an_abort_are_nobodys_news() -> None:
     assert said == []
 
 
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_abort_is_heard_whatever_is_just_being_waited_for(turns: int) -> None:
+    scene = Scene()
+    await scene.compute(PAGE_TOKENS)
+    scene.request.progress.finish(99, None)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    scene.handoff.abort()
+    await scene.turn()
+    assert scene.diary[-2:] == ["withdraw", "outlived"]
+
+
 async def test_abort_gives_nothing_back_before_the_engine_has_let_go() -> None:
     scene = Scene()
     await scene.compute(2 * PAGE_TOKENS)
@@ -281,7 +296,7 @@ async def test_an_answer_that_ends_at_once_gives_the_lease_back() -> None:
     await scene.finish(FinishReason.STOP)
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [10]", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "allot 3", "write [10]", "withdraw", "outlived", "forget", "release"]
     assert scene.events == []
 
 
@@ -433,7 +448,7 @@ async def test_without_permission_nothing_is_written(
     scene.request.progress.release()
     await scene.settle(0)
     await scene.handoff.ended
-    assert scene.diary == ["connect", "allot 3", "write [10]", "renew", "withdraw", "forget", "release"]
+    assert scene.diary == ["connect", "allot 3", "write [10]", "renew", "withdraw", "outlived", "forget", "release"]
     (routed,) = scene.events
     assert routed.event.error is not None
     assert routed.event.error.code == code

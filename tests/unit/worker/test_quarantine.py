@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer import processes
+from telemetry import families as f
 from tests.fake_engine import PAGE_TOKENS, answer_to
 from tests.worker_pair import WorkerPair, until
 from wire.errors import ResourceExhausted
-from wire.messages import SamplingParams
+from wire.messages import PrefillTask, RequestRef, SamplingParams
+from worker.metrics import worker_facts
 
 PROMPT = list(range(11, 11 + 2 * PAGE_TOKENS))
 ONE = SamplingParams(max_tokens=2)
@@ -98,6 +100,39 @@ async def test_a_writer_that_stands_still_may_write_for_as_long_as_it_lives(chil
         assert pool.counts().quarantined == 2
         child.kill()
         await until(lambda: pool.counts().free == POOL)
+
+
+async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptureFixture) -> None:
+    async with WorkerPair(pages=64, prefill_pages=POOL) as pair:
+        prefill = pair.prefill.worker
+        pair.fabric.hold()
+        refs = [RequestRef(f"lost-{number}", 1) for number in range(LOST)]
+        for number, ref in enumerate(refs):
+            pair.send(ref.request_id, [token + 50 * number for token in PROMPT], ONE)
+        await until(lambda: len(pair.fabric._flights) == LOST)
+        assert not prefill.not_ready
+        with caplog.at_level(logging.WARNING):
+            prefill.abort("router-1", refs[:-1])
+            await until(lambda: prefill.restless_pages == 2 * (LOST - 1))
+            assert not prefill.not_ready, "half of the pool is daily life"
+            assert worker_facts(prefill)[f.RESTLESS_PAGES] == 2 * (LOST - 1)
+            prefill.abort("router-1", refs[-1:])
+            await until(lambda: prefill.not_ready)
+        assert "too many of its 16 KV pages are still being written to decode-0" in prefill.not_ready
+        assert not worker_facts(prefill)[f.WORKER_READY]
+        assert f"prefill-0 is not ready (10 KV pages lost): {prefill.not_ready}" in caplog.text
+        task = PrefillTask("router-1", RequestRef("q", 1), tuple(PROMPT), SamplingParams(max_tokens=1), None)
+        with pytest.raises(ResourceExhausted, match="prefill-0 takes no prompts for now") as caught:
+            prefill.prefill(task)
+        assert caught.value.retry_after_s > 0
+
+        pair.fabric.let_go()
+        await until(lambda: not prefill.not_ready)
+        await until(lambda: not prefill.restless_pages)
+        heard = pair.send("q", PROMPT, ONE)
+        await until(lambda: heard.finish)
+        assert heard.tokens == answer_to(PROMPT, ONE)
+        await pair.empty()
 
 
 async def test_some_quarantine_is_daily_life() -> None:
