@@ -27,12 +27,14 @@ from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
 from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
+from prefill_worker.notice import make_notice
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
+from prefill_worker.register import PromptRegister
 from prefill_worker.request import Abortable, PrefillRequest
 from prefill_worker.restless import Restless
 from wire.ending import pages_for, reason_to_end
-from wire.errors import Internal, InvalidArgument, ResourceExhausted, RoleClosed, StaleEpoch, TandemError
+from wire.errors import InvalidArgument, TandemError
 from wire.messages import (
     ModelFacts,
     PeerRef,
@@ -45,10 +47,6 @@ from wire.messages import (
     hash_token_ids,
 )
 from wire.timeline import Edge, EdgeStamp
-
-RETRY_AFTER_S = 0.2
-
-_Key = tuple[str, str]
 
 
 class EventThread(Protocol):
@@ -85,14 +83,16 @@ class PrefillHalf:
         self._wake = wake
         self._events = events
         self._lock = threading.Lock()
-        self._requests: dict[_Key, PrefillRequest] = {}
-        self._leaving: set[PrefillRequest] = set()
+        self._register = PromptRegister(me, config.max_requests)
         self._line = PromptLine()
         self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
         """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
         self._news: list[Callable[[], None]] = []
-        self._closed = ""
-        self.fenced = 0
+
+    @property
+    def fenced(self) -> int:
+        """Attempts that came after newer ones."""
+        return self._register.fenced
 
     # ---- event loop: requests come and go ----
 
@@ -103,18 +103,14 @@ class PrefillHalf:
         never fit the page pool.
         """
         request = self._make(task)
-        key = (task.router_id, task.ref.request_id)
         with self._lock:
-            known = self._requests.get(key)
-            if known is not None and known.task.ref.attempt == task.ref.attempt:
+            if self._register.knows(task):
                 return
-            self._check_room(known, task)
-            self._requests[key] = request
-            if known is not None:
-                self._leaving.add(known)
+            self._register.check_room(task, self._restless.not_ready)
+            replaced = self._register.enter(request)
             self._line.add(request)
-        if known is not None and known.handoff is not None:
-            known.handoff.abort()
+        if replaced is not None and replaced.handoff is not None:
+            replaced.handoff.abort()
         request.handoff = self._hand_over(request, self)
         self._wake()
 
@@ -122,31 +118,29 @@ class PrefillHalf:
         """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         for ref in refs:
             with self._lock:
-                request = self._requests.get((router_id, ref.request_id))
-                if request is None or request.task.ref.attempt > ref.attempt:
-                    continue
-            if request.handoff is not None:
+                request = self._register.find(router_id, ref)
+            if request is not None and request.handoff is not None:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
         """Forget every request of a router; returns them."""
         with self._lock:
-            refs = [r.task.ref for (owner, _), r in self._requests.items() if owner == router_id]
+            refs = [request.task.ref for owner, request in self._register if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not leaving, with its router."""
         with self._lock:
-            return [(router_id, r.task.ref) for (router_id, _), r in self._requests.items()]
+            return [(router_id, request.task.ref) for router_id, request in self._register]
 
     def close(self, why: str) -> None:
         """Take nothing new until `open`; what is here goes on."""
-        self._closed = why
+        self._register.closed = why
 
     def open(self) -> None:
         """Take work."""
-        self._closed = ""
+        self._register.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
         """Compute no more of this request; its progress says when the engine has let go of it."""
@@ -164,11 +158,8 @@ class PrefillHalf:
 
     def forget(self, request: PrefillRequest) -> None:
         """The last of a request: released by the engine, its writes quiet. Gives its pages back."""
-        key = (request.task.router_id, request.task.ref.request_id)
         with self._lock:
-            if self._requests.get(key) is request:
-                del self._requests[key]
-            self._leaving.discard(request)
+            self._register.leave(request)
             self._restless.discard(request)
             self._pages.give_back(request)
         self._wake()
@@ -223,7 +214,7 @@ class PrefillHalf:
                     event = self._finish(request, token_id, () if score is None else (score,))
                     events.append(event)
                     if request.local and event.event.finish_reason is None:
-                        arrived.append(self._notice(request, token_id))
+                        arrived.append(self._local_notice(request, token_id))
         for notice in arrived:
             self._local.notice(notice)
         return events
@@ -275,7 +266,7 @@ class PrefillHalf:
     def known_requests(self) -> int:
         """Requests whose handoff has not ended."""
         with self._lock:
-            return len(self._requests) + len(self._leaving)
+            return len(self._register)
 
     # ---- inside ----
 
@@ -290,23 +281,6 @@ class PrefillHalf:
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
         queued = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
         return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=queued)
-
-    def _check_room(self, known: PrefillRequest | None, task: PrefillTask) -> None:
-        if known is not None and known.task.ref.attempt > task.ref.attempt:
-            self.fenced += 1
-            raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
-        if self._closed:
-            raise RoleClosed(f"worker {self._me.worker_id} takes no prompts, as it {self._closed}; ask another one")
-        if self._restless.not_ready:
-            raise ResourceExhausted(
-                f"worker {self._me.worker_id} takes no prompts for now: {self._restless.not_ready}",
-                retry_after_s=RETRY_AFTER_S,
-            )
-        if len(self._requests) + len(self._leaving) >= self._config.max_requests:
-            raise ResourceExhausted(
-                f"worker {self._me.worker_id} holds {self._config.max_requests} prompts; come back later",
-                retry_after_s=RETRY_AFTER_S,
-            )
 
     def _start(self, request: PrefillRequest) -> Start:
         """Give it its pages, if there is room."""
@@ -338,20 +312,10 @@ class PrefillHalf:
         )
         return RoutedEvent(task.router_id, event)
 
-    def _notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
-        """A local prompt's KV is in the decode half's pages: that is all there is to hand over."""
-        task = request.task
-        if task.destination is None:
-            raise Internal(f"{task.ref.request_id} has no lease to be handed over under")
-        return TransferNotice(
-            lease=task.destination.lease,
-            prefill=self._me,
-            token_hash=request.token_hash,
-            pages=request.pages_needed,
-            first_token_id=token_id,
-            next_draw=task.answered + 1,
-            skipped=request.cached // self._cache.page_tokens,
-        )
+    def _local_notice(self, request: PrefillRequest, token_id: int) -> TransferNotice:
+        """The KV is in the decode half's pages: that is all there is to hand over."""
+        skipped = request.cached // self._cache.page_tokens
+        return make_notice(request, self._me, token_id, token_hash=request.token_hash, skipped=skipped)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:

@@ -24,6 +24,7 @@ from typing import Protocol
 from kv_transfer.base import Sender
 from kv_transfer.checksums import PageChecks
 from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.notice import make_notice
 from prefill_worker.outgoing import OutgoingWrites
 from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.permission import Permission
@@ -205,7 +206,7 @@ class Handoff:
         if sent < last:
             await self._post(destination, permission, sent, last, None)
         sums.begin(self._request.pages, sent, needed)
-        notice = self._notice(destination, token_hash, await self._summed(sums))
+        notice = self._notice(token_hash, await self._summed(sums))
         await self._post(destination, permission, last, needed, notice)
         await self._writes.landed()
         self._delivered = True
@@ -247,21 +248,12 @@ class Handoff:
                 f"checksums were not computed within {self._deadline_s:g} s; prefill again elsewhere"
             ) from None
 
-    def _notice(
-        self, destination: Destination, token_hash: bytes, checksums: tuple[PageChecksum, ...] = ()
-    ) -> TransferNotice:
+    def _notice(self, token_hash: bytes, checksums: tuple[PageChecksum, ...]) -> TransferNotice:
         first_token_id = self._request.progress.first_token_id
         if first_token_id is None:
             raise Internal(f"{self._request.task.ref.request_id} has no first token to hand over")
-        return TransferNotice(
-            lease=destination.lease,
-            prefill=self._me,
-            token_hash=token_hash,
-            pages=self._request.pages_needed,
-            first_token_id=first_token_id,
-            next_draw=self._request.task.answered + 1,
-            checksums=checksums,
-            skipped=self._skipped,
+        return make_notice(
+            self._request, self._me, first_token_id, token_hash=token_hash, skipped=self._skipped, checksums=checksums
         )
 
     def _stats(self) -> TransferStats:
