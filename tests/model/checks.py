@@ -111,7 +111,7 @@ class Alarms(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.heard: list[str] = []
-        self.expected: set[str] = {"decode_worker.room"}
+        self.expected: set[str] = {"kv_transfer.lost_pages"}
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name in self.expected:
