@@ -1,8 +1,9 @@
 """The strategy table under a virtual clock: `python -m benchmarks.simulation --shape llama-3-8b --workers 2`.
 
 The rows, workloads, rates, cells and reports of `benchmarks.strategies`; only devices and networks are made of time. By
-default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` lays a
-measured table beside it. The last line is one JSON object.
+default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` lays what
+was measured beside it: loads at the same rates, seconds and seed, and knees where both went that far. The last line is
+one JSON object.
 """
 
 import argparse
@@ -38,10 +39,9 @@ class Simulated:
     arguments: argparse.Namespace
 
     def loads(self, row: Strategy, offer: Offer) -> list[Load]:
-        """Of one row under one workload, by rising rate up to the knee, or as far as a trace goes."""
+        """Of one row under one workload, by rising rate: those asked for, or up to the knee; as far as a trace goes."""
         loads: list[Load] = []
-        first = offer.first_rate * self.arguments.workers
-        while (rate := sweep.next_rate(first, [goodput_of(load) for load in loads])) is not None:
+        while (rate := self._next_rate(offer, loads)) is not None:
             try:
                 loads.append(self._load(row, offer, rate))
             except InvalidArgument:
@@ -49,6 +49,12 @@ class Simulated:
                     raise
                 break
         return loads
+
+    def _next_rate(self, offer: Offer, loads: Sequence[Load]) -> float | None:
+        if self.arguments.rates:
+            rates = sweep.parse_rates(self.arguments.rates)
+            return rates[len(loads)] if len(loads) < len(rates) else None
+        return sweep.next_rate(offer.first_rate * self.arguments.workers, [goodput_of(load) for load in loads])
 
     def _load(self, row: Strategy, offer: Offer, rate: float) -> Load:
         """With a load for each cell if its requests name classes, as in `benchmarks.strategies`."""
@@ -73,6 +79,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="these rows, comma-separated")
     parser.add_argument("--workloads", default="", help="these workloads, comma-separated")
     parser.add_argument("--trace", type=Path, action="append", default=[], help="Mooncake's .jsonl or Azure's .csv")
+    parser.add_argument("--rates", default="", help="requests a second for all rows, 1.5,3; default: up to the knees")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
     parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
     parser.add_argument("--seed", type=int, default=0)
@@ -133,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TandemError as error:
         raise SystemExit(error.message) from None
     if parsed.against is not None:
-        compared = compare(result["tables"], json.loads(parsed.against.read_text(encoding="utf-8"))["tables"])
+        compared = compare(result, json.loads(parsed.against.read_text(encoding="utf-8")))
         result["against"] = {"file": parsed.against.name, "figures": compared}
         print("\n".join(as_lines(compared)))
     if parsed.save:

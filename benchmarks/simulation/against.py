@@ -1,38 +1,86 @@
 """A simulated table beside a measured one: each figure as a ratio, and whether it is near enough."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from benchmarks.load.sweep import GOODPUT_SHARE
 
 NEAR = 0.15
 """How far a simulated figure may be from the measured one, as a part of it."""
+_LATENCIES = (
+    ("ttft", "ttft_ms", "p50"),
+    ("ttft", "ttft_ms", "p99"),
+    ("itl", "gap_ms", "p50"),
+    ("itl", "gap_ms", "p99"),
+)
+
+Compared = Mapping[str, Mapping[str, Mapping[str, float | None]]]
+"""Simulated ÷ measured, by workload, row and figure; None where nothing was measured."""
 
 
-def compare(simulated: Any, measured: Any) -> dict[str, dict[str, dict[str, float | None]]]:
-    """Simulated ÷ measured, by workload, row and figure, of all that both have; None where nothing was measured."""
+def compare(simulated: Any, measured: Any) -> Compared:
+    """Of all that both results have: loads with the same arrivals, and goodput at the knees that both saw."""
     found: dict[str, dict[str, dict[str, float | None]]] = {}
-    for workload in simulated.keys() & measured.keys():
-        ours, theirs = simulated[workload]["rows"], measured[workload]["rows"]
-        same_load = simulated[workload]["rate"] == measured[workload]["rate"]
-        found[workload] = {row: dict(_ratios(ours[row], theirs[row], same_load)) for row in ours if row in theirs}
+    for workload in simulated["loads"].keys() & measured["tables"].keys():
+        ours, theirs = simulated["loads"][workload], _measured_loads(measured, workload)
+        same = all(float(simulated[each]) == float(measured[each]) for each in ("seconds", "seed"))
+        found[workload] = {
+            row: dict((*(_same_loads(ours[row], theirs[row]) if same else ()), *_knees(ours[row], theirs[row])))
+            for row in ours
+            if row in theirs
+        }
     return found
 
 
-def _ratios(ours: Mapping[str, Any], theirs: Mapping[str, Any], same_load: bool) -> Iterator[tuple[str, float | None]]:
-    """Latencies only where both are of one rate: goodput is at the knee anyway."""
-    for name, value in ours.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name} {cell}", _ratio(value[cell], theirs[name].get(cell))) for cell in value)
-        elif same_load:
-            yield name, _ratio(value, theirs.get(name))
+def _measured_loads(measured: Any, workload: str) -> Mapping[str, Sequence[Any]]:
+    """Results before 2026-11-22 08:00 have but the columns of one rate."""
+    if "loads" in measured:
+        loads: Mapping[str, Sequence[Any]] = measured["loads"][workload]
+        return loads
+    table = measured["tables"][workload]
+    return {name: [_load_of(table["rate"], columns)] for name, columns in table["rows"].items()}
 
 
-def _ratio(ours: float, theirs: float | None) -> float | None:
+def _load_of(rate: float, columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    ttft, itl = ({"p50": columns[f"{each}_p50_ms"], "p99": columns[f"{each}_p99_ms"]} for each in ("ttft", "itl"))
+    return {"rate": rate, "ttft_ms": ttft, "gap_ms": itl, "tokens_per_s": columns["tokens_per_s"], "goodput": {}}
+
+
+def _same_loads(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+    by_rate = {load["rate"]: load for load in theirs}
+    for load in ours:
+        other = by_rate.get(load["rate"])
+        if other is not None:
+            at = f"at {load['rate']:g}/s"
+            for name, key, level in _LATENCIES:
+                yield f"{name} {level} {at}", _ratio(load[key][level], other[key][level])
+            yield f"tokens {at}", _ratio(load["tokens_per_s"], other["tokens_per_s"])
+            for cell in load["goodput"].keys() & other["goodput"].keys():
+                shares = (each["goodput"][cell]["share"] for each in (load, other))
+                yield f"share {cell} {at}", _ratio(*shares)
+
+
+def _knees(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+    for cell in theirs[0]["goodput"].keys() & ours[0]["goodput"].keys():
+        knees = [_knee([load["goodput"][cell] for load in loads]) for loads in (ours, theirs)]
+        if None not in knees:
+            yield f"knee {cell}", _ratio(*knees)  # type: ignore[arg-type]
+
+
+def _knee(scores: Sequence[Mapping[str, float]]) -> float | None:
+    """The highest goodput with its share; None if the sweep ended before the share was lost."""
+    if not scores or scores[-1]["share"] >= GOODPUT_SHARE:
+        return None
+    return max((score["per_s"] for score in scores if score["share"] >= GOODPUT_SHARE), default=0.0)
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
     if not theirs:
         return 1.0 if theirs == ours else None
     return round(ours / theirs, 4)
 
 
-def as_lines(compared: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -> Iterator[str]:
+def as_lines(compared: Compared) -> Iterator[str]:
     """For a person: what is too far off is marked."""
     near = total = 0
     for workload, rows in compared.items():
@@ -40,7 +88,7 @@ def as_lines(compared: Mapping[str, Mapping[str, Mapping[str, float | None]]]) -
             for name, ratio in figures.items():
                 good = ratio is not None and abs(ratio - 1) <= NEAR
                 near, total = near + good, total + 1
-                yield f"{workload:>16} {row:>20} {name:>28} {_text(ratio)}{'' if good else '  <-- beyond 15 %'}"
+                yield f"{workload:>16} {row:>20} {name:>24} {_text(ratio)}{'' if good else '  <-- beyond 15 %'}"
     yield f"{near} of {total} figures within {NEAR:.0%} of the measured ones"
 
 

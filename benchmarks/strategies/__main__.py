@@ -184,18 +184,21 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
-    """Tables of all workloads, printed, and what they are made of."""
+    """Tables of all workloads, printed, and the loads that they are made of."""
     tables: dict[str, object] = {}
+    loads: dict[str, object] = {}
     dtype: object = None
     for offer in run.offers:
-        rows = make_rows({row: run.part(row, offer).loads() for row in run.rows})
+        measured = {row: run.part(row, offer).loads() for row in run.rows}
+        rows = make_rows(measured)
         if rows:
+            loads[offer.name] = {row.name: without_curves(each) for row, each in measured.items() if each}
             tables[offer.name] = found = figures(rows)
             dtype = run.part(rows[0].strategy, offer).fact("dtype")
             print(f"\n{offer.name}, latencies at {found['rate']:g} requests/s\n\n{as_text(found)}\n")
             if arguments.pictures is not None:
                 _draw(offer, [run.part(row.strategy, offer) for row in rows], arguments.pictures)
-    return {"tables": tables, "dtype": dtype}
+    return {"tables": tables, "loads": loads, "dtype": dtype}
 
 
 def _draw(offer: Offer, parts: Sequence[Part], folder: Path) -> None:
@@ -230,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     if parsed.save and found["tables"]:
         print("saved", save_result(f"strategies-{model.name}", result))
-    print(json.dumps(without_curves(result)))
+    print(json.dumps({name: value for name, value in result.items() if name != "loads"}))
     if not complete:
         sys.exit(3)
 

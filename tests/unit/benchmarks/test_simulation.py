@@ -57,19 +57,53 @@ def test_chunks_share_a_budget_and_first_and_last_tokens_do_not_wait() -> None:
     assert sent[1][1:3] == pytest.approx([0.011, 0.030])
 
 
-def table(rate: float, ttft: float, strict: float) -> dict[str, object]:
-    return {"balanced": {"rate": rate, "rows": {"shared": {"ttft_p50_ms": ttft, "goodput_per_s": {"strict": strict}}}}}
+def load(rate: float, ttft_ms: float, share: float, per_s: float) -> dict[str, object]:
+    figures = {"p50": ttft_ms, "p99": 200.0}
+    goodput = {"strict": {"share": share, "per_s": per_s}}
+    return {"rate": rate, "ttft_ms": figures, "gap_ms": figures, "tokens_per_s": 100.0, "goodput": goodput}
 
 
-def test_tables_side_by_side() -> None:
-    near = compare(table(2.0, 110.0, 5.0), table(2.0, 100.0, 4.0))
-    assert near == {"balanced": {"shared": {"ttft_p50_ms": 1.1, "goodput_per_s strict": 1.25}}}
-    lines = list(as_lines(near))
-    assert "beyond" not in lines[0]
-    assert "beyond" in lines[1]
-    assert lines[-1].startswith("1 of 2")
-    other_load = compare(table(2.0, 110.0, 0.0), table(3.0, 100.0, 0.0))
-    assert other_load == {"balanced": {"shared": {"goodput_per_s strict": 1.0}}}, "latencies are of another load"
+def result(*loads: dict[str, object], seed: object = 0) -> dict[str, object]:
+    return {"seconds": "15.0", "seed": seed, "tables": {"balanced": {}}, "loads": {"balanced": {"shared": list(loads)}}}
+
+
+def test_loads_of_the_same_arrivals_side_by_side() -> None:
+    found = compare(result(load(2.0, 110.0, 0.96, 2.0)), result(load(2.0, 100.0, 0.8, 1.6), seed="0"))
+    assert found == {
+        "balanced": {
+            "shared": {
+                "ttft p50 at 2/s": 1.1,
+                "ttft p99 at 2/s": 1.0,
+                "itl p50 at 2/s": 1.1,
+                "itl p99 at 2/s": 1.0,
+                "tokens at 2/s": 1.0,
+                "share strict at 2/s": 1.2,
+            }
+        }
+    }
+    lines = list(as_lines(found))
+    assert ["beyond" in line for line in lines] == [False] * 5 + [True, False]
+    assert lines[-1].startswith("5 of 6")
+
+
+@pytest.mark.parametrize("other", [result(load(3.0, 1.0, 0.95, 3.0)), result(load(2.0, 1.0, 0.95, 3.0), seed=1)])
+def test_other_arrivals_tell_nothing(other: dict[str, object]) -> None:
+    assert compare(result(load(2.0, 110.0, 0.96, 2.0)), other) == {"balanced": {"shared": {}}}
+
+
+def test_knees_count_where_both_sweeps_went_beyond_them() -> None:
+    ours = [load(2.0, 1.0, 0.95, 1.9), load(3.0, 1.0, 0.92, 2.8), load(4.5, 1.0, 0.5, 2.2)]
+    theirs = [load(2.5, 1.0, 0.95, 2.5), load(5.0, 1.0, 0.1, 0.5)]
+    assert compare(result(*ours), result(*theirs)) == {"balanced": {"shared": {"knee strict": 1.12}}}
+    assert compare(result(*ours), result(*theirs[:1])) == {"balanced": {"shared": {}}}
+
+
+def test_a_table_without_loads_is_one_of_a_single_rate() -> None:
+    columns = {"ttft_p50_ms": 50.0, "ttft_p99_ms": 200.0, "itl_p50_ms": 100.0, "itl_p99_ms": 200.0, "tokens_per_s": 0.0}
+    old = {"seconds": "15.0", "seed": "0", "tables": {"balanced": {"rate": 2.0, "rows": {"shared": columns}}}}
+    found = compare(result(load(2.0, 100.0, 0.96, 2.0)), old)
+    assert found["balanced"]["shared"]["ttft p50 at 2/s"] == 2.0
+    assert found["balanced"]["shared"]["tokens at 2/s"] is None
 
 
 def test_the_command_prints_a_table_and_json_last(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -77,8 +111,8 @@ def test_the_command_prints_a_table_and_json_last(capsys: pytest.CaptureFixture[
     costs.write_text(json.dumps({"base_s": 0.03, "token_s": 2e-4, "row_s": 1e-3, "context_s": 1e-6}))
     main(["--only", "shared,adaptive", "--workloads", "balanced", "--seconds", "3", "--costs", str(costs)])
     printed = capsys.readouterr().out
-    result = json.loads(printed.splitlines()[-1])
-    assert set(result["tables"]["balanced"]["rows"]) == {"shared", "adaptive"}
+    last = json.loads(printed.splitlines()[-1])
+    assert set(last["tables"]["balanced"]["rows"]) == {"shared", "adaptive"}
     assert "| adaptive |" in printed
 
 
