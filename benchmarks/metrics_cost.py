@@ -13,7 +13,7 @@ import asyncio
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,15 @@ from benchmarks.command_line import errors_in_words, need_gpu
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from costs.step_cost import StepWork
+from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
+from engine.device import parse_device, parse_dtype, parse_page_tokens
+from engine.memory import GIB
 from engine.model_runner import ModelRunner
+from engine.models.config import load_model_config
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from telemetry.exposition import Exposition
+from wire.ending import pages_for
 from wire.errors import InvalidArgument
 from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from worker.config import WorkerConfig
@@ -58,6 +63,13 @@ class Plan:
     def answer(self) -> int:
         """Tokens of each request, enough for all turns: those that begin before all decode run longer."""
         return self.steps * (self.turns + _WARM_TURNS) + 4 * self.requests + 64
+
+    def kv_pages(self, page_tokens: int, max_context: int) -> int:
+        """A pool of which a worker of both roles promises enough for all answers, whole: it keeps the longest prompt's
+        pages back, and never more than half.
+        """
+        promised = self.requests * pages_for(PROMPT + self.answer, page_tokens)
+        return promised + min(promised, pages_for(max_context, page_tokens))
 
 
 class Turns:
@@ -192,16 +204,39 @@ def figures(pairs: list[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _run(model: ServedModel, chosen: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan(chosen.requests, chosen.steps, chosen.turns)
+def engine_settings(model: ServedModel, device: str, plan: Plan) -> EngineConfig:
+    """Whose KV pool holds the whole plan."""
     settings = EngineConfig(
         model.folder,
-        device=chosen.device,
+        device=device,
         random_weights=model.random_weights,
         max_step_tokens=max(_STEP_TOKENS, 4 * plan.requests),
         max_batch_requests=plan.requests,
     )
-    engine = ModelRunner.load(settings, name=model.name)
+    where = parse_device(device)
+    page_tokens, shape = parse_page_tokens(settings, where), load_model_config(model.folder)
+    pages = plan.kv_pages(page_tokens, shape.max_context)
+    return replace(
+        settings, kv_cache_bytes=cache_bytes(shape, pages, page_tokens, parse_dtype(settings, where, shape))
+    )
+
+
+def load_engine(settings: EngineConfig, name: str, plan: Plan) -> ModelRunner:
+    """InvalidArgument, with what to take less of, where the device has no memory for it."""
+    try:
+        return ModelRunner.load(settings, name=name)
+    except InvalidArgument as error:
+        if error.field != "kv_cache_bytes":
+            raise
+        asked = f"answers of {plan.answer} tokens each need {(settings.kv_cache_bytes or 0) / GIB:.1f} GiB of KV pages"
+        message = f"{asked}, for which {settings.device} has no room; take fewer of them, or fewer --turns or --steps"
+        raise InvalidArgument("--requests", message) from error
+
+
+def _run(model: ServedModel, chosen: argparse.Namespace) -> dict[str, Any]:
+    plan = Plan(chosen.requests, chosen.steps, chosen.turns)
+    settings = engine_settings(model, chosen.device, plan)
+    engine = load_engine(settings, model.name, plan)
     found = figures(asyncio.run(measure(engine, settings, plan)))
     sizes = {"model": model.name, "requests": plan.requests, "steps": plan.steps, "turns": plan.turns}
     return run_facts(chosen.device) | {"dtype": engine.facts.dtype, **sizes, **found}

@@ -2,30 +2,51 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.metrics_cost import Plan, Turns, figures, measure
+from benchmarks.metrics_cost import PROMPT, Plan, Turns, engine_settings, figures, load_engine, measure
+from benchmarks.served_model import ServedModel
 from costs.step_cost import StepWork
-from engine.config import EngineConfig
-from engine.model_runner import ModelRunner
 from tests.factories import write_tiny_model
+from wire.ending import pages_for
 from wire.errors import InvalidArgument
+from wire.messages import Role
+from worker.duty import decode_pages
+
+
+def _tiny(folder: Path) -> ServedModel:
+    return ServedModel(write_tiny_model(folder / "model"), "tiny", random_weights=False)
 
 
 def test_turns_with_and_without(tmp_path: Path) -> None:
-    settings = EngineConfig(
-        write_tiny_model(tmp_path / "model"), max_batch_requests=2, kv_cache_bytes=1 << 22, threads=1
-    )
-    engine = ModelRunner.load(settings)
-    pairs = asyncio.run(measure(engine, settings, Plan(requests=2, steps=3, turns=4)))
+    plan = Plan(requests=2, steps=3, turns=4)
+    settings = replace(engine_settings(_tiny(tmp_path), "cpu", plan), threads=1)
+    engine = load_engine(settings, "tiny", plan)
+    pairs = asyncio.run(measure(engine, settings, plan))
     assert len(pairs) == 2
     assert min(min(pair) for pair in pairs) > 0
     with pytest.raises(InvalidArgument, match="--turns: need answers of"):
         asyncio.run(measure(engine, settings, Plan(requests=2, steps=100, turns=40)))
+
+
+def test_the_pool_holds_the_plan(tmp_path: Path) -> None:
+    """All its answers, beside the longest prompt that a worker keeps room for; else nothing is promised to some."""
+    model = _tiny(tmp_path)
+    for plan in (Plan(requests=2, steps=3, turns=4), Plan(requests=5, steps=20, turns=8)):
+        engine = load_engine(replace(engine_settings(model, "cpu", plan), threads=1), "tiny", plan)
+        pages, longest = engine.pool.counts().total, pages_for(engine.model_config.max_context, engine.page_tokens)
+        promised = decode_pages(Role.BOTH, pages, longest)
+        needed = plan.requests * pages_for(PROMPT + plan.answer, engine.page_tokens)
+        assert promised is not None
+        assert needed <= promised <= needed + 1
+    huge = Plan(requests=10**6, steps=3, turns=4)
+    with pytest.raises(InvalidArgument, match=r"--requests: .* GiB of KV pages, for which cpu has no room; take fewer"):
+        load_engine(engine_settings(model, "cpu", huge), "tiny", huge)
 
 
 def test_what_is_said_of_them() -> None:
