@@ -142,7 +142,7 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
     )
     tested = Worker(config, ME, engine, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))
     tested.metrics.board.read(partial(worker_facts, tested))
-    tested.metrics.board.read(partial(engine_facts, engine))
+    tested.metrics.board.read(partial(engine_facts, engine, lambda: Role.BOTH.value))
     tested.start()
     try:
         return await _turns(tested, plan)
@@ -216,9 +216,7 @@ def engine_settings(model: ServedModel, device: str, plan: Plan) -> EngineConfig
     where = parse_device(device)
     page_tokens, shape = parse_page_tokens(settings, where), load_model_config(model.folder)
     pages = plan.kv_pages(page_tokens, shape.max_context)
-    return replace(
-        settings, kv_cache_bytes=cache_bytes(shape, pages, page_tokens, parse_dtype(settings, where, shape))
-    )
+    return replace(settings, kv_cache_bytes=cache_bytes(shape, pages, page_tokens, parse_dtype(settings, where, shape)))
 
 
 def load_engine(settings: EngineConfig, name: str, plan: Plan) -> ModelRunner:

@@ -50,7 +50,7 @@ class ClusterMetrics:
         self._roles = roles
         self._targets: dict[str, Target] = {}
         self._answered: dict[str, bool] = {}
-        self.board = Board(lambda: {"model": model, "role": _ME, "worker": _ME})
+        self.board = Board({"model": model, "worker": _ME})
         self.board.read(self._facts)
         self._own = metrics_page(Exposition(self.board))
         self._door = MetricsDoor({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
@@ -92,19 +92,24 @@ class ClusterMetrics:
 
     async def _discovery(self, _accept: str) -> tuple[bytes, str]:
         """As `http_sd_configs` wants it. The labels are for relabeling alone: each process names itself in its own."""
+        roles = self._roles()
         found = [
-            {"targets": [target.address], "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": target.role}}
+            {
+                "targets": [target.address],
+                "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": roles.get(name, target.role)},
+            }
             for name, target in self._targets.items()
         ]
         return json.dumps(found).encode(), _JSON
 
     def _facts(self) -> Facts:
-        roles = self._roles()
-        kept = {(roles.get(each.name, role), each.name): each for role, each in self._health()}
+        roles, kept = self._roles(), tuple(self._health())
         return {
-            f.PROCESS_UP: {labels: float(each.phase is Phase.SERVING) for labels, each in kept.items()},
-            f.PROCESS_RESTARTS: {labels: float(each.restarts) for labels, each in kept.items()},
+            f.PROCESS_UP: {
+                (roles.get(each.name, role), each.name): float(each.phase is Phase.SERVING) for role, each in kept
+            },
+            f.PROCESS_RESTARTS: {(each.name,): float(each.restarts) for _, each in kept},
             f.TARGET_UP: {
-                labels: float(self._answered[each.name]) for labels, each in kept.items() if each.name in self._answered
+                (each.name,): float(self._answered[each.name]) for _, each in kept if each.name in self._answered
             },
         }

@@ -70,7 +70,7 @@ def fitted(scrape: Scrape) -> CostParameters | None:
     as one of them was not measured.
     """
     names = scrape.values(f.STEP_COST, "worker")
-    roles = {name: scrape.values(f.STEP_COST, "role", worker=name)[0] for name in names}
+    roles = {name: scrape.values(f.WORKER_INFO, "role", worker=name)[0] for name in names}
     costs = {name: cost for name in names if (cost := _cost(scrape, name)) is not None}
     prompts = [costs[name] for name in costs if roles[name] != Role.DECODE]
     answers = [costs[name] for name in costs if roles[name] != Role.PREFILL]

@@ -33,7 +33,7 @@ class RouterMetrics:
     def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` in seconds, the one of the requests' token paces."""
         labels = {"model": config.model_name, "role": _ROLE, "worker": config.name}
-        self.board = board = Board(lambda: labels)
+        self.board = board = Board(labels)
         self.clock = clock
         self._classes = tuple(slo.name for slo in config.slo_classes)
         self.goodput = Goodput(self._classes, config.goodput_window_s, clock)

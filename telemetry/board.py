@@ -86,8 +86,10 @@ class Snapshot:
 class Board:
     """All families of one process. Written by whoever got a cell; `snapshots` reads, on any thread."""
 
-    def __init__(self, labels: Callable[[], Mapping[str, str]]) -> None:
-        """`labels` of the process, which every series gets; asked each time, as a worker's role may change."""
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        """`labels` of the process, which every series gets as long as it lives. What may change is a series of its own:
+        with another label counters would begin anew.
+        """
         self.labels = labels
         self._counts: dict[Family, dict[Labels, Count]] = {}
         self._spreads: dict[Family, dict[Labels, Spread]] = {}

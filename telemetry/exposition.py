@@ -28,7 +28,7 @@ class BoardCollector(Collector):
         self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterator[Metric]:
-        labels = dict(self._board.labels())
+        labels = dict(self._board.labels)
         for snapshot in self._board.snapshots():
             yield _metric(snapshot, labels)
         for metric in self._process.collect():

@@ -183,15 +183,21 @@ TRANSPORT_WARNINGS = gauge(
 
 # Workers: themselves
 
-WORKER_INFO = gauge("worker_info", "1; what the worker computes on, and its weights' type.", "device", "dtype")
+WORKER_INFO = gauge(
+    "worker_info",
+    "1; the worker's present role, what it computes on, and its weights' type; to be joined by `worker`.",
+    "role",
+    "device",
+    "dtype",
+)
 WORKER_READY = gauge("worker_ready", "1 = it takes new requests.")
 POOL_SOUND = gauge("kv_pool_sound", "1 = the page pool's own checks have found nothing wrong.")
 
 # Controller
 
-PROCESS_UP = gauge("process_up", "1 = the process serves.", "role", "worker")
-PROCESS_RESTARTS = counter("process_restarts_total", "How often the process was started again.", "role", "worker")
-TARGET_UP = gauge("metrics_target_up", "1 = the process answered this scrape of the whole cluster.", "role", "worker")
+PROCESS_UP = gauge("process_up", "1 = the process serves; workers by their present role.", "role", "worker")
+PROCESS_RESTARTS = counter("process_restarts_total", "How often the process was started again.", "worker")
+TARGET_UP = gauge("metrics_target_up", "1 = the process answered this scrape of the whole cluster.", "worker")
 
 # Planner
 

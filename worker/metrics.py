@@ -80,9 +80,8 @@ class Utilization:
 class WorkerMetrics:
     """Owns the worker's board."""
 
-    def __init__(self, model: str, worker: str, role: Callable[[], str], utilization: Utilization) -> None:
-        """`role` is asked at each scrape: it may change."""
-        self.board = board = Board(lambda: {"model": model, "role": role(), "worker": worker})
+    def __init__(self, model: str, worker: str, utilization: Utilization) -> None:
+        self.board = board = Board({"model": model, "worker": worker})
         self.utilization = utilization
         self._decode_steps = board.spread(f.STEP_SECONDS, "decode")
         self._prefill_steps = board.spread(f.STEP_SECONDS, "prefill")
@@ -152,11 +151,11 @@ class WorkerMetrics:
             self._bandwidth.observe(stats.bytes / seconds)
 
 
-def engine_facts(engine: ModelRunner) -> Facts:
-    """What an engine keeps anyway."""
+def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
+    """What an engine keeps anyway, and what it is for: `role` is asked at each scrape, as it may change."""
     graphs = engine.graph_use
     return {
-        f.WORKER_INFO: {(engine.device_name, engine.facts.dtype): 1.0},
+        f.WORKER_INFO: {(role(), engine.device_name, engine.facts.dtype): 1.0},
         f.GRAPH_STEPS: {("hit",): graphs.hits, ("miss",): graphs.misses},
         f.GRAPH_PADDED_TOKENS: graphs.padded_tokens,
     }

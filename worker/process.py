@@ -140,7 +140,7 @@ class WorkerProcess:
     async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
         config, board = self._config, worker.metrics.board
         board.read(partial(worker_facts, worker))
-        board.read(partial(engine_facts, engine))
+        board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
         keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
         self._metrics = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, keys)
         self.metrics_address = await self._metrics.open(config.host, config.metrics_port)

@@ -75,10 +75,7 @@ class Worker:
         """Set when a step failed: the process must end."""
         self._config = config
         self.metrics = WorkerMetrics(
-            engine.facts.name,
-            me.worker_id,
-            lambda: self.duty.role.value,
-            Utilization(engine.roofline, given=config.ceilings),
+            engine.facts.name, me.worker_id, Utilization(engine.roofline, given=config.ceilings)
         )
         """What is counted here; export `worker_facts` beside it."""
         self._cache = PrefixCache(engine.pool, engine.page_tokens, enabled=config.prefix_cache)

@@ -1,14 +1,14 @@
 """Which phase takes the time? Prefill, transfer and decode in the order of a request."""
 
 from deploy.dashboards.grafana import Dashboard, Panel, Query, Row, Unit
-from deploy.dashboards.promql import mean, of_workers, quantile, rate, series, share, total
+from deploy.dashboards.promql import Selection, mean, of_workers, quantile, rate, series, share, total
 from telemetry import families as f
 from telemetry.family import Family
 
 _PHASES = {"queue": f.QUEUE_TIME, "prefill": f.PREFILL_TIME, "transfer": f.TRANSFER_TIME, "decode": f.DECODE_TIME}
 
 
-def _spread(title: str, buckets: str, about: str, unit: Unit = Unit.SECONDS) -> Panel:
+def _spread(title: str, buckets: Selection, about: str, unit: Unit = Unit.SECONDS) -> Panel:
     curves = tuple(Query(quantile(part, buckets), f"p{part * 100:g}") for part in (0.5, 0.99))
     return Panel(title, unit, curves, about, width=6)
 

@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from telemetry import families as f
 from telemetry.family import Family, Kind
 
 RATE_INTERVAL = "$__rate_interval"
 """Grafana puts a stretch here that holds at least four scrapes."""
 _SCOPE = {"namespace": "$namespace", "model": "$model"}
-_WORKERS = {**_SCOPE, "role": "$role"}
 _PROCESS_LABELS = {"namespace", "model", "role", "worker"}
 
 
-def series(family: Family, suffix: str = "", **labels: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Series of one name."""
+
+    text: str
+    workers: bool = False
+    """Whether only those count that workers of the chosen roles have."""
+
+    def narrowed(self, expression: str) -> str:
+        """What was made of these series, and has their labels. A worker's role is no label of what it counts, as it may
+        change; a set operator cannot count one twice.
+        """
+        return f"{expression} and on (namespace, model, worker) {_ROLES}" if self.workers else expression
+
+
+def series(family: Family, suffix: str = "", **labels: str) -> Selection:
     """All series of a family in the chosen namespace and model. ValueError for a label that it does not have.
 
     Labels' values are regular expressions. `suffix` is `_bucket`, `_sum` or `_count` of a histogram.
     """
-    return _select(family, suffix, _SCOPE, labels)
+    return Selection(_select(family, suffix, labels))
 
 
-def of_workers(family: Family, suffix: str = "", **labels: str) -> str:
-    """The same of workers, of the chosen roles."""
-    return _select(family, suffix, _WORKERS, labels)
+def of_workers(family: Family, suffix: str = "", **labels: str) -> Selection:
+    """The same of workers, of the roles that were chosen and that they have now."""
+    return Selection(_select(family, suffix, labels), workers=True)
 
 
-def rate(selected: str, *by: str) -> str:
+def rate(selected: Selection, *by: str) -> str:
     """How much counters grow a second, summed over all but the labels `by`."""
-    return f"{_sum(by)} (rate({selected}[{RATE_INTERVAL}]))"
+    return f"{_sum(by)} ({selected.narrowed(f'rate({selected.text}[{RATE_INTERVAL}])')})"
 
 
-def total(selected: str, *by: str) -> str:
+def total(selected: Selection, *by: str) -> str:
     """Gauges, summed over all but the labels `by`."""
-    return f"{_sum(by)} ({selected})"
+    return f"{_sum(by)} ({selected.narrowed(selected.text)})"
 
 
 def share(part: str, whole: str) -> str:
@@ -41,7 +57,7 @@ def share(part: str, whole: str) -> str:
     return f"{part} / {whole}"
 
 
-def quantile(part: float, buckets: str, *by: str) -> str:
+def quantile(part: float, buckets: Selection, *by: str) -> str:
     """A quantile of a histogram's `_bucket` series, over all processes but for the labels `by`."""
     return f"histogram_quantile({part:g}, {rate(buckets, 'le', *by)})"
 
@@ -56,11 +72,14 @@ def _sum(by: Sequence[str]) -> str:
     return f"sum by ({', '.join(by)})" if by else "sum"
 
 
-def _select(family: Family, suffix: str, scope: dict[str, str], labels: dict[str, str]) -> str:
+def _select(family: Family, suffix: str, labels: dict[str, str]) -> str:
     known = {*family.labels, *_PROCESS_LABELS}
     if unknown := labels.keys() - known:
         raise ValueError(f"{family.full_name} has no label {', '.join(sorted(unknown))}")
     if bool(suffix) is not (family.kind is Kind.HISTOGRAM):
         raise ValueError(f"{family.full_name} is a {family.kind}: it has no series {suffix or 'of that very name'}")
-    matchers = ",".join(f'{name}=~"{value}"' for name, value in {**scope, **labels}.items())
+    matchers = ",".join(f'{name}=~"{value}"' for name, value in {**_SCOPE, **labels}.items())
     return f"{family.full_name}{suffix}{{{matchers}}}"
+
+
+_ROLES = _select(f.WORKER_INFO, "", {"role": "$role"})

@@ -1,12 +1,14 @@
 """How are workers, their KV pages and their hardware?"""
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
-from deploy.dashboards.promql import of_workers, rate, series, share, total
+from deploy.dashboards.promql import Selection, of_workers, rate, series, share, total
 from telemetry import families as f
 from telemetry.family import Family
 
-_PROCESSES = '{namespace=~"$namespace",model=~"$model",worker!=""}'
-"""Of every process of a cluster; Prometheus' own have no `worker`."""
+
+def _process(name: str) -> Selection:
+    """Of every process of a cluster; Prometheus' own have no `worker`."""
+    return Selection(f'{name}{{namespace=~"$namespace",model=~"$model",worker!=""}}')
 
 
 def _rates(title: str, unit: Unit, family: Family, about: str = "") -> Panel:
@@ -55,7 +57,7 @@ _LIFE = Row(
         Panel(
             "What they are",
             Unit.NUMBER,
-            (Query(total(of_workers(f.WORKER_INFO), "worker", "role", "device", "dtype")),),
+            (Query(total(series(f.WORKER_INFO, role="$role"), "worker", "role", "device", "dtype")),),
             kind=Kind.TABLE,
             width=9,
         ),
@@ -203,19 +205,19 @@ _HOSTS = Row(
         Panel(
             "CPU",
             Unit.NUMBER,
-            (Query(rate(f"process_cpu_seconds_total{_PROCESSES}", "worker"), "{{worker}}"),),
+            (Query(rate(_process("process_cpu_seconds_total"), "worker"), "{{worker}}"),),
             "Cores in use.",
         ),
         Panel(
             "Memory",
             Unit.BYTES,
-            (Query(total(f"process_resident_memory_bytes{_PROCESSES}", "worker"), "{{worker}}"),),
+            (Query(total(_process("process_resident_memory_bytes"), "worker"), "{{worker}}"),),
             "Resident, shared pages included.",
         ),
         Panel(
             "Open files",
             Unit.NUMBER,
-            (Query(total(f"process_open_fds{_PROCESSES}", "worker"), "{{worker}}"),),
+            (Query(total(_process("process_open_fds"), "worker"), "{{worker}}"),),
         ),
     ),
 )

@@ -153,13 +153,13 @@ def test_the_router_judges_what_clients_saw(running_cluster: Callable[..., Any])
 def test_gauges_make_sense(traffic: Traffic) -> None:
     after, cluster = traffic.after, traffic.cluster
     for member in cluster.members():
-        me = {"worker": member.worker_id, "role": member.role}
+        me = {"worker": member.worker_id}
         pages = after.total("kv_pages", **me) - after.total("kv_pages", state="promised", **me)
         assert pages == member.pages_total
         assert 0 < after.total("model_bandwidth_utilization_ratio", **me) < 10
         assert 0 < after.total("model_flops_utilization_ratio", **me) < 10
-        assert after.total("worker_ready", **me) == after.total("process_up", **me) == 1
-        assert after.total("worker_info", device=member.device, dtype="float32", **me) == 1
+        assert after.total("worker_ready", **me) == after.total("process_up", role=member.role, **me) == 1
+        assert after.total("worker_info", role=member.role, device=member.device, dtype="float32", **me) == 1
         assert after.total("kv_transport_info", **me) == 1
         assert after.total("engine_graph_steps_total", graph="hit", **me) == 0
     assert all(labels["transport"].startswith("UCX write") for labels, _ in after.samples["tandem_kv_transport_info"])

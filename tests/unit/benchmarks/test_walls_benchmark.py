@@ -79,9 +79,9 @@ class Cluster:
         """How many requests the router tells of at each scrape."""
         self.running = running
         self.seconds = 0.0
-        self.router = Board(lambda: {"model": "m", "role": "router", "worker": "router"})
+        self.router = Board({"model": "m", "role": "router", "worker": "router"})
         self.router.read(lambda: {f.REQUESTS_RUNNING: self.running.pop(0)})
-        self.worker = Board(lambda: {"model": "m", "role": "decode", "worker": "decode-0"})
+        self.worker = Board({"model": "m", "worker": "decode-0"})
         self.worker.read(
             lambda: {
                 f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_BANDWIDTH: 1e12,

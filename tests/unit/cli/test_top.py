@@ -23,13 +23,13 @@ class Cluster:
     """A router, a prefill worker that is down and a decode worker with a slow wire, two seconds apart."""
 
     def __init__(self) -> None:
-        self.router = Board(lambda: {"model": "llama", "role": "router", "worker": "router"})
-        self.decode = Board(lambda: {"model": "llama", "role": "decode", "worker": "decode-0"})
-        self.controller = Board(lambda: {"model": "llama", "role": "controller", "worker": "controller"})
+        self.router = Board({"model": "llama", "role": "router", "worker": "router"})
+        self.decode = Board({"model": "llama", "worker": "decode-0"})
+        self.controller = Board({"model": "llama", "worker": "controller"})
         up = {("router", "router"): 1.0, ("prefill", "prefill-0"): 0.0, ("decode", "decode-0"): 1.0}
-        restarts = {("router", "router"): 0.0, ("prefill", "prefill-0"): 3.0, ("decode", "decode-0"): 0.0}
+        restarts = {("router",): 0.0, ("prefill-0",): 3.0, ("decode-0",): 0.0}
         self.controller.read(
-            lambda: {f.PROCESS_UP: up, f.PROCESS_RESTARTS: restarts, f.TARGET_UP: {("decode", "decode-0"): 1.0}}
+            lambda: {f.PROCESS_UP: up, f.PROCESS_RESTARTS: restarts, f.TARGET_UP: {("decode-0",): 1.0}}
         )
         self.router.read(lambda: {f.REQUESTS_RUNNING: 5, f.REQUESTS_WAITING: 2, f.GOODPUT: {("quick",): 1.25}})
         self.decode.read(

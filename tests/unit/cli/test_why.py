@@ -20,16 +20,16 @@ class Cluster:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.router = Board(lambda: {"model": "llama", "role": "router", "worker": "router"})
+        self.router = Board({"model": "llama", "role": "router", "worker": "router"})
         self.router.read(lambda: {f.REQUESTS_WAITING: 3})
-        self.busy = Board(lambda: {"model": "llama", "role": "both", "worker": "worker-0"})
+        self.busy = Board({"model": "llama", "worker": "worker-0"})
         self.busy.read(
             lambda: {
                 f.WORKER_READY: 1, f.STEP_BUSY: self.seconds, f.STEP_BYTES: 8e11 * self.seconds, f.DEVICE_FLOPS: 1e14,
                 f.STEP_FLOPS: 1e13 * self.seconds, f.DEVICE_BANDWIDTH: 1e12, f.BATCH_LIMIT: 64, f.KV_USAGE: 0.5,
             }
         )  # fmt: skip
-        self.silent = Board(lambda: {"model": "llama", "role": "both", "worker": "worker-1"})
+        self.silent = Board({"model": "llama", "worker": "worker-1"})
         self.silent.read(lambda: {f.WORKER_READY: 0})
 
     async def scrape(self, _address: str, _key: str) -> Scrape:
@@ -53,7 +53,7 @@ async def test_a_row_for_each_worker() -> None:
 async def test_who_died_or_hangs_has_a_row() -> None:
     """The controller knows them, though they say nothing."""
     cluster, out = Cluster(), io.StringIO()
-    controller = Board(lambda: {"model": "llama"})
+    controller = Board({"model": "llama"})
     kept = {("router", "router"): 1.0, ("both", "worker-0"): 1.0, ("prefill", "dead"): 0.0, ("decode", "hung"): 1.0}
     controller.read(lambda: {f.PROCESS_UP: kept})
     text = merge(Exposition(board).render()[0].decode() for board in (cluster.router, cluster.busy, controller))

@@ -53,9 +53,9 @@ class Scene:
             WorkerInfo(PeerRef(f"w-{n}", 1), role, "a:1", FACTS, 10**6, 16, 1000, 900, "cpu", "fake", duty=Duty(role))
             for n, role in enumerate(roles)
         ]
-        self.router = Board(lambda: {"model": "m", "role": "router", "worker": "router"})
+        self.router = Board({"model": "m", "role": "router", "worker": "router"})
         self.boards = [self.router, *(self._board(info) for info in self.workers)]
-        self.own = Board(lambda: {"model": "m", "role": "controller", "worker": "controller"})
+        self.own = Board({"model": "m", "worker": "controller"})
         self.planning = Planning(
             config,
             DEFAULT_CLASSES,
@@ -67,7 +67,7 @@ class Scene:
         self.planning.tell(self.own)
 
     def _board(self, info: WorkerInfo) -> Board:
-        board = Board(lambda: {"model": "m", "role": info.role.value, "worker": info.peer.worker_id})
+        board = Board({"model": "m", "worker": info.peer.worker_id})
         board.read(lambda: step_costs(COST))
         return board
 

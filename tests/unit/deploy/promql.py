@@ -10,8 +10,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from telemetry.families import FAMILIES
 from telemetry.family import Kind
 
-PROCESS = {"namespace", "model", "role", "worker"}
+PROCESS = {"namespace", "model", "worker"}
 """Labels of every series; `namespace` and what discovery adds come with the scrape."""
+ROUTER = PROCESS | {"role"}
+"""Labels of a router's; a worker's role is in a series of its own."""
 DCGM_LABELS = {"Hostname", "gpu"}
 _WORDS = {"by", "without", "on", "ignoring", "group_left", "group_right", "and", "or", "unless", "bool", "offset"}
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -24,7 +26,7 @@ def known() -> dict[str, set[str]]:
     """Every series that a cluster exports, and the labels it has."""
     found = {}
     for family in FAMILIES:
-        labels = {*PROCESS, *family.labels}
+        labels = {*ROUTER, *family.labels}
         if family.kind is Kind.HISTOGRAM:
             found[f"{family.full_name}_bucket"] = labels | {"le"}
             found[f"{family.full_name}_count"] = found[f"{family.full_name}_sum"] = labels

@@ -53,7 +53,7 @@ def test_cases_play_series_that_are_exported() -> None:
         for each in case["input_series"]:
             assert strangers(each["series"], have) == [], each["series"]
             (labels,) = re.findall(r"\{.*\}", each["series"])
-            assert {"namespace", "model", "role", "worker"} <= set(re.findall(r"(\w+)=", labels)), each["series"]
+            assert {"namespace", "model", "worker"} <= set(re.findall(r"(\w+)=", labels)), each["series"]
 
 
 def test_each_alert_is_complete() -> None:

@@ -40,8 +40,9 @@ class Cluster:
         self.router.watch(lambda: 0, lambda: 3)
 
     def _board(self, name: str) -> Board:
-        board = Board(lambda: {"model": "m", "role": name.partition("-")[0], "worker": name})
+        board = Board({"model": "m", "worker": name})
         board.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
+        board.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
         board.read(lambda: step_costs(self.cost))
         return board
 

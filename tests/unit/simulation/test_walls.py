@@ -69,7 +69,7 @@ class Stage:
         """What was scraped of the real metrics."""
         cluster = self.cluster()
         boards = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
-        router = Board(lambda: {"model": "model", "role": "router", "worker": "router"})
+        router = Board({"model": "model", "role": "router", "worker": "router"})
         router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.binder)})
         scrapes: list[Scrape] = []
 
@@ -86,8 +86,7 @@ class Stage:
 
 def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
     """The metrics of a real worker, told by a simulated one."""
-    role = worker.spec.config.role.value
-    metrics = WorkerMetrics("model", worker.peer.worker_id, lambda: role, Utilization(roofline))
+    metrics = WorkerMetrics("model", worker.peer.worker_id, Utilization(roofline))
     finish: Callable[[int, Any], None] = worker._finish
     truth = StepCost(worker.spec.device.truth)
     tell, reserve = worker.tell, worker.reserve

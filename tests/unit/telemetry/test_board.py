@@ -30,7 +30,7 @@ SURFACE = (
 
 def full_board() -> Board:
     """A cell of every family."""
-    board = Board(lambda: LABELS)
+    board = Board(LABELS)
     for family in f.FAMILIES:
         values = [f"a {label}" for label in family.labels]
         if family.kind is Kind.COUNTER:
@@ -77,7 +77,7 @@ def test_prometheus_reads_every_family(accept: str) -> None:
 
 def test_where_observations_go() -> None:
     """A value on a bound belongs below it, one beyond all bounds to the last bucket."""
-    board = Board(lambda: LABELS)
+    board = Board(LABELS)
     family = histogram("h_seconds", "H.", (1.0, 2.0))
     spread = board.spread(family)
     for value, times in ((1.0, 1), (1.5, 3), (2.0, 1), (9.0, 2)):
@@ -89,18 +89,8 @@ def test_where_observations_go() -> None:
     assert board.spread(family) is spread
 
 
-def test_labels_are_asked_for_at_each_scrape() -> None:
-    role = {"role": "prefill"}
-    board = Board(lambda: role)
-    board.count(f.PREEMPTIONS)
-    exposition = Exposition(board)
-    assert 'role="prefill"' in exposition.render()[0].decode()
-    role["role"] = "decode"
-    assert 'role="prefill"' not in exposition.render()[0].decode()
-
-
 def test_a_cell_must_fit_its_family() -> None:
-    board = Board(lambda: LABELS)
+    board = Board(LABELS)
     for family, values in (
         (f.PREEMPTIONS, ("x",)),
         (f.KV_USAGE, ()),
@@ -115,7 +105,7 @@ def test_several_processes_as_one() -> None:
     """Each family's head once, all series behind it; what only one process has is there, too."""
 
     def text(worker: str, *families: Family) -> str:
-        board = Board(lambda: {"worker": worker})
+        board = Board({"worker": worker})
         board.read(lambda: dict.fromkeys(families, 1.0))
         return Exposition(board).render()[0].decode()
 

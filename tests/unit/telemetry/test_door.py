@@ -13,7 +13,7 @@ from wire.errors import FailedPrecondition, Unavailable
 
 
 def pages() -> dict[str, object]:
-    board = Board(lambda: {"worker": "w"})
+    board = Board({"worker": "w"})
     board.count(f.PREEMPTIONS).add(3)
     return {METRICS_PATH: metrics_page(Exposition(board))}
 

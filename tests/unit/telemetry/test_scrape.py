@@ -10,7 +10,7 @@ from telemetry.scrape import Scrape, Stretch
 
 def scrapes(*fill: tuple[float, ...]) -> Stretch:
     """Two moments, 2 s apart, of a process that saw these values by then, after those of the first."""
-    board = Board(lambda: {"worker": "w"})
+    board = Board({"worker": "w"})
     spread, count = board.spread(f.INTER_TOKEN_LATENCY), board.count(f.SLO_MISSED, "a", "queue")
     found = []
     for at, values in enumerate(fill):

@@ -1,15 +1,21 @@
 """What a worker counts: steps by what was in them, utilization of late, hand-overs, and facts of a running pair."""
 
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
 from costs.step_cost import StepWork, chunk_pairs
+from engine.graph_use import GraphUse
 from telemetry import families as f
+from telemetry.exposition import Exposition
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
-from wire.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams
+from wire.messages import Duty, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
 from wire.timeline import TransferStats
-from worker.metrics import Utilization, WorkerMetrics, worker_facts
+from worker.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 from worker.step_meter import StepMeter
 
 SIZES = ModelSizes(
@@ -22,7 +28,7 @@ PROMPT = StepWork(8, chunk_pairs(8, 4))
 
 @pytest.fixture
 def metrics() -> WorkerMetrics:
-    return WorkerMetrics("m", "decode-0", lambda: "decode", Utilization(ROOFLINE))
+    return WorkerMetrics("m", "decode-0", Utilization(ROOFLINE))
 
 
 def test_what_a_step_reads_and_computes() -> None:
@@ -118,7 +124,24 @@ async def test_a_running_pair() -> None:
         assert board.count(f.STEP_TOKENS, "prefill").value == 40
         decoded = pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode")
         await until(lambda: decoded.value == 3)  # a step is counted behind its news
-        assert board.labels() == {"model": "fake", "role": "prefill", "worker": "prefill-0"}
+        assert board.labels == {"model": "fake", "worker": "prefill-0"}
+
+
+async def test_a_change_of_role_is_a_change_of_one_series() -> None:
+    async with WorkerPair() as pair:
+        worker = pair.prefill.worker
+        engine: Any = SimpleNamespace(device_name="cpu", facts=worker.facts, graph_use=GraphUse())
+        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
+        seen = []
+        for role in (Role.PREFILL, Role.BOTH):
+            worker.duty.assume(Duty(role), grace_s=0)
+            text = Exposition(worker.metrics.board).render()[0].decode()
+            series = {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+            seen.append(series)
+        left, came = seen[0] - seen[1], seen[1] - seen[0]
+        assert len(left) == len(came) == 1
+        assert 'role="prefill"' in next(iter(left))
+        assert 'role="both"' in next(iter(came))
 
 
 async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> None:

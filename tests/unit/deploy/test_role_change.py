@@ -1,0 +1,197 @@
+"""A worker that changes its role while it lives counts once in every panel: as much as one that never changed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.health import Health, Phase
+from cluster.metrics import ClusterMetrics
+from costs.roofline import Ceilings, ModelSizes, Roofline
+from deploy.dashboards.__main__ import DASHBOARDS, text_of
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.family import Family, Kind
+from tests.unit.deploy.promql import walk
+from tests.unit.deploy.test_rules import RULES, needs_promtool
+from worker.metrics import Utilization, WorkerMetrics, engine_facts
+
+MINUTES, CHANGE = 20, 10
+LOOKS = (6, 9, 10, 11, 12, 13, 18)
+WINDOW = "4m"
+HISTOGRAMS = tuple(each for each in f.FAMILIES if each.kind is Kind.HISTOGRAM)
+VALUES = {
+    "outcome": ("met", "failed"),
+    "state": ("free", "quarantined"),
+    "half": ("prefill", "decode"),
+    "phase": ("prefill", "decode"),
+    "graph": ("hit", "miss"),
+}
+WORKER, EVERYBODY, ROUTERS = "w-0", "prefill|decode|both", (f.REQUESTS_RUNNING, f.REQUESTS_WAITING)
+ROOFLINE = Roofline(ModelSizes(1, 2, 1, 1, 1), Ceilings(1e6, 1e5, 0.0))
+
+
+def changing(minute: int) -> str:
+    return "prefill" if minute < CHANGE else "decode"
+
+
+class World:
+    """One cluster, a namespace of its own, of which every family grows by the minute."""
+
+    def __init__(self, role: Callable[[int], str]) -> None:
+        self.minute, self.role = 0, role
+        graphs = SimpleNamespace(hits=0, misses=0, padded_tokens=0)
+        engine: Any = SimpleNamespace(device_name="cpu", facts=SimpleNamespace(dtype="float32"), graph_use=graphs)
+        self.worker = Board(WorkerMetrics("m", WORKER, Utilization(ROOFLINE)).board.labels)
+        self.worker.read(lambda: {f.WORKER_INFO: engine_facts(engine, lambda: role(self.minute))[f.WORKER_INFO]})
+        self.worker.read(self._everything)
+        router = Board({"model": "m", "role": "router", "worker": "router"})
+        router.read(lambda: dict.fromkeys(ROUTERS, 7.0 + self.minute))
+        health = Health(WORKER, Phase.SERVING, 1, 1, 2, "")
+        cluster = ClusterMetrics(
+            "m", "", frozenset(), lambda: [("prefill", health)], lambda: {WORKER: self.role(self.minute)}
+        )
+        cluster._answered[WORKER] = True
+        self.boards = (self.worker, router, cluster.board)
+
+    def scrapes(self, namespace: str) -> Iterator[dict[str, float]]:
+        """Series by their name and labels, minute by minute."""
+        for self.minute in range(MINUTES):
+            for number, family in enumerate(HISTOGRAMS, 1):
+                for cell in _cells(family):
+                    self.worker.spread(family, *cell).observe(family.buckets[1], number * (1 + self.minute))
+            text = merge(Exposition(board).render()[0].decode() for board in self.boards)
+            yield {
+                _series(sample.name, {"namespace": namespace, **sample.labels}): (
+                    3.0 * self.minute if sample.name.startswith("process_") else sample.value
+                )
+                for metric in text_string_to_metric_families(text)
+                for sample in metric.samples
+            }
+
+    @property
+    def grown(self) -> float:
+        """Growth that grows: where something is extrapolated, it is seen."""
+        return float((1 + self.minute) ** 2)
+
+    def _everything(self) -> dict[Family, dict[tuple[str, ...], float]]:
+        told = {f.WORKER_INFO, f.PROCESS_UP, f.PROCESS_RESTARTS, f.TARGET_UP}
+        plain = [each for each in f.FAMILIES if each not in {*HISTOGRAMS, *told}]
+        return {family: dict.fromkeys(_cells(family), 5.0 + n * self.grown) for n, family in enumerate(plain)}
+
+
+class Changing(UserDict[str, str]):
+    """Labels with the role among them, asked for at each scrape."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.worker.labels, role="")
+        self.world = world
+
+    def __getitem__(self, name: str) -> str:
+        return self.world.role(self.world.minute) if name == "role" else super().__getitem__(name)
+
+
+def _cells(family: Family) -> list[tuple[str, ...]]:
+    return list(product(*(VALUES.get(label, (f"a {label}",)) for label in family.labels)))
+
+
+def _series(name: str, labels: dict[str, str]) -> str:
+    return name + "{" + ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(labels.items())) + "}"
+
+
+def played(namespace: str, role: Callable[[int], str]) -> list[dict[str, str]]:
+    """As promtool plays them: what a scrape has not is stale."""
+    scrapes = list(World(role).scrapes(namespace))
+    names = dict.fromkeys(name for scrape in scrapes for name in scrape)
+    return [{"series": name, "values": " ".join(_points(name, scrapes))} for name in names]
+
+
+def _points(name: str, scrapes: list[dict[str, float]]) -> Iterator[str]:
+    for before, now in zip([{}, *scrapes], scrapes, strict=False):
+        yield str(now[name]) if name in now else "stale" if name in before else "_"
+
+
+def expressions() -> list[str]:
+    asked = {
+        target["expr"]
+        for each in DASHBOARDS
+        for panel in walk(json.loads(text_of(each))["panels"])
+        for target in panel["targets"]
+    }
+    return sorted(each for each in asked if "DCGM_" not in each and "slo_burn" not in each)
+
+
+def _of(expression: str, namespace: str, role: str) -> str:
+    chosen = {"$__rate_interval": WINDOW, "$namespace": namespace, "$model": ".*", "$role": role}
+    for variable, value in chosen.items():
+        expression = expression.replace(variable, value)
+    return f"sum({expression})"
+
+
+def questions() -> Iterator[dict[str, Any]]:
+    """Both clusters' panels agree at every moment; of a role, from the moment on at which it is had."""
+    same, nothing = [{"labels": "{}", "value": 1}], []
+    for expression in expressions():
+        for role in (EVERYBODY, "decode"):
+            pair = [_of(expression, namespace, role) for namespace in ("changes", "stays")]
+            narrowed = role != EVERYBODY and "$role" in expression
+            yield from (
+                {
+                    "expr": f"abs({pair[0]} - {pair[1]}) < bool 1e-9",
+                    "eval_time": f"{minute}m",
+                    "exp_samples": nothing if narrowed and minute < CHANGE else same,
+                }
+                for minute in LOOKS
+            )
+
+
+def compare(folder: Path) -> str:
+    """What promtool finds wrong."""
+    series = [*played("changes", changing), *played("stays", lambda _: "decode")]
+    case = {"interval": "1m", "input_series": series, "promql_expr_test": list(questions())}
+    (folder / "case.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
+    command = ["promtool", "test", "rules", str(folder / "case.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode == 0) is ("FAILED" not in done.stdout + done.stderr)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@needs_promtool
+def test_panels_count_it_once(tmp_path: Path) -> None:
+    assert len(expressions()) > 60
+    assert not compare(tmp_path)
+
+
+@needs_promtool
+def test_a_label_that_changes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = World.__init__
+
+    def with_role(self: World, role: Callable[[int], str]) -> None:
+        made(self, role)
+        self.worker.labels = Changing(self)
+
+    monkeypatch.setattr(World, "__init__", with_role)
+    assert "rate(tandem_engine_busy_seconds_total" in compare(tmp_path)
+
+
+def test_rules_and_panels_ask_for_roles_where_they_are_told() -> None:
+    """A `role` in any other selector would miss all series of workers."""
+    asked = [
+        *expressions(),
+        *(rule["expr"] for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]),
+    ]
+    for expression in asked:
+        for name, role in re.findall(r'(\w+)\{[^}]*\brole=~?"([^"]*)"', expression):
+            assert role == "router" or name in {f.WORKER_INFO.full_name, f.PROCESS_UP.full_name}, expression
