@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from cli.client import Answer
+from wire.spans import Phase, last_try, seconds_by_phase, spans_of
 from wire.timeline import Edge, Timeline
 
 
@@ -18,16 +19,25 @@ class Row:
 
 
 def timeline_rows(answer: Answer) -> list[Row]:
-    """Queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for what did not happen."""
+    """Queue, prefill, transfer, first token, hand-over, inter-token, rate and total; "-" for what did not happen.
+
+    Phases are over all tries, the transfer is the last one's.
+    """
     timeline, tokens = answer.timeline, answer.completion_tokens
+    took, last = seconds_by_phase(spans_of(timeline)), last_try(timeline)
     after_first = timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED)
     gap = after_first / (tokens - 1) if after_first is not None and tokens > 1 else None
     return [
-        Row("queue", _ms(_queue_s(timeline)), "router and prefill worker, until the first chunk begins"),
-        Row("prefill", _ms(timeline.seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)), _prefill_note(answer)),
-        Row("transfer", _ms(_transfer_s(timeline)), _transfer_note(timeline)),
+        Row("queue", _ms(took.get(Phase.QUEUE)), "router and prefill worker, until the first chunk begins"),
+        Row("prefill", _ms(took.get(Phase.PREFILL)), _prefill_note(answer)),
+        Row("transfer", _ms(_transfer_s(last)), _transfer_note(last)),
         Row("first token", _ms(timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)), "from the request's arrival"),
-        Row("hand-over", _ms(timeline.seconds(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED)), _decode_note(timeline)),
+        Row("hand-over", _ms(took.get(Phase.TRANSFER)), _decode_note(timeline)),
+        *(
+            [Row("stall", _ms(took[Phase.STALL]), "workers were silent, until others took over")]
+            if Phase.STALL in took
+            else ()
+        ),
         Row("inter-token", _ms(gap), "mean"),
         Row("rate", "-" if not gap else f"{1 / gap:.1f} tokens/s", f"{tokens} tokens"),
         Row("total", _ms(timeline.seconds(Edge.RECEIVED, Edge.FINISHED)), ""),
@@ -45,10 +55,6 @@ def timeline_table(answer: Answer) -> Table:
     return table
 
 
-def _queue_s(timeline: Timeline) -> float | None:
-    return timeline.seconds(Edge.RECEIVED, Edge.PREFILL_STARTED)
-
-
 def _transfer_s(timeline: Timeline) -> float | None:
     if timeline.transfer is not None:
         return timeline.transfer.duration_nanos / 1e9
@@ -56,7 +62,7 @@ def _transfer_s(timeline: Timeline) -> float | None:
 
 
 def _prefill_note(answer: Answer) -> str:
-    seconds = answer.timeline.seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
+    seconds = last_try(answer.timeline).seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED)
     rate = f", {answer.prompt_tokens / seconds:.0f} tokens/s" if seconds else ""
     where = f" on {answer.timeline.prefill_worker}" if answer.timeline.prefill_worker else ""
     return f"{answer.prompt_tokens} tokens{rate}{where}"

@@ -17,6 +17,7 @@ _LATENCIES = (
     ("  prefill", f.PREFILL_TIME),
     ("  transfer", f.TRANSFER_TIME),
     ("  decode", f.DECODE_TIME),
+    ("  stall", f.STALL_TIME),
 )
 _OUTCOMES = ("met", "missed_ttft", "missed_itl", "shed", "failed")
 

@@ -8,11 +8,17 @@ from rich.table import Table
 from rich.text import Text
 
 from wire.request_trace import RequestTrace
-from wire.spans import Phase, spans_of
+from wire.spans import Phase, last_try, seconds_by_phase, spans_of
 from wire.timeline import Edge
 
 _BAR_COLUMNS = 60
-_COLORS = {Phase.QUEUE: "yellow", Phase.PREFILL: "cyan", Phase.TRANSFER: "magenta", Phase.DECODE: "green"}
+_COLORS = {
+    Phase.QUEUE: "yellow",
+    Phase.PREFILL: "cyan",
+    Phase.TRANSFER: "magenta",
+    Phase.DECODE: "green",
+    Phase.STALL: "red",
+}
 _NONE = "-"
 
 
@@ -38,9 +44,7 @@ def listed(traces: list[RequestTrace]) -> Table:
     for column in (*left, "total ms", "first token ms", *Phase, "prompt", "answer"):
         table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
     for trace in traces:
-        took = dict.fromkeys(Phase, 0.0)
-        for span in spans_of(trace.timeline):
-            took[span.phase] += span.seconds
+        took = seconds_by_phase(spans_of(trace.timeline))
         table.add_row(
             Text(trace.request_id),
             _clock(trace),
@@ -48,7 +52,7 @@ def listed(traces: list[RequestTrace]) -> Table:
             trace.outcome,
             _ms(trace.seconds),
             _ms(trace.ttft_s),
-            *(_ms(seconds) for seconds in took.values()),
+            *(_ms(took.get(phase, 0.0)) for phase in Phase),
             str(trace.prompt_tokens),
             str(trace.completion_tokens),
         )
@@ -70,7 +74,8 @@ def _head(trace: RequestTrace) -> Text:
 
 def _notes(trace: RequestTrace) -> list[Text]:
     lines = [f"first token after {_ms(trace.ttft_s)} ms" if trace.ttft_s is not None else "no token left the router"]
-    moved, timeline = trace.timeline.transfer, trace.timeline
+    timeline = last_try(trace.timeline)
+    moved = timeline.transfer
     if moved is not None:
         ahead = timeline.seconds(Edge.TRANSFER_STARTED, Edge.PREFILL_FINISHED)
         overlap = f", from {_ms(ahead)} ms before the prompt's end" if ahead is not None and ahead > 0 else ""

@@ -16,6 +16,7 @@ from router.request import RoutedRequest
 from wire.errors import DeadlineExceeded, RoleClosed, StaleEpoch, TandemError, TransferFailed, Unavailable
 from wire.logs import about
 from wire.messages import FinishReason
+from wire.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class RequestEnds:
         """
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
+        request.note_silence(time.monotonic())
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
@@ -102,6 +104,8 @@ class RequestEnds:
     def requeue(self, request: RoutedRequest) -> None:
         """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
         self._leave_workers(request)
+        request.edges.append(EdgeStamp.now(Edge.REQUEUED))
+        request.transfer = None
         request.attempt += 1
         request.preempted_at = None
         request.assembler.restart()

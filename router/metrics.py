@@ -13,14 +13,13 @@ from router.foresight import PlacementRecord
 from router.goodput import Goodput
 from router.refusal import Refusal, reason_of
 from router.request import RoutedRequest
-from router.slo import SloClass
 from router.trace_book import Exemplars, TraceBook
 from router.verdict import SHED, Outcome, PhaseTimes, Verdict, failed, judge
 from telemetry import families as f
 from telemetry.board import Board
 from wire.errors import ResourceExhausted, TandemError
 from wire.messages import FinishReason
-from wire.spans import Phase
+from wire.spans import Phase, Span, spans_of
 from wire.timeline import Edge, EdgeStamp
 
 _ROLE = "router"
@@ -42,7 +41,7 @@ class RouterMetrics:
         self._tpot = board.spread(f.TIME_PER_OUTPUT_TOKEN)
         self._e2e = board.spread(f.E2E_REQUEST_LATENCY)
         self._phases = tuple(
-            board.spread(each) for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME)
+            board.spread(each) for each in (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
         )
         window_s = config.slow_window_s
         examples = (Exemplars(spread, window_s, clock) for spread in (self._ttft, self._e2e))
@@ -121,7 +120,8 @@ class RouterMetrics:
             return
         request.counted = True
         timeline = request.timeline()
-        times, pace = PhaseTimes.of(timeline), request.pace
+        spans, pace = spans_of(timeline), request.pace
+        times = PhaseTimes.of(spans)
         self.board.count(f.REQUEST_SUCCESS, reason.name.lower()).add()
         prompt = len(request.admitted.prompt_token_ids)
         self._prompt_tokens.add(prompt)
@@ -135,12 +135,13 @@ class RouterMetrics:
                 times.prefill_s,
                 times.transfer_s,
                 times.decode_s,
+                times.stall_s,
             ),
             strict=True,
         ):
             if seconds is not None:
                 spread.observe(seconds)
-        self._judge(request.admitted.slo, request, times)
+        self._judge(request, spans)
         self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
@@ -150,7 +151,7 @@ class RouterMetrics:
         request.counted = True
         request.edges.append(EdgeStamp.now(Edge.FINISHED))
         self.board.count(f.REQUEST_SUCCESS, FinishReason.ABORT.name.lower()).add()
-        self._judge(request.admitted.slo, request, PhaseTimes.of(request.timeline()), met_counts=False)
+        self._judge(request, spans_of(request.timeline()), met_counts=False)
         self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
 
     def failed(self, request: RoutedRequest, error: TandemError) -> None:
@@ -162,10 +163,11 @@ class RouterMetrics:
         self._count(request.admitted.slo.name, failed(request.timeline()))
         self.traces.add(request.trace(self._model, error.code), whole=False)
 
-    def _judge(self, slo: SloClass, request: RoutedRequest, times: PhaseTimes, *, met_counts: bool = True) -> None:
-        timeline = request.timeline()
+    def _judge(self, request: RoutedRequest, spans: tuple[Span, ...], *, met_counts: bool = True) -> None:
+        timeline, slo = request.timeline(), request.admitted.slo
         ttft_s = timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN if request.pace.tokens else Edge.FINISHED)
-        verdict = judge(slo, request.pace, ttft_s, times)
+        before_first = PhaseTimes.of(spans, timeline.at(Edge.FIRST_TOKEN))
+        verdict = judge(slo, request.pace, ttft_s, PhaseTimes.of(spans), before_first)
         if met_counts or verdict.outcome is not Outcome.MET:
             self._count(slo.name, verdict)
 

@@ -204,7 +204,7 @@ def _phase_attributes(span: Span, trace: RequestTrace) -> dict[str, AttributeVal
     if span.worker:
         found["tandem.worker"] = span.worker
     moved = trace.timeline.transfer
-    if span.phase is Phase.TRANSFER and moved is not None:
+    if span.phase is Phase.TRANSFER and span.worker and moved is not None:
         found |= {
             "tandem.transfer.bytes": moved.bytes,
             "tandem.transfer.pages": moved.pages,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,9 @@ from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 if TYPE_CHECKING:
     from router.answer_text import AnswerText
     from router.worker_link import WorkerLink
+
+SILENCE_S = 1e-3
+"""Workers that were heard of within that are not silent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +197,12 @@ class RoutedRequest:
     def token_ids(self) -> tuple[int, ...]:
         """These tokens."""
         return self.admitted.prompt_token_ids + self.assembler.first(self.answered)
+
+    def note_silence(self, now: float) -> None:
+        """Its workers are given up, at `now` of the monotonic clock: since when nothing was heard of them."""
+        silent_s = now - self.last_heard
+        if self.prefill is not None and silent_s > SILENCE_S:
+            self.edges.append(EdgeStamp(Edge.SILENT, time.time_ns() - int(silent_s * 1e9)))
 
     def timeline(self) -> Timeline:
         """Its edges until now."""

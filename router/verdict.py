@@ -7,11 +7,12 @@ many of them were too long.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from router.slo import SloClass
-from wire.spans import Phase
+from wire.spans import Phase, Span, last_try, seconds_by_phase
 from wire.timeline import Edge, Timeline
 
 
@@ -70,24 +71,19 @@ class TokenPace:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """How long a request was in each phase, in seconds; None = it never was. Each is by the clock of one process."""
+    """How long a request was in each phase, over all tries, in seconds; None = it never was."""
 
     queue_s: float | None
     prefill_s: float | None
     transfer_s: float | None
     decode_s: float | None
+    stall_s: float | None = None
 
     @classmethod
-    def of(cls, timeline: Timeline) -> PhaseTimes:
-        """Waiting at the router and in the prefill worker's line are one phase."""
-        placed = timeline.seconds(Edge.RECEIVED, Edge.PLACED)
-        in_line = timeline.seconds(Edge.PREFILL_QUEUED, Edge.PREFILL_STARTED)
-        return cls(
-            queue_s=None if placed is None else placed + (in_line or 0.0),
-            prefill_s=timeline.seconds(Edge.PREFILL_STARTED, Edge.PREFILL_FINISHED),
-            transfer_s=timeline.seconds(Edge.TRANSFER_STARTED, Edge.TRANSFER_FINISHED),
-            decode_s=timeline.seconds(Edge.FIRST_TOKEN, Edge.FINISHED),
-        )
+    def of(cls, spans: Iterable[Span], until: int | None = None) -> PhaseTimes:
+        """Of an ended request, as far as `until` in Unix nanoseconds; without, they add up to its latency."""
+        found = seconds_by_phase(spans, until)
+        return cls(*(found.get(phase) for phase in Phase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,21 +98,29 @@ MET = Verdict(Outcome.MET)
 SHED = Verdict(Outcome.SHED, Phase.QUEUE)
 
 
-def judge(slo: SloClass, pace: TokenPace, ttft_s: float | None, times: PhaseTimes) -> Verdict:
-    """Of an answer as far as it has come; `ttft_s` is how long it has waited where no token has come."""
+def judge(
+    slo: SloClass, pace: TokenPace, ttft_s: float | None, times: PhaseTimes, first: PhaseTimes | None = None
+) -> Verdict:
+    """Of an answer as far as it has come; `ttft_s` is how long it has waited where no token has come, `first` what
+    `times` are before its first token, if they differ.
+    """
+    first = first or times
     if ttft_s is not None and ttft_s > slo.ttft_s:
-        waited = (times.queue_s or 0.0) >= (times.prefill_s or 0.0)
-        return Verdict(Outcome.MISSED_TTFT, Phase.QUEUE if waited else Phase.PREFILL)
+        waits = {Phase.QUEUE: first.queue_s, Phase.STALL: first.stall_s, Phase.PREFILL: first.prefill_s}
+        return Verdict(Outcome.MISSED_TTFT, max(waits, key=lambda phase: waits[phase] or 0.0))
     allowed = pace.gaps - math.ceil(round(slo.itl_percent / 100 * pace.gaps, 6))
+    stalled = (times.stall_s or 0.0) - (first.stall_s or 0.0) > min(pace.target_s, slo.worst_gap_s)
     if pace.over > allowed or pace.worst_s > slo.worst_gap_s:
-        return Verdict(Outcome.MISSED_ITL, Phase.DECODE)
+        return Verdict(Outcome.MISSED_ITL, Phase.STALL if stalled else Phase.DECODE)
     if pace.over + pace.first_over > allowed or pace.first_gap_s > slo.worst_gap_s:
-        return Verdict(Outcome.MISSED_ITL, Phase.DECODE if times.transfer_s is None else Phase.TRANSFER)
+        handed = Phase.DECODE if times.transfer_s is None else Phase.TRANSFER
+        return Verdict(Outcome.MISSED_ITL, Phase.STALL if stalled else handed)
     return MET
 
 
 def failed(timeline: Timeline) -> Verdict:
-    """Of a request that ended with an error: the phase it was in."""
+    """Of a request that ended with an error: the phase that its last try was in."""
+    timeline = last_try(timeline)
     if timeline.at(Edge.PLACED) is None:
         return Verdict(Outcome.FAILED, Phase.QUEUE)
     if timeline.at(Edge.PREFILL_FINISHED) is None:

@@ -38,16 +38,20 @@ TIME_PER_OUTPUT_TOKEN = histogram(
     "request_time_per_output_token_seconds", "Mean gap between a finished request's tokens.", _ITL_S
 )
 E2E_REQUEST_LATENCY = histogram("e2e_request_latency_seconds", "From arrival to the end of a whole answer.", _REQUEST_S)
+# The phases of a request, as its spans: those of one request add up to what it took.
 QUEUE_TIME = histogram(
-    "request_queue_time_seconds", "From arrival to placement, and in the prefill worker's line.", _PHASE_S
+    "request_queue_time_seconds", "Until its first chunk, at the router and in the prefill worker's line.", _PHASE_S
 )
-PREFILL_TIME = histogram("request_prefill_time_seconds", "From a prompt's first chunk to its first token.", _PHASE_S)
+PREFILL_TIME = histogram("request_prefill_time_seconds", "From a prompt's first chunk to its last one's end.", _PHASE_S)
 TRANSFER_TIME = histogram(
     "request_transfer_time_seconds",
-    "From the first KV page that was sent to the last; earlier chunks' pages move while later ones are computed.",
+    "Of a hand-over: from the prompt's end to the decode worker's first step; what moves earlier costs nothing.",
     _PHASE_S,
 )
-DECODE_TIME = histogram("request_decode_time_seconds", "From the first token to the last, at the router.", _REQUEST_S)
+DECODE_TIME = histogram("request_decode_time_seconds", "From there, or the prompt's end, to the end.", _REQUEST_S)
+STALL_TIME = histogram(
+    "request_stall_time_seconds", "Of requests whose workers fell silent: until the router gave them up.", _PHASE_S
+)
 REQUEST_SUCCESS = counter("request_success_total", "Answers that ended well, by reason.", "finished_reason")
 REQUEST_FAILURES = counter("request_failures_total", "Admitted requests that ended with an error, by code.", "code")
 REQUEST_RETRIES = counter(

@@ -6,7 +6,7 @@ nothing.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from wire.timeline import Edge, EdgeStamp, Timeline
@@ -19,6 +19,8 @@ class Phase(StrEnum):
     PREFILL = "prefill"
     TRANSFER = "transfer"
     DECODE = "decode"
+    STALL = "stall"
+    """Nothing was heard of its workers, until they were given up."""
 
 
 _PREFILL_EDGES = (
@@ -63,13 +65,20 @@ class _Attempt:
     def add(self, stamp: EdgeStamp) -> None:
         self.at.setdefault(stamp.edge, stamp.unix_nanos)
 
+    @property
+    def began(self) -> int | None:
+        """By the router's clock; None of a request that never left the queue."""
+        return self.at.get(Edge.REQUEUED, self.at.get(Edge.PLACED))
+
     def settle(self, end: int) -> None:
         """Move what workers saw between what the router knows; it was over at `end`."""
+        end = min(end, self.at.get(Edge.SILENT, end))
         reserved = max((self.at[edge] for edge in (Edge.PLACED, Edge.RESERVED) if edge in self.at), default=0)
         seen = [self.at[edge] for edge in _PREFILL_EDGES if edge in self.at]
         if seen:
             # The token leaves the router soon after the prompt is computed: the nearest bound there is.
             token = self.at.get(Edge.FIRST_TOKEN, end)
+            token = end if token < reserved else token  # of the try before
             late = min(seen[-1] - token, seen[0] - reserved)
             self._move((*_PREFILL_EDGES, *_TRANSFER_EDGES), max(reserved - seen[0], 0) or -max(late, 0))
         seen = [self.at[edge] for edge in _DECODE_EDGES if edge in self.at]
@@ -81,11 +90,13 @@ class _Attempt:
         """Its phases, each with its beginning."""
         moved = any(edge in self.at for edge in _TRANSFER_EDGES)
         for edge, phase in (
+            (Edge.REQUEUED, Phase.QUEUE),
             (Edge.PLACED, Phase.QUEUE),
             (Edge.PREFILL_STARTED, Phase.PREFILL),
             (Edge.PREFILL_FINISHED, Phase.TRANSFER if moved else Phase.DECODE),
             (Edge.DECODE_STARTED, Phase.DECODE),
             (Edge.PREEMPTED, Phase.QUEUE),
+            (Edge.SILENT, Phase.STALL),
         ):
             if edge in self.at:
                 yield self.at[edge], phase
@@ -97,8 +108,8 @@ class _Attempt:
 
 
 def spans_of(timeline: Timeline) -> tuple[Span, ...]:
-    """From RECEIVED to FINISHED, in order; () of a request that has not ended. Where several tries were made, time
-    until the next one begins counts to what the failed one was at, as far as its workers have told.
+    """From RECEIVED to FINISHED, in order; () of a request that has not ended. Where several tries were made, each has
+    its phases, and ends with its workers' silence or with what they were at when they gave it up.
     """
     begin, end = timeline.at(Edge.RECEIVED), timeline.at(Edge.FINISHED)
     if begin is None or end is None:
@@ -106,17 +117,33 @@ def spans_of(timeline: Timeline) -> tuple[Span, ...]:
     attempts = _attempts(timeline.edges)
     marks: list[tuple[int, Phase, int]] = [(begin, Phase.QUEUE, 1)]
     for number, attempt in enumerate(attempts, 1):
-        later = attempts[number].at.get(Edge.PLACED, end) if number < len(attempts) else end
-        attempt.settle(later)
+        later = attempts[number].began if number < len(attempts) else None
+        attempt.settle(end if later is None else later)
         marks.extend((max(begin, min(nanos, end)), phase, number) for nanos, phase in attempt.marks())
     return tuple(_spans(marks, end, len(attempts), timeline))
 
 
+def seconds_by_phase(spans: Iterable[Span], until: int | None = None) -> dict[Phase, float]:
+    """How long it was in each phase that it was in, as far as `until` in Unix nanoseconds; else to its end."""
+    found: dict[Phase, float] = {}
+    for span in spans:
+        end = span.end_nanos if until is None else min(until, span.end_nanos)
+        if end > span.begin_nanos:
+            found[span.phase] = found.get(span.phase, 0.0) + (end - span.begin_nanos) / 1e9
+    return found
+
+
+def last_try(timeline: Timeline) -> Timeline:
+    """What was seen since it last went back to the queue, all of it if it never did."""
+    begun = [place for place, stamp in enumerate(timeline.edges) if stamp.edge is Edge.REQUEUED]
+    return replace(timeline, edges=timeline.edges[begun[-1] :]) if begun else timeline
+
+
 def _attempts(edges: Iterable[EdgeStamp]) -> list[_Attempt]:
-    """Each begins where the request was placed; what came before is of the first."""
+    """Each but the first begins where the request went back to the queue."""
     attempts = [_Attempt()]
     for stamp in edges:
-        if stamp.edge is Edge.PLACED and Edge.PLACED in attempts[-1].at:
+        if stamp.edge is Edge.REQUEUED:
             attempts.append(_Attempt())
         attempts[-1].add(stamp)
     return attempts

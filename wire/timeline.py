@@ -12,7 +12,8 @@ from enum import IntEnum
 class Edge(IntEnum):
     """An edge, numbered as in `tandem.v1.Edge`; the order is that of a disaggregated request, up to FINISHED.
 
-    From LAST_PAGES_POSTED on they are the parts of a hand-over: between PREFILL_FINISHED and DECODE_ADMITTED.
+    From LAST_PAGES_POSTED on they are the parts of a hand-over: between PREFILL_FINISHED and DECODE_ADMITTED. The last
+    two end a try with some workers: what comes behind them is of the next one.
     """
 
     RECEIVED = 1
@@ -34,6 +35,8 @@ class Edge(IntEnum):
     NOTICE_POSTED = 17
     NOTICE_SEEN = 18
     KV_CHECKED = 19
+    SILENT = 20
+    REQUEUED = 21
 
 
 @dataclass(frozen=True, slots=True)

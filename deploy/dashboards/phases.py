@@ -5,7 +5,13 @@ from deploy.dashboards.promql import Selection, mean, of_workers, quantile, rate
 from telemetry import families as f
 from telemetry.family import Family
 
-_PHASES = {"queue": f.QUEUE_TIME, "prefill": f.PREFILL_TIME, "transfer": f.TRANSFER_TIME, "decode": f.DECODE_TIME}
+_PHASES = {
+    "queue": f.QUEUE_TIME,
+    "prefill": f.PREFILL_TIME,
+    "transfer": f.TRANSFER_TIME,
+    "decode": f.DECODE_TIME,
+    "stall": f.STALL_TIME,
+}
 
 
 def _spread(title: str, buckets: Selection, about: str, unit: Unit = Unit.SECONDS) -> Panel:
@@ -21,14 +27,16 @@ def _by_worker(title: str, unit: Unit, expression: str, about: str = "") -> Pane
     return Panel(title, unit, (Query(expression, "{{worker}}"),), about, width=6)
 
 
+_ENDED = rate(series(f.E2E_REQUEST_LATENCY, "_count"))
+
 _WAY = Row(
     "The whole way",
     (
         Panel(
             "Mean time in each phase",
             Unit.SECONDS,
-            tuple(Query(mean(family), name) for name, family in _PHASES.items()),
-            "Of requests that ended. Transfer overlaps with prefill where a prompt has several chunks.",
+            tuple(Query(share(rate(series(family, "_sum")), _ENDED), name) for name, family in _PHASES.items()),
+            "Of whole answers; together they are their latency. Stall: workers fell silent, until others took over.",
             width=12,
             stacked=True,
         ),
@@ -81,7 +89,7 @@ _QUEUE = Row(
 _PREFILL = Row(
     "2. Prefill",
     (
-        _phase("Prompts", f.PREFILL_TIME, "From a prompt's first chunk to its first token."),
+        _phase("Prompts", f.PREFILL_TIME, "From a prompt's first chunk to its last one's end."),
         _spread(
             "Steps with prompts in them",
             of_workers(f.STEP_SECONDS, "_bucket", phase="prefill|mixed"),
@@ -104,6 +112,7 @@ _PREFILL = Row(
 _TRANSFER = Row(
     "3. Transfer",
     (
+        _phase("What hand-overs cost", f.TRANSFER_TIME, "From a prompt's end to the decode worker's first step."),
         _spread("Hand-overs", of_workers(f.TRANSFER_SECONDS, "_bucket"), "All writes of a prompt together."),
         _by_worker("KV handed over", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
         _spread(
@@ -144,7 +153,7 @@ _TRANSFER = Row(
 _DECODE = Row(
     "4. Decode",
     (
-        _phase("Answers", f.DECODE_TIME, "From the first token to the last, at the router."),
+        _phase("Answers", f.DECODE_TIME, "From the decode worker's first step to the end."),
         _spread("Decode steps", of_workers(f.STEP_SECONDS, "_bucket", phase="decode"), "Steps without prompts."),
         _by_worker(
             "Requests in a step", Unit.NUMBER, mean(f.STEP_DECODE_ROWS, "worker", of="workers"), "Of steps with any."

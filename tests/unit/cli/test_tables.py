@@ -62,7 +62,9 @@ def test_a_transfer_after_prefill_has_a_rate_and_long_times_are_seconds() -> Non
 def test_what_did_not_happen_is_a_dash() -> None:
     timeline = Timeline(stamps(RECEIVED=0, FIRST_TOKEN=9, FINISHED=9), None, "", "")
     rows = {row.name: row for row in timeline_rows(Answer("", FinishReason.STOP, 3, 1, timeline))}
-    assert {rows[name].figure for name in ("queue", "prefill", "transfer", "hand-over", "inter-token", "rate")} == {"-"}
+    assert rows["queue"].figure == "9.0 ms"
+    assert "stall" not in rows
+    assert {rows[name].figure for name in ("prefill", "transfer", "hand-over", "inter-token", "rate")} == {"-"}
     assert rows["transfer"].note == "no KV moved"
     assert rows["first token"].figure == "9.0 ms"
 

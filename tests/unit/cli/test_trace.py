@@ -4,6 +4,7 @@ import asyncio
 import io
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console, RenderableType
@@ -24,6 +25,7 @@ EDGES = {
     Edge.FIRST_TOKEN: 102, Edge.TRANSFER_FINISHED: 110, Edge.DECODE_ADMITTED: 111, Edge.DECODE_STARTED: 120,
     Edge.FINISHED: 400,
 }  # fmt: skip
+_ONCE = (Edge.RECEIVED, Edge.FIRST_TOKEN, Edge.FINISHED)
 TIMELINE = Timeline(
     tuple(EdgeStamp(edge, ARRIVED + at * MS) for edge, at in EDGES.items()),
     TransferStats(3_000_000, 6, "nixl", 12 * MS),
@@ -59,6 +61,22 @@ def test_a_request_is_drawn() -> None:
     ]
 
 
+def test_a_request_that_was_tried_again() -> None:
+    """What moved, and when, is the last try's; the first one's silence is a phase."""
+    later = {**EDGES, Edge.TRANSFER_STARTED: 70}
+    again = [EdgeStamp(edge, ARRIVED + (at + 1000) * MS) for edge, at in later.items() if edge not in _ONCE]
+    first = TIMELINE.edges[:-1]
+    lost = (EdgeStamp(Edge.SILENT, ARRIVED + 150 * MS), EdgeStamp(Edge.REQUEUED, ARRIVED + 1005 * MS))
+    edges = (*first, *lost, *again, EdgeStamp(Edge.FINISHED, ARRIVED + 1400 * MS))
+    _, _, *rest = lines(drawn(replace(TRACE, timeline=replace(TIMELINE, edges=edges))))
+    assert [(row[0], row[2].rstrip(")"), *row[3:5]) for row in rest[:8]] == [
+        ("queue", "1", "0.0", "20.0"), ("prefill", "1", "20.0", "80.0"), ("transfer", "1", "100.0", "20.0"),
+        ("decode", "1", "120.0", "30.0"), ("stall", "1", "150.0", "855.0"), ("queue", "2", "1005.0", "15.0"),
+        ("prefill", "2", "1020.0", "80.0"), ("transfer", "2", "1100.0", "20.0"),
+    ]  # fmt: skip
+    assert "from 30.0 ms before the prompt's end" in " ".join(rest[10])
+
+
 def test_bars_lie_on_one_axis() -> None:
     """Each begins where the one before it ends, and the last one ends at the edge."""
     out = io.StringIO()
@@ -74,7 +92,7 @@ def test_bars_lie_on_one_axis() -> None:
 def test_a_list_has_a_line_for_each() -> None:
     _, row = lines(listed([TRACE]))
     assert row[0] == "req[red]-1"
-    assert row[2:] == ["quick", "stop", "400.0", "102.0", "20.0", "80.0", "20.0", "280.0", "300", "28"]
+    assert row[2:] == ["quick", "stop", "400.0", "102.0", "20.0", "80.0", "20.0", "280.0", "0.0", "300", "28"]
 
 
 @pytest.fixture

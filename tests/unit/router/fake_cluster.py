@@ -88,6 +88,8 @@ class Switches:
     """Answer heartbeats as if no lease were held."""
     lease_s: float = 0.3
     """How long leases live without a heartbeat."""
+    mute: bool = False
+    """Tell routers nothing, as a process does that is stopped."""
     break_after: int | None = None
     """Drop the event stream once a request has this many tokens."""
 
@@ -304,7 +306,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def send(self, router_id: str, *events: RequestEvent) -> None:
         self.step += 1
-        if (queue := self.streams.get(router_id)) is not None:
+        if not self.switches.mute and (queue := self.streams.get(router_id)) is not None:
             queue.put_nowait(StepEvents(self.step, events, self.load))
 
     async def drop_streams(self) -> None:

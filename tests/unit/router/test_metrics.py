@@ -25,7 +25,7 @@ from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
 from wire.messages import FinishReason, SamplingParams
-from wire.spans import Phase
+from wire.spans import Phase, spans_of
 from wire.timeline import Edge, EdgeStamp, Timeline
 
 TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)
@@ -58,15 +58,43 @@ def timeline_of(**seconds: float) -> Timeline:
 
 WHOLE = {
     "RECEIVED": 0.0, "PLACED": 0.1, "PREFILL_QUEUED": 0.2, "PREFILL_STARTED": 0.5, "TRANSFER_STARTED": 0.6,
-    "PREFILL_FINISHED": 0.7, "FIRST_TOKEN": 0.8, "TRANSFER_FINISHED": 0.9, "DECODE_ADMITTED": 0.95, "FINISHED": 2.8,
+    "PREFILL_FINISHED": 0.7, "FIRST_TOKEN": 0.8, "TRANSFER_FINISHED": 0.9, "DECODE_ADMITTED": 0.95,
+    "DECODE_STARTED": 1.0, "FINISHED": 2.8,
 }  # fmt: skip
 
 
 def test_phases_of_a_request() -> None:
-    times = PhaseTimes.of(timeline_of(**WHOLE))
+    times = PhaseTimes.of(spans_of(timeline_of(**WHOLE)))
     found = (times.queue_s, times.prefill_s, times.transfer_s, times.decode_s)
-    assert found == pytest.approx((0.1 + 0.3, 0.2, 0.3, 2.0))
-    assert PhaseTimes.of(timeline_of(RECEIVED=0.0)) == PhaseTimes(None, None, None, None)
+    assert found == pytest.approx((0.5, 0.2, 0.3, 1.8))
+    assert sum(found) == pytest.approx(2.8)  # type: ignore[arg-type]
+    assert times.stall_s is None
+    assert PhaseTimes.of(spans_of(timeline_of(RECEIVED=0.0))) == PhaseTimes(None, None, None, None)
+
+
+def test_phases_of_a_request_that_was_tried_again(metrics: RouterMetrics) -> None:
+    """Its worker dies at 1.5 s, which is found out at 6 s: that breaks the gap's promise, not decoding."""
+    request = request_of(TIGHT, **{name: at for name, at in WHOLE.items() if name != "FINISHED"})
+    metrics.tokens_leave(request, 1)
+    metrics.clock.now += 6.0  # type: ignore[attr-defined]
+    metrics.tokens_leave(request, 8)
+    again = {name: at + 6.0 for name, at in WHOLE.items() if name not in ("RECEIVED", "FIRST_TOKEN")}
+    request.edges += timeline_of(SILENT=1.5, REQUEUED=6.0, **again).edges
+    metrics.finished(request, FinishReason.STOP)
+    families = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
+    totals = [metrics.board.spread(each).total for each in families]
+    assert totals == pytest.approx([0.5 + 0.5, 0.2 + 0.2, 0.3 + 0.3, 0.5 + 1.8, 4.5])
+    assert sum(totals) == pytest.approx(metrics.board.spread(f.E2E_REQUEST_LATENCY).total)
+    assert outcomes(metrics) == {("tight", "missed_itl"): 1, ("tight", "stall"): 1}
+
+
+def test_a_first_token_that_a_silent_worker_kept_back(metrics: RouterMetrics) -> None:
+    request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1, SILENT=0.1, REQUEUED=3.0)
+    request.edges += timeline_of(PLACED=3.1, PREFILL_STARTED=3.2, PREFILL_FINISHED=3.3, FIRST_TOKEN=3.3).edges
+    metrics.tokens_leave(request, 1)
+    request.edges += timeline_of(PREEMPTED=4.0, FINISHED=9.0).edges  # what comes behind its first token says nothing
+    metrics.finished(request, FinishReason.STOP)
+    assert outcomes(metrics) == {("tight", "missed_ttft"): 1, ("tight", "stall"): 1}
 
 
 @pytest.mark.parametrize(
@@ -121,6 +149,9 @@ def test_the_phase_in_which_a_request_failed(last: str, phase: str) -> None:
     names = list(WHOLE)
     seen = {name: WHOLE[name] for name in names[: names.index(last) + 1]}
     assert failed(timeline_of(**seen)) == Verdict(Outcome.FAILED, Phase(phase))
+    before = timeline_of(**{**WHOLE, "REQUEUED": 2.9}).edges
+    retried = replace(timeline_of(), edges=(*before, *timeline_of(**seen).edges))
+    assert failed(retried) == Verdict(Outcome.FAILED, Phase(phase)), "of the last try"
 
 
 def test_goodput_slides() -> None:

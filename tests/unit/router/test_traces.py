@@ -22,12 +22,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from router.otlp import _PENDING_MAX, SpanMaker, check_endpoint
 from router.trace_book import Exemplars, TraceBook
+from telemetry import families as f
 from telemetry.board import EXAMPLE_CHARS, Spread
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import channel_to
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
 from wire.errors import FailedPrecondition, Internal, InvalidArgument
+from wire.messages import Role
 from wire.request_trace import RequestTrace, TraceContext
 from wire.timeline import Edge, EdgeStamp, Timeline
 
@@ -37,6 +39,7 @@ SECOND = 10**9
 TRIES, TRIES_MAX = 5, 100
 """Requests that are timed at least, and at most."""
 NEAR_S = 2e-3
+PHASES = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -124,6 +127,50 @@ async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: 
             return waited_s - seconds(root)
 
         await near_once(timed)
+
+
+async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, receiver: Receiver) -> None:
+    """Each try has its own, none of them has the silence, and together they are what the client waited."""
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        client = Client(channel)
+        await client.run(ask(2))
+
+        async def timed(number: int) -> float:
+            doomed = cluster.decode
+            doomed.switches.step_s = 0.01
+            began = time.perf_counter()
+            running = asyncio.create_task(client.run(ask(40, prompt=[5, number])))
+            live = cluster.router._dispatcher._live
+            await until(lambda: [each.assembler.count > 3 for each in live.values()] == [True], "some tokens are out")
+            heir = await FakeWorker(f"decode-{number + 1}", Role.DECODE, token="secret").start()
+            heir.switches.step_s = 1e-3
+            await cluster.members(cluster.prefill, doomed, heir)
+            doomed.switches.mute = True
+            await asyncio.sleep(0.1)
+            await doomed.kill()
+            await running
+            waited_s = time.perf_counter() - began
+            await cluster.members(cluster.prefill, heir)
+            await flush(cluster)
+            root, phases = receiver.roots[-1], receiver.under(receiver.roots[-1])
+            told = [(span.name, attributes(span)["tandem.attempt"]) for span in phases]
+            assert [each for each in told if each[0] != "queue"] == [
+                ("prefill", 1), ("transfer", 1), ("decode", 1), ("stall", 1),
+                ("prefill", 2), ("transfer", 2), ("decode", 2),
+            ]  # fmt: skip
+            stall = next(span for span in phases if span.name == "stall")
+            assert 0.1 < seconds(stall) < waited_s
+            assert "tandem.transfer.bytes" not in attributes(phases[told.index(("transfer", 1))])
+            assert "tandem.transfer.bytes" in attributes(phases[told.index(("transfer", 2))])
+            assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
+            assert 0.0 < seconds(root) <= waited_s
+            return waited_s - seconds(root)
+
+        await near_once(timed)
+        metrics = cluster.router._dispatcher.metrics.board
+        whole = sum(metrics.spread(each).total for each in PHASES)
+        assert whole == pytest.approx(metrics.spread(f.E2E_REQUEST_LATENCY).total)
+        assert metrics.spread(f.STALL_TIME).count >= TRIES
 
 
 async def test_a_span_says_what_conventions_ask_for(cluster: Cluster, receiver: Receiver) -> None:

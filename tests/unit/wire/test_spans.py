@@ -2,10 +2,11 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.spans import Span, spans_of
+from wire.spans import Span, last_try, seconds_by_phase, spans_of
 from wire.timeline import Edge, EdgeStamp, Timeline
 
 MS = 10**6
@@ -51,13 +52,41 @@ def test_events_come_in_any_order() -> None:
 def test_a_try_that_failed_and_a_preemption() -> None:
     preempted = (*WHOLE[:-1], ("PREEMPTED", 100))
     again = [(name, at + 150) for name, at in WHOLE if name not in ("RECEIVED", "TOKENIZED", "FIRST_TOKEN")]
-    assert drawn(timeline_of(*preempted, *again))[3:] == [
-        ("decode", 65, 100, 1), ("queue", 100, 153, 1), ("queue", 153, 160, 2), ("prefill", 160, 200, 2),
+    assert drawn(timeline_of(*preempted, ("REQUEUED", 110), *again))[3:] == [
+        ("decode", 65, 100, 1), ("queue", 100, 110, 1), ("queue", 110, 160, 2), ("prefill", 160, 200, 2),
         ("transfer", 200, 215, 2), ("decode", 215, 350, 2),
     ]  # fmt: skip
-    dead = (*WHOLE[:5], *again)  # nothing was heard of the first one's workers
-    assert drawn(timeline_of(*dead))[:2] == [("queue", 0, 153, 1), ("queue", 153, 160, 2)]
-    assert [span.worker for span in spans_of(timeline_of(*dead))][-1] == "decode-0"
+    # Nothing was heard of the first one's workers.
+    dead = timeline_of(*WHOLE[:5], ("SILENT", 9), ("REQUEUED", 130), *again)
+    assert drawn(dead)[:3] == [("queue", 0, 9, 1), ("stall", 9, 130, 1), ("queue", 130, 160, 2)]
+    assert [span.worker for span in spans_of(dead)][-1] == "decode-0"
+
+
+def test_a_death_amid_an_answer() -> None:
+    """Each try has what its workers did; the silence is a phase of its own, whatever a dead worker's clock said."""
+    again = [(name, at + 2000) for name, at in WHOLE if name not in ("RECEIVED", "TOKENIZED", "FIRST_TOKEN")]
+    for ahead in (0, 100, 90_000, -90_000):
+        first = [(name, at + ahead * (name in DECODE)) for name, at in WHOLE[:-1]]
+        timeline = timeline_of(*first, ("SILENT", 150), ("REQUEUED", 1990), *again)
+        found = drawn(timeline)
+        assert [(phase, number) for phase, *_, number in found] == [
+            ("queue", 1), ("prefill", 1), ("transfer", 1), ("decode", 1), ("stall", 1),
+            ("queue", 2), ("prefill", 2), ("transfer", 2), ("decode", 2),
+        ]  # fmt: skip
+        assert found[4:6] == [("stall", 150, 1990, 1), ("queue", 1990, 2010, 2)]
+        took = seconds_by_phase(spans_of(timeline))
+        assert sum(took.values()) == pytest.approx(2.2)
+        assert took["prefill"] == pytest.approx(0.08)
+        assert took["stall"] == pytest.approx(1.84)
+        assert seconds_by_phase(spans_of(timeline), 52 * MS)["queue"] == pytest.approx(0.01)
+        assert last_try(timeline).at(Edge.PREFILL_STARTED) == 2010 * MS
+
+
+def test_a_first_token_that_leaves_late_bends_no_later_try() -> None:
+    """It was on its way to the client when its worker died: it says nothing of the next try's prompt."""
+    again = [(name, at + 150) for name, at in WHOLE if name not in ("RECEIVED", "TOKENIZED", "FIRST_TOKEN")]
+    late = timeline_of(*WHOLE[:8], ("REQUEUED", 60), ("FIRST_TOKEN", 61), *again)
+    assert ("prefill", 160, 200, 2) in drawn(late)
 
 
 def test_clocks_that_do_not_agree() -> None:

@@ -37,6 +37,8 @@ class Edge(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EDGE_NOTICE_POSTED: _ClassVar[Edge]
     EDGE_NOTICE_SEEN: _ClassVar[Edge]
     EDGE_KV_CHECKED: _ClassVar[Edge]
+    EDGE_SILENT: _ClassVar[Edge]
+    EDGE_REQUEUED: _ClassVar[Edge]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -62,6 +64,8 @@ EDGE_NOTICE_MADE: Edge
 EDGE_NOTICE_POSTED: Edge
 EDGE_NOTICE_SEEN: Edge
 EDGE_KV_CHECKED: Edge
+EDGE_SILENT: Edge
+EDGE_REQUEUED: Edge
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty", "logprobs")
