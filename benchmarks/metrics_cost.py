@@ -42,6 +42,8 @@ from worker.worker import Worker
 ME, ROUTER = PeerRef("both-0", 1), "router"
 PROMPT = 64
 _WARM_TURNS = 2
+_BETWEEN_STEPS = 8
+"""Most that are taken to go by between two turns."""
 _STEP_TOKENS = 2048
 _CPU_REQUESTS, _GPU_REQUESTS = 8, 128
 _HOURS = 1e4
@@ -62,7 +64,7 @@ class Plan:
     @property
     def answer(self) -> int:
         """Tokens of each request, enough for all turns: those that begin before all decode run longer."""
-        return self.steps * (self.turns + _WARM_TURNS) + 4 * self.requests + 64
+        return (self.steps + _BETWEEN_STEPS) * (self.turns + _WARM_TURNS) + 4 * self.requests + 64
 
     def kv_pages(self, page_tokens: int, max_context: int) -> int:
         """A pool of which a worker of both roles promises enough for all answers, whole: it keeps the longest prompt's
@@ -75,19 +77,26 @@ class Plan:
 class Turns:
     """Hears of each step, as metrics do, and of when a turn's tokens are there. Engine thread, but for `run`."""
 
-    def __init__(self, tested: Worker) -> None:
+    def __init__(self, tested: Worker, requests: int) -> None:
+        self._tested = tested
+        self._requests = requests
         self._meter = tested._meter
         self._metrics = tested.metrics.step
         self._tokens = self._steps = self._left = 0
         self._began = self._ended = 0.0
 
     async def run(self, steps: int, *, on: bool) -> float:
-        """Decode tokens a second of `steps` steps, from the end of the one before them to the end of the last."""
+        """Decode tokens a second of `steps` steps, from the end of the one before them to the end of the last.
+
+        RuntimeError when an answer ends before: what is compared is a full batch.
+        """
         self._tokens, self._steps = 0, -1
         self._left = steps
         self._meter.tell = self._both if on else self._count
         while self._steps < steps:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
+            if self._tested.load().decode_requests < self._requests:
+                raise RuntimeError("an answer ended before the last turn did: this machine is busy; try again")
         return self._tokens / (self._ended - self._began)
 
     def _count(self, work: StepWork, _seconds: float) -> None:
@@ -153,7 +162,7 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
 
 async def _turns(tested: Worker, plan: Plan) -> list[tuple[float, float]]:
     await _decode_all(tested, plan)
-    turns, scraper = Turns(tested), Scraper(Exposition(tested.metrics.board))
+    turns, scraper = Turns(tested, plan.requests), Scraper(Exposition(tested.metrics.board))
 
     async def one(*, on: bool) -> float:
         scraping = asyncio.create_task(scraper.run()) if on else None
@@ -170,8 +179,6 @@ async def _turns(tested: Worker, plan: Plan) -> list[tuple[float, float]]:
         first = await one(on=bool(number % 2))
         second = await one(on=not number % 2)
         pairs.append((first, second) if number % 2 else (second, first))
-    if tested.load().decode_requests < plan.requests:
-        raise RuntimeError("a request ended before the last turn did")
     return pairs
 
 

@@ -34,6 +34,15 @@ def test_turns_with_and_without(tmp_path: Path) -> None:
         asyncio.run(measure(engine, settings, Plan(requests=2, steps=100, turns=40)))
 
 
+def test_a_turn_that_its_answers_do_not_last_for_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(requests=2, steps=3, turns=4)
+    settings = replace(engine_settings(_tiny(tmp_path), "cpu", plan), threads=1)
+    engine = load_engine(settings, "tiny", plan)
+    monkeypatch.setattr(Plan, "answer", 12)
+    with pytest.raises(RuntimeError, match="an answer ended before the last turn did"):
+        asyncio.run(measure(engine, settings, plan))
+
+
 def test_the_pool_holds_the_plan(tmp_path: Path) -> None:
     """All its answers, beside the longest prompt that a worker keeps room for; else nothing is promised to some."""
     model = _tiny(tmp_path)
@@ -64,9 +73,11 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     told: list[StepWork] = []
     tested: Any = SimpleNamespace(
-        _meter=SimpleNamespace(tell=None), metrics=SimpleNamespace(step=lambda work, _seconds: told.append(work))
+        _meter=SimpleNamespace(tell=None),
+        metrics=SimpleNamespace(step=lambda work, _seconds: told.append(work)),
+        load=lambda: SimpleNamespace(decode_requests=2),
     )
-    turns = Turns(tested)
+    turns = Turns(tested, 2)
     running = asyncio.ensure_future(turns.run(3, on=True))
     await asyncio.sleep(0)
     for rows in (9, 4, 5, 6, 7):
