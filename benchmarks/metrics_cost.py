@@ -93,7 +93,7 @@ class Turns:
         self._tokens, self._steps = 0, -1
         self._left = steps
         self._meter.tell = self._both if on else self._count
-        while self._steps < steps:  # noqa: ASYNC110
+        while self._steps < steps:
             await asyncio.sleep(_LOOK_S)
             if self._tested.load().decode_requests < self._requests:
                 raise RuntimeError("an answer ended before the last turn did: this machine is busy; try again")
