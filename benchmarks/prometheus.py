@@ -130,7 +130,8 @@ def prometheus_beside(
     """One that scrapes all processes of a cluster by its service discovery, until the end of the context, and
     `exporters` of others' metrics at host:port.
 
-    Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown.
+    Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown, burn
+    rates too.
     FailedPrecondition if it is not installed or does not start.
     """
     program = find_prometheus()
@@ -159,7 +160,7 @@ def prometheus_beside(
 
 def _impatient(rules: str) -> str:
     at_once = re.sub(r"(?m)^ +for: .*\n", "", rules)
-    return re.sub(r"(increase\([^\[]*)\[\d+[mh]\]", r"\1[10s]", at_once)
+    return re.sub(r"((?:increase|rate)\([^\[]*)\[\d+[mh]\]", r"\1[10s]", at_once)
 
 
 def _await_ready(process: subprocess.Popen[bytes], address: str, log: Path) -> None:

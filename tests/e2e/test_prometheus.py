@@ -10,6 +10,7 @@ import signal
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -31,6 +32,7 @@ from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
 from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family
+from tests.e2e.test_metrics import ask
 from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.skipif(
@@ -213,17 +215,48 @@ def _lease_without_heartbeats(cluster: Any) -> Iterator[None]:
             events.cancel()
 
 
-def test_a_killed_worker_fires_and_its_return_rests(watched: Watched) -> None:
-    """Last: it leaves a worker that has started again."""
+def test_broken_promises_fire_and_their_end_rests(watched: Watched) -> None:
+    """Answers that no machine gives within their class's gaps, one after the other; then none."""
+    prometheus, expected = watched.prometheus, {"TandemGoodputBurnsFast", "TandemGoodputBurnsSlowly"}
+    _await(lambda: not expected & prometheus.firing())
+
+    def burns() -> bool:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: ask(watched.cluster, 4, slo_class="balanced"), range(8)))
+        return expected <= prometheus.firing()
+
+    _await(burns)
+    (fast,) = prometheus.at('ALERTS{alertname="TandemGoodputBurnsFast",alertstate="firing"}')
+    assert fast.labels["slo_class"] == "balanced"
+    _await(lambda: not expected & prometheus.firing())
+
+
+def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
+    """Its own Prometheus has the patience to wait until the controller has waited for the one that hangs."""
+    with prometheus_beside(watched.cluster.metrics_address, tmp_path, patience=False, every_s=4) as prometheus:
+        prometheus.await_scrape(PROCESSES)
+        hangs = watched.cluster.worker("prefill").pid
+        os.kill(hangs, signal.SIGSTOP)
+        try:
+            _await(lambda: "TandemProcessSilent" in prometheus.firing())
+            assert not prometheus.firing() & {"TandemControllerSilent", "TandemNoDecodeWorker", "TandemProcessDown"}
+        finally:
+            os.kill(hangs, signal.SIGCONT)
+        _await(lambda: "TandemProcessSilent" not in prometheus.firing())
+
+
+@pytest.mark.parametrize(("role", "other"), [("Prefill", "Decode"), ("Decode", "Prefill")])
+def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str, other: str) -> None:
+    """Last: it leaves workers that have started again."""
     cluster, prometheus = watched.cluster, watched.prometheus
-    os.kill(cluster.worker("decode").pid, signal.SIGKILL)
-    expected = {"TandemNoDecodeWorker", "TandemProcessDown"}
+    os.kill(cluster.worker(role.lower()).pid, signal.SIGKILL)
+    expected = {f"TandemNo{role}Worker", "TandemProcessDown"}
     _await(lambda: expected <= prometheus.firing())
-    assert not prometheus.firing() & {"TandemNoPrefillWorker", "TandemControllerSilent", "TandemPoolUnsound"}
-    cluster.worker("decode")
+    assert not prometheus.firing() & {f"TandemNo{other}Worker", "TandemControllerSilent", "TandemPoolUnsound"}
+    cluster.worker(role.lower())
     _await(lambda: not expected & prometheus.firing())
     prometheus.await_scrape(PROCESSES)
-    assert prometheus.number('tandem_process_restarts_total{worker="decode-0"}') > 0
+    assert prometheus.number(f'tandem_process_restarts_total{{worker="{role.lower()}-0"}}') > 0
 
 
 def _await(condition: Callable[[], bool]) -> None:

@@ -88,8 +88,8 @@ class Switches:
     """Answer heartbeats as if no lease were held."""
     lease_s: float = 0.3
     """How long leases live without a heartbeat."""
-    mute: bool = False
-    """Tell routers nothing, as a process does that is stopped."""
+    mute_after: int | None = None
+    """Say nothing more of a request that has so many tokens, as a process does that is stopped."""
     break_after: int | None = None
     """Drop the event stream once a request has this many tokens."""
 
@@ -287,6 +287,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 edges = (*edges, EdgeStamp.now(Edge.PREEMPTED))
                 self.send(task.router_id, RequestEvent(task.ref, index, edges=edges, preempted=True))
                 return
+            if index == self.switches.mute_after:
+                await asyncio.Event().wait()
             await asyncio.sleep(self.switches.step_s)
             ids = (self._token(task.question, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
@@ -306,7 +308,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def send(self, router_id: str, *events: RequestEvent) -> None:
         self.step += 1
-        if not self.switches.mute and (queue := self.streams.get(router_id)) is not None:
+        if (queue := self.streams.get(router_id)) is not None:
             queue.put_nowait(StepEvents(self.step, events, self.load))
 
     async def drop_streams(self) -> None:

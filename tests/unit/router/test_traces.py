@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from cluster.config import ClusterConfig
 from router.otlp import _PENDING_MAX, SpanMaker, check_endpoint
 from router.trace_book import Exemplars, TraceBook
 from telemetry import families as f
@@ -137,15 +139,14 @@ async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, rec
 
         async def timed(number: int) -> float:
             doomed = cluster.decode
-            doomed.switches.step_s = 0.01
+            doomed.switches.mute_after = 4
             began = time.perf_counter()
-            running = asyncio.create_task(client.run(ask(40, prompt=[5, number])))
+            running = asyncio.create_task(client.run(ask(12, prompt=[5, number])))
             live = cluster.router._dispatcher._live
-            await until(lambda: [each.assembler.count > 3 for each in live.values()] == [True], "some tokens are out")
+            await until(lambda: [each.assembler.count for each in live.values()] == [4], "four tokens are out")
             heir = await FakeWorker(f"decode-{number + 1}", Role.DECODE, token="secret").start()
             heir.switches.step_s = 1e-3
             await cluster.members(cluster.prefill, doomed, heir)
-            doomed.switches.mute = True
             await asyncio.sleep(0.1)
             await doomed.kill()
             await running
@@ -256,6 +257,21 @@ class TestKeys:
             for key, status in (("client", 401), ("", 401), ("operator", 200), ("secret", 200)):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
                 assert (await http.get("/traces?slow", headers=headers)).status_code == status
+
+
+class TestByDefault:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    async def test_nothing_is_exported(self, cluster: Cluster) -> None:
+        """Though requests are remembered."""
+        assert cluster.router._exporter is None
+        assert cluster.config.otlp_endpoint == ClusterConfig(Path("m")).otlp_endpoint == ""
+        async with channel_to(cluster.endpoints.grpc_address) as channel:
+            await Client(channel).run(ask(2))
+        book = cluster.router._dispatcher.metrics.traces
+        assert [each.outcome for each in book.newest()] == ["length"]
 
 
 def trace(number: int, length_s: float, name: str = "") -> RequestTrace:

@@ -13,6 +13,7 @@ from telemetry import families as f
 from telemetry.exposition import Exposition
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
+from wire.errors import ResourceExhausted
 from wire.messages import Duty, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
 from wire.timeline import TransferStats
 from worker.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
@@ -150,6 +151,22 @@ async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> N
         for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (told, given)):
             assert pair.decode.worker.metrics.utilization.ceilings == ceilings
         assert worker_facts(told.decode.worker)[f.BATCH_LIMIT] == 5
+
+
+async def test_a_request_that_finds_no_pages() -> None:
+    async with WorkerPair(pages=8) as pair:
+        lease = pair.reserve("a", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
+        board = pair.decode.worker.metrics.board
+        assert board.count(f.KV_REFUSALS).value == 0
+        with pytest.raises(ResourceExhausted):
+            pair.reserve("b", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
+        assert board.count(f.KV_REFUSALS).value == 1
+        facts = worker_facts(pair.decode.worker)
+        assert isinstance(facts[f.KV_USAGE], float)
+        assert facts[f.KV_USAGE] > 0.5
+        pair.decode.worker.abort("router-1", [RequestRef("a", 1)])
+        await until(lambda: not worker_facts(pair.decode.worker)[f.OPEN_LEASES])
+        assert lease.request_id == "a"
 
 
 async def test_a_lease_that_nobody_renews() -> None:
