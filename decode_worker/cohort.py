@@ -54,8 +54,6 @@ class Cohort:
         shift = self._shift = columns.shift[places]
         self._shift_sum = int(shift.sum())
         self._longest = int(shift.max()) + 1
-        self._table: NDArray[np.int32] | None = None
-        self._held: NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.seats)
@@ -69,22 +67,18 @@ class Cohort:
         """The first launch that is anybody's last."""
         return min(seat.last for seat in self.seats)
 
-    def paged(self) -> None:
-        """Somebody has more pages."""
-        self._table = None
-
     def rows(self, number: int, before: "Cohort | None") -> RowColumns:
         """Of this launch; `before`: the cohort of the one just before it, if that is in flight."""
         columns, places = self._columns, self.places
-        if self._table is None or self._held is None:
-            self._table, self._held = columns.table.take(places, axis=0), columns.held[places]
         drawing = self._drawing
         return RowColumns(
             self._on_their_way if before is self else columns.newest[places],
-            self._shift + number,
+            self._shift,
+            number,
             self._sources(before),
-            self._table,
-            self._held,
+            places,
+            columns.table,
+            columns.held,
             self._longest + number,
             Draws(
                 drawing.samplings,

@@ -96,8 +96,6 @@ class RunningBatch:
         seat = _seat_of(request)
         self._short.remove(seat)
         self._copy_pages(seat)
-        if self._cohort is not None:
-            self._cohort.paged()
 
     def stop(self, request: DecodeRequest) -> None:
         """No more rows for it; the tokens of launched steps are still its own."""

@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, StepRow, TokenRows
+from engine.batch import StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache
 from engine.kernels.base import StepLayout
 from engine.models.config import ModelConfig
+from engine.packed_rows import FINE, WRONG_PAGE, WRONG_TOKEN, fault_of, fill_rows
 from engine.step_sections import Narrow, Sections, StepSizes, Words
 from engine.token_rows import FROM_HOST, RowColumns
 from wire.errors import Internal
 
 _NOWHERE = -1
+_NO_DRAWS = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,7 @@ class StepPacker:
 
     def __init__(self, limits: StepLimits) -> None:
         self.limits = limits
-        self._each = np.arange(0)
-        """0, 1, … for as many rows as there were."""
+        self._row_limits = np.array([limits.page_tokens, limits.vocab_size, limits.pages])
 
     def sizes(self, batch: StepBatch) -> StepSizes:
         """What `batch` needs as it is; raises Internal for a batch that breaks the limits: its maker should have
@@ -66,7 +68,7 @@ class StepPacker:
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
             raise Internal("A step needs at least one row.")
-        longest = self._check_tokens(batch.tokens)
+        longest = batch.tokens.columns.longest
         if chunks:
             longest = max(longest, self._check_chunks(chunks))
         if longest > self.limits.max_context:
@@ -92,37 +94,36 @@ class StepPacker:
         `drawn_before`: for each row of the step before, which of its draws is this row's; empty if each row's is its
         own.
         """
-        sections = Sections.of(words, sizes)
-        singles = len(batch.tokens)
         if chunks_at is None:
-            chunks_at = singles if batch.chunks else sizes.rows
-        if singles:
-            self._fill_tokens(sections, batch.tokens.columns, singles, drawn_before)
-        if singles < chunks_at:
-            _fill_single_padding(sections, singles, chunks_at)
+            chunks_at = len(batch.tokens) if batch.chunks else sizes.rows
+        self._fill_tokens(words, sizes, batch.tokens.columns, drawn_before, chunks_at)
         if batch.chunks or chunks_at < max(sizes.tokens, sizes.rows):
+            sections = Sections.of(words, sizes)
             tokens, drawn = self._fill_chunks(sections, batch, chunks_at, drawn_before)
             _fill_empty_rows(sections, chunks_at + len(batch.chunks), tokens, drawn)
-        else:
-            sections.row_starts[chunks_at:] = chunks_at
-            sections.drawn[singles:] = 0
-        self._check_ids(sections)
+            self._check_ids(sections.token_ids[chunks_at:], sections.table[chunks_at:])
 
-    def _fill_tokens(self, into: Sections, rows: RowColumns, count: int, drawn_before: Sequence[int]) -> None:
-        """Rows of one token each: the first of every section."""
-        page_tokens, starts = self.limits.page_tokens, rows.starts
-        if count > len(self._each):
-            self._each = np.arange(2 * count)
-        each = self._each[:count]
-        _fill_table(into.table[:count], rows.table)
-        into.token_ids[:count] = rows.token_ids
-        into.positions[:count] = starts
-        into.contexts[:count] = starts + 1
-        # The last place is for rows without a source, which is -1.
-        into.sources[:count] = np.array([*drawn_before, FROM_HOST])[rows.sources] if drawn_before else rows.sources
-        into.row_starts[:count] = into.drawn[:count] = each
-        pages = starts // page_tokens
-        into.slots[:count] = (rows.table[each, pages] - pages) * page_tokens + starts
+    def _fill_tokens(
+        self, words: Words, sizes: StepSizes, rows: RowColumns, drawn_before: Sequence[int], end: int
+    ) -> None:
+        """Rows of one token each, the first of every section, and up to `end` such rows of nothing."""
+        found = fill_rows(
+            words,
+            sizes.starts,
+            rows.shift,
+            rows.number,
+            rows.token_ids,
+            rows.sources,
+            np.array(drawn_before, dtype=np.int64) if drawn_before else _NO_DRAWS,
+            rows.places,
+            rows.table,
+            rows.held,
+            end,
+            sizes.width,
+            self._row_limits,
+        )
+        if found != FINE:
+            self._refuse(rows, *fault_of(found))
 
     def _fill_chunks(
         self, into: Sections, batch: StepBatch, first: int, drawn_before: Sequence[int]
@@ -149,17 +150,13 @@ class StepPacker:
         into.drawn[singles : singles + len(drawn)] = into.row_starts[1:][drawn] - 1
         return start, singles + len(drawn)
 
-    def _check_tokens(self, rows: TokenRows) -> int:
-        """The longest context."""
-        if not len(rows):
-            return 0
-        starts, held = rows.columns.starts, rows.columns.held
-        # Without their signs, starts that are negative are too large.
-        bad = starts.view(np.uint64) >= (held * np.int64(self.limits.page_tokens)).view(np.uint64)
-        if bad.any():
-            at = int(bad.argmax())
-            raise Internal(f"A row from {starts[at]} to {starts[at] + 1} brings {held[at]} pages.")
-        return rows.columns.longest
+    def _refuse(self, rows: RowColumns, fault: int, row: int) -> NoReturn:
+        if fault == WRONG_TOKEN:
+            raise self._wrong_token()
+        if fault == WRONG_PAGE:
+            raise self._wrong_page()
+        start, held = int(rows.shift[row]) + rows.number, rows.held[rows.places[row]]
+        raise Internal(f"A row from {start} to {start + 1} brings {held} pages.")
 
     def _check_chunks(self, rows: Sequence[StepRow]) -> int:
         """The longest context."""
@@ -175,41 +172,31 @@ class StepPacker:
                 raise Internal("A row whose token the step before draws has exactly that token.")
         return longest
 
-    def _check_ids(self, sections: Sections) -> None:
+    def _check_ids(self, token_ids: Words, table: Narrow) -> None:
         # Without their signs, what is negative is too large.
-        if sections.token_ids.view(np.uint64).max() >= self.limits.vocab_size:
-            raise Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
-        if sections.table.view(np.uint32).max() >= self.limits.pages:
-            raise Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
+        if token_ids.view(np.uint64).max(initial=0) >= self.limits.vocab_size:
+            raise self._wrong_token()
+        if table.view(np.uint32).max(initial=0) >= self.limits.pages:
+            raise self._wrong_page()
 
+    def _wrong_token(self) -> Internal:
+        return Internal(f"A token id is outside 0 .. {self.limits.vocab_size - 1}.")
 
-def _fill_single_padding(into: Sections, begin: int, end: int) -> None:
-    """Rows `begin` to `end` - 1 have one token each, which reads and writes nothing."""
-    _blank(into, slice(begin, end), slice(begin, end))
-    into.row_starts[begin:end] = np.arange(begin, end)
+    def _wrong_page(self) -> Internal:
+        return Internal(f"A page id is outside 0 .. {self.limits.pages - 1}.")
 
 
 def _fill_empty_rows(into: Sections, rows: int, tokens: int, drawn: int) -> None:
-    """Behind so many rows, tokens and draws there are rows without tokens, tokens of no row, and draws of nobody."""
-    _blank(into, slice(rows, None), slice(tokens, None))
+    """Behind so many rows, tokens and draws there are rows without tokens, tokens of no row, and draws of nobody: they
+    see nothing, and are stored nowhere.
+    """
+    into.table[rows:] = 0
+    into.contexts[rows:] = 0
+    into.token_ids[tokens:] = into.positions[tokens:] = 0
+    into.sources[tokens:] = FROM_HOST
+    into.slots[tokens:] = _NOWHERE
     into.row_starts[rows:] = tokens
     into.drawn[drawn:] = 0
-
-
-def _blank(into: Sections, rows: slice, tokens: slice) -> None:
-    """These rows see nothing, and these tokens are stored nowhere."""
-    into.table[rows] = 0
-    into.contexts[rows] = 0
-    into.token_ids[tokens] = into.positions[tokens] = 0
-    into.sources[tokens] = FROM_HOST
-    into.slots[tokens] = _NOWHERE
-
-
-def _fill_table(into: Narrow, table: Narrow) -> None:
-    """Rows of pages into wider or narrower ones, which hold all that is used."""
-    width = min(into.shape[1], table.shape[1])
-    into[:, :width] = table[:, :width]
-    into[:, width:] = 0
 
 
 def _drawn_as(source: int | None, drawn_before: Sequence[int]) -> int:

@@ -48,6 +48,11 @@ class StepSizes:
         """Of 8 bytes, for all sections."""
         return _bounds(self).words
 
+    @property
+    def starts(self) -> Words:
+        """[9] of all sections, see `_Bounds`."""
+        return _bounds(self).starts
+
 
 @dataclass(frozen=True, slots=True)
 class _Bounds:
@@ -64,6 +69,10 @@ class _Bounds:
     wide: int
     """Words before the first of 32 bits."""
     words: int
+    starts: Words
+    """Where token_ids, slots and drawn begin, the words of 32 bits, and, counted in these, positions, sources, row
+    starts, contexts and table.
+    """
 
 
 @lru_cache(maxsize=256)
@@ -74,7 +83,9 @@ def _bounds(sizes: StepSizes) -> _Bounds:
     positions, sources, row_starts, contexts, table = _slices(narrow, sizes.narrow)
     begin = sum(wide)
     words = begin + sum(narrow) // 2
-    return _Bounds(token_ids, slots, drawn, positions, sources, row_starts, contexts, table, begin, words)
+    sections = token_ids, slots, drawn, positions, sources, row_starts, contexts, table
+    starts = [section.start for section in sections]
+    return _Bounds(*sections, begin, words, np.array([*starts[:3], begin, *starts[3:]]))
 
 
 def _slices(rooms: list[int], lengths: list[int]) -> list[slice]:

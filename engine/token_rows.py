@@ -36,18 +36,23 @@ class StepRow(NamedTuple):
 
 
 class RowColumns(NamedTuple):
-    """n rows of one token each, which all draw. Nothing of them changes once they are made."""
+    """n rows of one token each, which all draw. Their pages are good until the next step is planned, nothing else of
+    them changes.
+    """
 
     token_ids: NDArray[np.int64]
     """[n]"""
-    starts: NDArray[np.int64]
-    """[n]"""
+    shift: NDArray[np.int64]
+    """[n]: positions of the tokens, less `number`."""
+    number: int
     sources: NDArray[np.int32]
     """[n], FROM_HOST for rows without."""
+    places: NDArray[np.intp]
+    """[n]: where each row's pages are."""
     table: NDArray[np.int32]
-    """[n, at least max(held)]: each row's pages, 0 behind the last of them."""
+    """[places, at least max(held)]: pages, anything behind the last of them."""
     held: NDArray[np.int32]
-    """[n]: how many pages each row has."""
+    """[places]: how many pages there are."""
     longest: int
     """Tokens that the row of most context attends to, itself included; 0 without rows."""
     draws: Draws
@@ -79,7 +84,9 @@ class TokenRows(Sequence[StepRow]):
         columns = RowColumns(
             np.array([row.token_ids[0] for row in first], dtype=np.int64),
             starts,
+            0,
             np.array([FROM_HOST if row.source is None else row.source for row in first], dtype=np.int32),
+            np.arange(len(first)),
             table,
             held,
             int(starts.max(initial=-1)) + 1,
@@ -108,11 +115,11 @@ class TokenRows(Sequence[StepRow]):
 
     def _row(self, at: int) -> StepRow:
         columns = self.columns
-        source = int(columns.sources[at])
+        source, place = int(columns.sources[at]), columns.places[at]
         return StepRow(
             (int(columns.token_ids[at]),),
-            int(columns.starts[at]),
-            columns.table[at, : columns.held[at]].tolist(),
+            int(columns.shift[at]) + columns.number,
+            columns.table[place, : columns.held[place]].tolist(),
             columns.draws[at],
             None if source == FROM_HOST else source,
         )

@@ -14,12 +14,12 @@ import numba
 from numba import njit
 
 
-def cached_entry(function: Any) -> Any:
-    """`function` compiled for calls from Python, without Python's lock, its machine code kept on disk."""
+def cached_entry(function: Any, *, nogil: bool = True) -> Any:
+    """`function` compiled for calls from Python, by default without Python's lock, its machine code kept on disk."""
     before = numba.config.CACHE_DIR
     numba.config.CACHE_DIR = str(_folder())
     try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
+        return njit(nogil=nogil, cache=True, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before
 

@@ -1,11 +1,16 @@
 """Steps in one buffer: rows with padding behind them, tokens that only the device knows, and what is refused."""
 
+import random
+
+import numpy as np
 import pytest
 import torch
 
 from engine.batch import Draw, StepBatch, StepRow
-from engine.step_packer import StepLimits, StepPacker, unpack, view_step
+from engine.draws import Draws
+from engine.step_packer import PackedStep, StepLimits, StepPacker, unpack, view_step
 from engine.step_sections import StepSizes
+from engine.token_rows import FROM_HOST, RowColumns, TokenRows
 from wire.errors import Internal
 from wire.messages import SamplingParams
 
@@ -103,3 +108,81 @@ def test_what_breaks_the_limits_is_refused(bad: StepRow, says: str) -> None:
     batch = StepBatch([bad])
     with pytest.raises(Internal, match=says):
         packer.pack(batch, sizes := packer.sizes(batch), torch.empty(sizes.words, dtype=torch.int64).numpy())
+
+
+def scattered(rows: list[StepRow], dice: random.Random) -> TokenRows:
+    """Their pages in any places of a larger table, which has other numbers behind them."""
+    places = dice.sample(range(2 * len(rows)), len(rows))
+    table = np.full((2 * len(rows), 16), 99, dtype=np.int32)
+    held = np.full(len(table), 16, dtype=np.int32)
+    number = dice.randrange(20)
+    for place, each in zip(places, rows, strict=True):
+        table[place, : len(each.page_ids)] = each.page_ids
+        held[place] = len(each.page_ids)
+    columns = RowColumns(
+        np.array([each.token_ids[0] for each in rows]),
+        np.array([each.start - number for each in rows]),
+        number,
+        np.array([FROM_HOST if each.source is None else each.source for each in rows], dtype=np.int32),
+        np.array(places),
+        table,
+        held,
+        max(each.start for each in rows) + 1,
+        Draws.of([DRAW] * len(rows)),
+    )
+    return TokenRows(len(rows), 0, lambda: columns)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_are_packed_as_one_by_one(seed: int) -> None:
+    """Answers, rows of nothing behind them up to `chunks_at`, and prompts, into a buffer that had others."""
+    dice = random.Random(seed)
+    packer, words = StepPacker(LIMITS), torch.full((4096,), -77, dtype=torch.int64)
+    for _ in range(30):
+        drawn_before = dice.choice(([], dice.sample(range(40), 8)))
+        answers = [
+            row([dice.randrange(50)], start, dice.choices(range(9), k=start // 4 + dice.randrange(1, 3)), source)
+            for start in dice.choices(range(36), k=dice.randrange(1, 9))
+            for source in [dice.choice((None, dice.randrange(8)))]
+        ]
+        lengths = dice.choices(range(2, 9), k=dice.choice((0, 0, 2)))
+        prompts = [row([7] * count, 3, [5, 6, 8], draw=dice.choice((None, DRAW))) for count in lengths]
+        batch = StepBatch(prompts, scattered(answers, dice))
+        least = packer.sizes(batch)
+        pad, behind = dice.randrange(4), dice.randrange(3) if prompts else 0
+        sizes = StepSizes(
+            least.tokens + pad + behind, least.rows + pad + behind, least.width + 2, least.drawn + pad + behind
+        )
+        here = words[: sizes.words]
+        packer.pack(batch, sizes, here.numpy(), drawn_before, len(answers) + pad)
+        step = view_step(here, sizes, max_row_tokens=8, max_context=64, single_rows=0)
+        assert_packed(step, [*answers, *[None] * pad, *prompts, *[None] * behind], len(answers) + pad, drawn_before)
+
+
+def assert_packed(step: PackedStep, rows: list[StepRow | None], singles: int, drawn_before: list[int]) -> None:
+    """`rows` one by one; those of nothing have a token below `singles`."""
+    at, drawn, layout = 0, [], step.layout
+    for number, each in enumerate(rows):
+        assert layout.row_starts[number] == at
+        tokens = ([0] if number < singles else []) if each is None else each.token_ids
+        pages = [] if each is None else list(each.page_ids)
+        end = 0 if each is None else each.start + len(tokens)
+        used = pages if number < singles else pages[: -(-end // 4)]
+        assert layout.context_lens[number] == end
+        assert layout.page_table[number].tolist() == (used + [0] * 16)[: layout.page_table.shape[1]]
+        for offset, token in enumerate(tokens):
+            position = 0 if each is None else each.start + offset
+            source = -1 if each is None or each.source is None else each.source
+            assert step.token_ids[at] == token
+            assert layout.positions[at] == position
+            assert layout.slots[at] == (-1 if each is None else pages[position // 4] * 4 + position % 4)
+            assert step.sources[at] == (drawn_before[source] if drawn_before and source >= 0 else source)
+            at += 1
+        if each is not None and each.draw is not None:
+            drawn.append(at - 1)
+    assert layout.row_starts[len(rows)] == at
+    assert (layout.slots[at:] == -1).all()
+    if step.drawn is not None:
+        assert step.drawn.tolist() == drawn + [0] * (len(step.drawn) - len(drawn))
+    else:
+        assert drawn == list(range(len(drawn)))
