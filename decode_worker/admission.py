@@ -16,7 +16,7 @@ Every method answers at once, from any thread, under one lock.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
@@ -236,7 +236,14 @@ class DecodeAdmission:
         with self._lock:
             return self._held.join(room)
 
-    def grow(self, request: DecodeRequest, running: Sequence[DecodeRequest]) -> bool:
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """One more page for each of these requests of the batch, if nobody has to give way for it; else nothing
+        changes, and it takes `grow`.
+        """
+        with self._lock:
+            return self._held.grow_all(requests)
+
+    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
         """One more page for a request of the batch `running`, in which others may have to give way, or it may itself:
         those without a step in flight leave at once, the others are `yielding`. False if there is none for this step.
         """

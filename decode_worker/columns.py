@@ -93,5 +93,8 @@ class Columns:
             wide = np.zeros((len(self), max(has, 2 * self.table.shape[1])), dtype=self.table.dtype)
             wide[:, : self.table.shape[1]] = self.table
             self.table = wide
-        self.table[place, held:has] = pages[held:]
+        if has == held + 1:
+            self.table[place, held] = pages[held]
+        else:
+            self.table[place, held:has] = pages[held:]
         self.held[place] = has

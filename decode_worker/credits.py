@@ -6,6 +6,8 @@ of them give way. Prompts on their way are different: their pages were promised 
 so so many of the backed pages are nobody else's.
 """
 
+from collections.abc import Sequence
+
 from decode_worker.request import DecodeRequest
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from wire.errors import ResourceExhausted
@@ -80,6 +82,23 @@ class Credits:
         self._claims -= 1
         self._backed -= 1
         self._held += 1
+        return True
+
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """As `grow` for one after the other, if that gives each of them its page; else False, and none has one."""
+        self._balance()
+        pages = len(requests)
+        if self._limit is not None and self._held + pages > self._limit:
+            return False
+        if self._backed - pages < self._prompts:
+            return False
+        taken = self._pool.allocate_each([request.reservation.ref for request in requests])
+        for request, page in zip(requests, taken, strict=True):
+            request.pages.append(page)
+            request.promised -= 1
+        self._claims -= pages
+        self._backed -= pages
+        self._held += pages
         return True
 
     def leave(self, request: DecodeRequest) -> None:

@@ -111,11 +111,16 @@ class DecodeHalf:
         needy = self._batch.without_page()
         if not needy:
             return
+        staying = [request for request in needy if request.stage is Stage.RUNNING and not request.leaving]
+        if not staying or self._admission.grow_all(staying):
+            for request in staying:
+                self._batch.grown(request)
+            return
         preemptions = self._admission.preemptions
         for request in needy:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
-            if self._admission.grow(request, list(self._batch.requests)):
+            if self._admission.grow(request, self._batch.requests):
                 self._batch.grown(request)
             else:
                 self._short = True

@@ -1,7 +1,7 @@
 """The requests of a decode half, each with its promise and, once its KV has arrived, with pages of its own."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from decode_worker import preemption
 from decode_worker.request import DecodeRequest, Stage
@@ -84,7 +84,11 @@ class Holdings:
             request.stage = Stage.RUNNING
         return joining
 
-    def grow(self, request: DecodeRequest, running: Sequence[DecodeRequest]) -> bool:
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """One more page for each of these running requests, if nobody has to give way for it; else nothing changes."""
+        return self._room.grow_all(requests)
+
+    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
         """One more page for a running request, from one of the ready or `running` ones if need be, perhaps itself.
         False if there is none yet: it waits for the next step.
         """

@@ -5,7 +5,7 @@ each had the longest answer. One that has outgrown its forecast is expected anew
 for it, a younger one gives way (`preemption.py`), and until that one is back so much is left for it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from costs.answer_length import AnswerLengths
 from decode_worker.config import DecodeConfig
@@ -112,6 +112,10 @@ class Room:
             pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
             self._credits.extend(request, max(pages, len(request.pages) + 1))
         return self._credits.grow(request, beyond_limit=beyond_limit)
+
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """One more page for each of these; False, and nothing has changed, if that is not to be had so simply."""
+        return all(request.promised for request in requests) and self._credits.grow_all(requests)
 
     def give_back(self, request: DecodeRequest) -> None:
         """It is over, its own pages are somebody else's. What it reads is the caller's to let go."""

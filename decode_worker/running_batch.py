@@ -6,7 +6,7 @@ the number of the launch in which it will, and a step of hundreds of requests th
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class RunningBatch:
         return self._going
 
     @property
-    def requests(self) -> Iterable[DecodeRequest]:
+    def requests(self) -> Collection[DecodeRequest]:
         """All of them, those that stopped and are in a launched step included."""
         return self._seats.keys()
 

@@ -25,7 +25,7 @@ def fault_of(found: int) -> tuple[int, int]:
 def _fill_rows(  # type: ignore[no-untyped-def]  # noqa: PLR0917 - a compiled function has no others
     words, at, shift, number, token_ids, sources, drawn_before, places, table, held, end, width, limits
 ):
-    """Fill `words` [int64], whose sections begin at `at` (`Sections.starts`), for n rows and, behind them, rows up to
+    """Fill `words` [int64], whose sections begin at `at` (`StepSizes.starts`), for n rows and, behind them, rows up to
     `end` that read and write nothing; the page table is `width` wide.
 
     shift [n] int64: positions, less `number`; token_ids [n] int64; sources [n] int32, of the rows of the step before;

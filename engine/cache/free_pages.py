@@ -41,11 +41,9 @@ class FreePages:
             missing = count - len(taken)
             index = min(bisect_left(self._by_size, (missing, -1)), len(self._by_size) - 1)
             size, start = self._by_size[index]
-            self._remove(start, start + size)
             end = start + min(size, missing)
             taken.extend(range(start, end))
-            if end < start + size:
-                self._add(end, start + size)
+            self._cut(index, end - start)
         self._count -= count
         return taken
 
@@ -65,6 +63,21 @@ class FreePages:
             self._remove(end, behind)
             end = behind
         self._add(start, end)
+
+    def _cut(self, index: int, pages: int) -> None:
+        """The first `pages` of an extent are gone: mostly it stays where it is among the others."""
+        size, start = self._by_size[index]
+        behind = self._ends.pop(start)
+        if size == pages:
+            del self._starts[behind], self._by_size[index]
+            return
+        left = size - pages, start + pages
+        self._ends[start + pages], self._starts[behind] = behind, start + pages
+        if not index or self._by_size[index - 1] < left:
+            self._by_size[index] = left
+        else:
+            del self._by_size[index]
+            insort(self._by_size, left)
 
     def _add(self, start: int, end: int) -> None:
         self._ends[start] = end

@@ -89,6 +89,14 @@ class PagePool:
                 self._owned.setdefault(owner, {}).update(dict.fromkeys(taken))
             return taken
 
+    def allocate_each(self, owners: Sequence[RequestRef]) -> list[int]:
+        """A promised page for each of them, as `allocate` gives them one by one."""
+        with self.lock:
+            taken = [self._take(1, from_promise=True)[0] for _ in owners]
+            for owner, page in zip(owners, taken, strict=True):
+                self._owned.setdefault(owner, {})[page] = None
+            return taken
+
     def advertise(self, lease: Lease, pages: int, *, from_promise: bool = True) -> list[int]:
         """Free pages become the lease's, for its prefill worker to write.
 

@@ -5,6 +5,7 @@ A router played by hand sends requests that gave way once more, behind the token
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -314,8 +315,7 @@ def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house.run()
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
+def house_of_any_lengths(seed: int, *, behind: bool) -> House:
     drawn = random.Random(seed)
     pages = drawn.randint(6, 40)
     max_pages = drawn.choice([None, None, max(6, pages - 3)])
@@ -327,5 +327,28 @@ def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
         tokens = drawn.randint(1, most // 2)
         limit = drawn.randint(1, min(most - tokens, FACTS.max_context - tokens))
         house.ask(f"q{number}", tokens, limit, length=drawn.randint(1, limit))
+    return house
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
+    house = house_of_any_lengths(seed, behind=behind)
     house.run()
     assert sum(asked.preempted for asked in house.asked.values()) == house.admission.preemptions
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_pages_given_together_are_those_given_one_by_one(
+    seed: int, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def steps() -> list[list[tuple[int, Sequence[int]]]]:
+        house = house_of_any_lengths(seed, behind=behind)
+        found = []
+        while not all(asked.over for asked in house.asked.values()):
+            house.place()
+            found.append([(row.start, row.page_ids) for row in house.step()])
+        return found
+
+    together = steps()
+    monkeypatch.setattr(DecodeAdmission, "grow_all", lambda _self, _requests: False)
+    assert together == steps()
