@@ -14,6 +14,9 @@ what else runs on the machine, and by the other thread, as one of them runs at a
 greedily and sampled; then prompts join them, under each policy; then answers end as well, and others take their places,
 so that the batch is another one in most steps.
 
+Last come steps of half a millisecond, `close decode`: what the same costs where hardly anything else gets at the core's
+caches between two steps. What the others cost beyond that is the machine's and its other tenants'.
+
 With asynchronous engines all of it happens while the device is at another step. The last line is one JSON object: µs a
 step, and that as a part of the step.
 """
@@ -23,32 +26,21 @@ import asyncio
 import contextlib
 import json
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
-from unittest.mock import patch
+from typing import TypedDict
 
 import numpy as np
-import torch
 
+from benchmarks.no_engine import MODEL, PAGE_TOKENS, STEP_TOKENS, NoEngine
 from benchmarks.results import RESULTS, run_facts, save_result
-from costs.roofline import CPU, ModelSizes, Roofline
+from benchmarks.stopwatch import Stopwatch
 from decode_worker.landed import Landed
-from engine.batch import PendingStep, StepBatch, StepResult, rows_of
-from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.config import EngineConfig
-from engine.sampler_cuda import PARAMS, DeviceSampler
-from engine.step_packer import StepLimits, StepPacker
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
-from kv_transfer.layout import KVLayout
 from wire import convert
-from wire.cost_parameters import UNMEASURED
-from wire.messages import Destination, ModelFacts, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
+from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 from worker.outbox import Outbox, RouterStream
@@ -56,18 +48,17 @@ from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
 from worker.worker import Worker
 
-PAGE_TOKENS = 128
-STEP_TOKENS = 2048
 PROMPT = 1000
 CHANGING_ANSWER = 256
 """Tokens of an answer where answers end: longer than the first of them wait for the last to join."""
 JOINING_PROMPT = 1500
 JOINING = 4
 """Prompts that wait at any time while prompts join."""
-MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
 ME = PeerRef("both-0", 1)
 ROUTER = "router"
 ROWS = (32, 128, 256)
+CLOSE_S = 0.5e-3
+"""Of a step that follows the one before at once."""
 STEP_S = 9.3e-3
 """Of a step that no kept run has measured."""
 PARTS = ("plan", "pack", "results", "outbox")
@@ -82,87 +73,12 @@ INSIDE = {
 }
 """What is counted where, kept with the figures."""
 _RESULTS = ("drawn", "applied", "told", "learned")
+_CLOSE = "close decode"
 _OF_STEPS = ("plan", "pack", *_RESULTS, "outbox")
 LOW = 0.1
 """Quantile that tells what a step costs when nothing else wants the cores."""
-_TOKEN = 5
 _LOOK_S = 0.02
 _HOURS = 1e4
-
-
-class Stopwatch:
-    """µs of CPU and by the clock of each call, by part; parts of one thread each."""
-
-    def __init__(self) -> None:
-        self.spent: dict[str, list[tuple[float, float]]] = defaultdict(list)
-
-    @contextlib.contextmanager
-    def timing(self, part: str) -> Iterator[None]:
-        clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
-        yield
-        self.spent[part].append(((time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3))
-
-    @contextlib.contextmanager
-    def on(self, owner: type, method: str, part: str) -> Iterator[None]:
-        """Time what `owner` does in `method`, unless it was nothing."""
-        timed: Callable[..., Any] = getattr(owner, method)
-
-        @wraps(timed)
-        def call(*args: Any, **options: Any) -> Any:
-            clock, cpu = time.perf_counter_ns(), time.thread_time_ns()
-            result = timed(*args, **options)
-            spent = (time.thread_time_ns() - cpu) / 1e3, (time.perf_counter_ns() - clock) / 1e3
-            if part != "plan" or result is not None:
-                self.spent[part].append(spent)
-            return result
-
-        with patch.object(owner, method, call):
-            yield
-
-
-@dataclass
-class NoEngine:
-    """Packs every step and computes nothing: all answers are one token again and again. A step lasts `step_s` s."""
-
-    pool: PagePool
-    watch: Stopwatch
-    step_s: float
-    asynchronous: bool = True
-    facts: ModelFacts = MODEL
-    page_tokens: int = PAGE_TOKENS
-    cost_guess = UNMEASURED
-    roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
-    rows: list[int] = field(default_factory=list)
-    """Of each step."""
-
-    def __post_init__(self) -> None:
-        self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
-        self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, 1, 4, "int32")
-        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, self.page_tokens, 2))
-        self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), PAGE_TOKENS))
-        self._words = np.zeros(1 << 20, dtype=np.int64)
-        self._params = np.zeros((STEP_TOKENS, PARAMS))
-
-    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-    def launch(self, batch: StepBatch) -> PendingStep:
-        with self.watch.timing("pack"):
-            sizes = self._packer.sizes(batch)
-            self._packer.pack(batch, sizes, self._words[: sizes.words])
-            draws = batch.draws
-            if not draws.greedy:
-                DeviceSampler.plan(draws, None, self._params[: len(draws)])
-        self.rows.append(len(batch))
-        due = time.monotonic() + self.step_s
-        drawn = torch.full((len(draws),), _TOKEN)
-
-        def result() -> StepResult:
-            time.sleep(max(0.0, due - time.monotonic()))
-            with self.watch.timing("drawn"):
-                return rows_of(drawn.tolist(), batch)
-
-        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +99,7 @@ async def measure(
     answer = CHANGING_ANSWER if changing else 4 * plan.steps + 400
     pages = plan.requests * (-(-(PROMPT + answer) // PAGE_TOKENS) + 1) + 2048
     watch = Stopwatch()
-    engine, fabric = NoEngine(PagePool(pages), watch, plan.step_s), InMemoryFabric()
+    engine, fabric = NoEngine(PagePool(pages), watch, plan.step_s, plan.requests), InMemoryFabric()
     config = WorkerConfig(
         ME.worker_id,
         Role.BOTH,
@@ -281,9 +197,11 @@ def run(rows: tuple[int, ...], steps: int, step_s: float | None) -> dict[str, ob
     cases |= {f"decode sampled {each}": (each, PolicyName.UNCHUNKED, {"temperature": 1.0}) for each in rows}
     cases |= {f"mixed {each} {rows[-1]}": (rows[-1], each, {"joining": True}) for each in PolicyName}
     cases |= {f"changing {each}": (each, PolicyName.UNCHUNKED, {"changing": True}) for each in rows}
+    cases |= {f"{_CLOSE} {each}": (each, PolicyName.UNCHUNKED, {}) for each in rows}
     found: dict[str, object] = {}
     for name, (requests, policy, kind) in cases.items():
-        plan = Plan(requests, steps, measured_step_s(requests) if step_s is None else step_s)
+        lasts_s = measured_step_s(requests) if step_s is None else step_s
+        plan = Plan(requests, steps, CLOSE_S if name.startswith(_CLOSE) else lasts_s)
         watch = asyncio.run(measure(plan, policy, **kind))
         found[name] = figures = _figures(watch, plan)
         print(f"{name:26}", *(f"{key} {value:g}" for key, value in figures.items()), flush=True)

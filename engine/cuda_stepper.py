@@ -64,7 +64,7 @@ class CudaStepper:
         """See `ModelRunner.launch`."""
         # Triton and graphs go by the thread's current device, and steps have a thread of their own.
         torch.cuda.set_device(self._drawn.device)
-        sizes = self._packer.sizes(batch)  # before anything changes: a malformed batch is refused here
+        sizes = self._packer.sizes(batch)  # before anything changes: some malformed batches are refused here
         draws = batch.draws
         memory = self._memory[0]
         self._memory.reverse()

@@ -62,8 +62,8 @@ class StepPacker:
         self._row_limits = np.array([limits.page_tokens, limits.vocab_size, limits.pages])
 
     def sizes(self, batch: StepBatch) -> StepSizes:
-        """What `batch` needs as it is; raises Internal for a batch that breaks the limits: its maker should have
-        refused the request.
+        """What `batch` needs as it is; raises Internal for one that is empty, too long, or malformed in a chunk. What
+        rows of one token bring is checked as they are packed. Either way its maker should have refused the request.
         """
         singles, chunks = len(batch.tokens), batch.chunks
         if not singles and not chunks:
