@@ -153,6 +153,29 @@ async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> N
         assert worker_facts(told.decode.worker)[f.BATCH_LIMIT] == 5
 
 
+async def test_transfers_that_fail_change_or_lose_pages() -> None:
+    """The causes of three alerts, as what they go by counts them."""
+    prompt, sampling = list(range(3, 43)), SamplingParams(max_tokens=4)
+    async with WorkerPair() as pair:
+        sent = pair.prefill.worker.metrics.board.count(f.TRANSFER_FAILURES)
+        pair.fabric.fail_next()
+        failed = pair.send("a", prompt, sampling)
+        await until(lambda: failed.finish is not None)
+        await pair.empty()
+        assert sent.value == 1
+        assert worker_facts(pair.decode.worker)[f.CHECKSUM_FAILURES] == 0
+        pair.fabric.damage_next(lambda pages: pair.decode.engine.memory[pages[0]].fill(7))
+        changed = pair.send("b", prompt, sampling)
+        await until(lambda: changed.finish is not None)
+        await pair.empty()
+        facts = worker_facts(pair.decode.worker)
+        assert facts[f.CHECKSUM_FAILURES] == 1
+        assert facts[f.POOL_SOUND]
+        pair.decode.engine.pool._free.take(1)
+        last = pair.send("c", prompt, sampling)
+        await until(lambda: last.finish is not None and not worker_facts(pair.decode.worker)[f.POOL_SOUND])
+
+
 async def test_a_request_that_finds_no_pages() -> None:
     async with WorkerPair(pages=8) as pair:
         lease = pair.reserve("a", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
