@@ -23,9 +23,9 @@ from simulation.arrivals import Mix
 from simulation.hardware import Hardware, hardware
 
 SIGMA = 0.5
-PREFILL_RATE, DECODE_RATE = 1.9, 3.0
+PREFILL_RATE, DECODE_RATE = 3.8, 3.6
 """Requests a second and worker of both kinds of hours: about four fifths of what the best split keeps."""
-SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.5, 0.75, 0.8125, 0.875)
+SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8125, 0.875)
 """Parts of the workers that prefill, among which the oracles choose."""
 UNDONE_PART = 0.1
 """Of the flips, the part that may be undone within the same hour: small corrections are no flapping."""
@@ -35,7 +35,7 @@ AGREED_OF_BEST, AGREED_OVER_SINGLE = 0.95, 1.2
 def hours(workers: int, count: int) -> list[Hour]:
     """By turns."""
     kinds = (
-        Hour("prefill-heavy", Mix(PREFILL_RATE * workers, 3000, 100, SIGMA)),
+        Hour("prefill-heavy", Mix(PREFILL_RATE * workers, 1500, 50, SIGMA)),
         Hour("decode-heavy", Mix(DECODE_RATE * workers, 200, 1000, SIGMA)),
     )
     return [kinds[number % 2] for number in range(count)]
