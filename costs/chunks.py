@@ -70,24 +70,36 @@ class Beside(NamedTuple):
     targets: Sequence[float] = ()
 
 
+def step_target(cost: StepCost, duty: Duty | None, beside: Beside) -> float | None:
+    """The seconds that a step `beside` decode rows may take by a worker's duty; None = chunks follow no target, they
+    are alike for all prompts.
+    """
+    if not beside.rows or duty is None or duty.step_policy is not PolicyName.DECODE_PRIORITY:
+        return None
+    return gap_target(cost, duty.itl_target_s, *beside)
+
+
 def chunks(
     cost: StepCost,
     duty: Duty | None,
     most: int,
     beside: Beside,
     pairs_per_token: float,
+    *,
+    target_s: float | None = None,
 ) -> Chunks:
     """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
-    is the attention of a token of these prompts, on average.
+    is the attention of a token of these prompts, on average. `target_s` is the `step_target`, if that is known already.
     """
-    rows, context, targets = beside
+    rows, context, _ = beside
     if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
         return Chunks(max(1, most - rows))
     if duty.step_policy is PolicyName.CHUNKED:
         tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
         tokens = unpadded_prompts(tokens, rows, cost.parameters.tile_tokens)
     else:
-        target_s = gap_target(cost, duty.itl_target_s, rows, context, targets)
+        if target_s is None:
+            target_s = gap_target(cost, duty.itl_target_s, *beside)
         tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)
     if tokens >= PIECE:
         return Chunks(min(tokens, most - rows))

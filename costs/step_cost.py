@@ -84,7 +84,9 @@ class StepCost:
             return 0
         padded = padded_prompts(tokens, rows, p.tile_tokens) if p.tile_tokens > 1 else tokens
         free = p.free_tokens - rows
-        return padded if free <= 0 else max(0, padded - free)
+        if free <= 0:
+            return padded
+        return padded - free if padded > free else 0
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
