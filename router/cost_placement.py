@@ -6,9 +6,8 @@ Why these terms, and what they leave out: docs/decisions/0014-placement.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import islice
 
+from router.candidates import Candidate, Holders, first
 from router.cheapest import Cheapest
 from router.fleet import Fleet
 from router.long_gaps import spare_gaps
@@ -23,20 +22,14 @@ from router.placement import (
     takes_decode,
     takes_prefill,
 )
-from router.prefix_index import NO_MATCH, PrefixMatch
 from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast
-from router.worker_books import WorkerBooks
 
 _BEST = 2
 """Workers of each kind that are looked at because little waits there."""
 _HITS = 2
-"""And those that are looked at because they hold most of the prompt."""
-_LOOK = 64
-"""Workers that are asked for room before a request waits; the order makes room behind them unlikely."""
+"""And those that are looked at because they hold most of the prompt, and more than these."""
 _ANSWER_GUESS, _ANSWER_PART = 256.0, 0.02
 """Tokens of an answer before any ended, and the weight of the newest in their mean."""
-
-_Takes = Callable[[WorkerBooks, Need], bool]
 
 
 class CostPlacement(Placement):
@@ -56,12 +49,11 @@ class CostPlacement(Placement):
         return self._two_workers(need, fleet)
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
-        match = _match(need, fleet)
-        workers = _first(fleet.prefills, can_prefill, need, 1)
-        _join(workers, _holders(fleet, match, 1), can_prefill, need)
-        if not workers:
+        workers = first(fleet.prefills, can_prefill, need, 1)
+        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can_prefill))
+        if not prompts:
             return None
-        soonest = min(_prompts(need, workers, match), key=lambda prompt: prompt.ttft_s)
+        soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
         return _forecast(soonest, 0.0, soonest.ttft_s, math.inf)
 
     def change_mode(self, mode: Mode) -> None:
@@ -72,41 +64,39 @@ class CostPlacement(Placement):
 
     def _prompt_alone(self, need: Need, fleet: Fleet) -> Pair | None:
         """A prompt whose first token is the last."""
-        workers = _first(fleet.prefills, takes_prefill, need, self._best)
+        workers = first(fleet.prefills, takes_prefill, need, self._best)
         if not workers:
             return None
-        match = _match(need, fleet)
-        _join(workers, _holders(fleet, match, self._hits), takes_prefill, need)
-        first, *others = sorted(_prompts(need, workers, match), key=lambda prompt: prompt.cost_s)
+        candidates = Holders(need, fleet, self._hits).beside(workers, takes_prefill)
+        prompt, *others = sorted(_prompts(need, candidates), key=lambda prompt: prompt.cost_s)
         runner_up_s = others[0].cost_s if others else math.inf
-        return Pair(first.worker.peer, None, _forecast(first, 0.0, first.cost_s, runner_up_s))
+        return Pair(prompt.worker.peer, None, _forecast(prompt, 0.0, prompt.cost_s, runner_up_s))
 
     def _one_worker(self, need: Need, fleet: Fleet) -> Pair | None:
         """For it all."""
-        match = _match(need, fleet)
-        workers = _first(fleet.decodes, takes_both, need, self._best)
-        _join(workers, _holders(fleet, match, self._hits), takes_both, need)
+        workers = first(fleet.decodes, takes_both, need, self._best)
+        if not workers:
+            return None
+        candidates = Holders(need, fleet, self._hits).beside(workers, takes_both)
         asked, cheapest = self._asked(need), Cheapest()
-        cheapest.alone(_prompts(need, workers, match), _answers(asked, workers, match))
+        cheapest.alone(_prompts(need, candidates), _answers(asked, candidates))
         return _pair(cheapest, asked)
 
     def _two_workers(self, need: Need, fleet: Fleet) -> Pair | None:
         """One for the prompt and one for the answer, who may be the same if the mode says so."""
-        prefills = _first(fleet.prefills, takes_prefill, need, self._best)
+        prefills = first(fleet.prefills, takes_prefill, need, self._best)
         if not prefills:
             return None
-        decodes = _first(fleet.decodes, takes_decode, need, self._best)
+        decodes = first(fleet.decodes, takes_decode, need, self._best)
         if not decodes:
             return None
-        match = _match(need, fleet)
-        holders = _holders(fleet, match, self._hits)
-        _join(prefills, holders, takes_prefill, need)
-        _join(decodes, holders, takes_decode, need)
+        holders = Holders(need, fleet, self._hits)
+        at, to = holders.beside(prefills, takes_prefill), holders.beside(decodes, takes_decode)
         local = self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
         if local:
-            _join(prefills, decodes, takes_prefill, need)
+            at += [each for each in to if each not in at and takes_prefill(each[0], need)]
         asked, cheapest = self._asked(need), Cheapest()
-        cheapest.together(_prompts(need, prefills, match), _answers(asked, decodes, match), fleet, local=local)
+        cheapest.together(_prompts(need, at), _answers(asked, to), fleet, local=local)
         return _pair(cheapest, asked)
 
     def _asked(self, need: Need) -> AskedAnswer:
@@ -115,40 +105,13 @@ class CostPlacement(Placement):
         return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens))
 
 
-def _match(need: Need, fleet: Fleet) -> PrefixMatch:
-    return fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
-
-
-def _prompts(need: Need, workers: list[WorkerBooks], match: PrefixMatch) -> list[PromptForecast]:
+def _prompts(need: Need, candidates: list[Candidate]) -> list[PromptForecast]:
     tokens, late_s = need.prompt_tokens, need.slo.ttft_s - need.waited_s
-    return [PromptForecast(each, tokens, match.pages(each.slot) * each.page_tokens, late_s) for each in workers]
+    return [PromptForecast(worker, tokens, pages * worker.page_tokens, late_s) for worker, pages in candidates]
 
 
-def _answers(asked: AskedAnswer, workers: list[WorkerBooks], match: PrefixMatch) -> list[AnswerForecast]:
-    return [AnswerForecast(each, match.pages(each.slot) * each.page_tokens, asked) for each in workers]
-
-
-def _first(ranking: Iterable[WorkerBooks], takes: _Takes, need: Need, count: int) -> list[WorkerBooks]:
-    found: list[WorkerBooks] = []
-    for worker in islice(ranking, _LOOK):
-        if takes(worker, need):
-            found.append(worker)
-            if len(found) == count:
-                break
-    return found
-
-
-def _join(workers: list[WorkerBooks], others: list[WorkerBooks], takes: _Takes, need: Need) -> None:
-    """Look at these `others`, too."""
-    for worker in others:
-        if worker not in workers and takes(worker, need):
-            workers.append(worker)
-
-
-def _holders(fleet: Fleet, match: PrefixMatch, count: int) -> list[WorkerBooks]:
-    """Who holds most of the prompt."""
-    workers = [fleet.worker(slot) for slot in match.longest(count)]
-    return [worker for worker in workers if worker is not None]
+def _answers(asked: AskedAnswer, candidates: list[Candidate]) -> list[AnswerForecast]:
+    return [AnswerForecast(worker, pages * worker.page_tokens, asked) for worker, pages in candidates]
 
 
 def _pair(found: Cheapest, asked: AskedAnswer) -> Pair | None:

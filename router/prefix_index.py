@@ -23,16 +23,18 @@ class PrefixMatch:
                 return pages
         return 0
 
-    def longest(self, count: int) -> list[int]:
-        """Up to `count` workers that hold anything, those that hold most first."""
-        found: list[int] = []
+    def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
+        """Up to `count` workers that hold more than `beyond` pages and how many these are, most first."""
+        found: list[tuple[int, int]] = []
         seen = 0
-        for _, holders in reversed(self.levels):
+        for pages, holders in reversed(self.levels):
+            if pages <= beyond:
+                break
             fresh = holders & ~seen
             seen |= holders
             while fresh and len(found) < count:
                 lowest = fresh & -fresh
-                found.append(lowest.bit_length() - 1)
+                found.append((lowest.bit_length() - 1, pages))
                 fresh ^= lowest
         return found
 
