@@ -67,6 +67,15 @@ class WorkerBooks:
     What placement reads are plain attributes, made whenever something changes: it reads many more than change.
     """
 
+    __slots__ = (
+        "_answers", "_clock", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps",
+        "_prompts", "_queue", "_refused_until", "_tokens", "cost", "decode_context", "decode_requests", "decodes",
+        "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live", "max_batch_requests",
+        "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer", "prefill_idle",
+        "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s", "tightest_s",
+        "transfer",
+    )  # fmt: skip
+
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
         self.info = info
         self.peer = info.peer
