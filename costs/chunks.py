@@ -70,37 +70,39 @@ class Beside(NamedTuple):
     targets: Sequence[float] = ()
 
 
-def step_target(cost: StepCost, duty: Duty | None, beside: Beside) -> float | None:
-    """The seconds that a step `beside` decode rows may take by a worker's duty; None = chunks follow no target, they
-    are alike for all prompts.
-    """
-    if not beside.rows or duty is None or duty.step_policy is not PolicyName.DECODE_PRIORITY:
-        return None
-    return gap_target(cost, duty.itl_target_s, *beside)
+class Share(NamedTuple):
+    """What steps give to prompts: `always` as much, or if that is None, what `target_s` seconds of a step leave."""
+
+    always: Chunks | None
+    target_s: float = math.inf
 
 
-def chunks(
-    cost: StepCost,
-    duty: Duty | None,
-    most: int,
-    beside: Beside,
-    pairs_per_token: float,
-    *,
-    target_s: float | None = None,
-) -> Chunks:
-    """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
-    is the attention of a token of these prompts, on average. `target_s` is the `step_target`, if that is known already.
+def share(cost: StepCost, duty: Duty | None, most: int, beside: Beside) -> Share:
+    """Of steps of at most `most` tokens, `beside` decode rows, by a worker's duty: all of it that is alike for all
+    prompts.
     """
-    rows, context, _ = beside
+    rows = beside.rows
     if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
-        return Chunks(max(1, most - rows))
-    if duty.step_policy is PolicyName.CHUNKED:
-        tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
-        tokens = unpadded_prompts(tokens, rows, cost.parameters.tile_tokens)
-    else:
-        if target_s is None:
-            target_s = gap_target(cost, duty.itl_target_s, *beside)
-        tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)
-    if tokens >= PIECE:
-        return Chunks(min(tokens, most - rows))
-    return Chunks(PROGRESS_TOKENS, PATIENCE)
+        return Share(Chunks(max(1, most - rows)))
+    if duty.step_policy is PolicyName.DECODE_PRIORITY:
+        return Share(None, gap_target(cost, duty.itl_target_s, *beside))
+    tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
+    return Share(_worthwhile(unpadded_prompts(tokens, rows, cost.parameters.tile_tokens), most - rows))
+
+
+def chunks_within(cost: StepCost, target_s: float, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+    """What steps of `target_s` seconds give to prompts with so much attention a token, on average."""
+    rows, context, _ = beside
+    return _worthwhile(cost.tokens_within(target_s, rows, context, pairs_per_token), most - rows)
+
+
+def chunks(cost: StepCost, duty: Duty | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+    """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
+    is the attention of a token of these prompts, on average.
+    """
+    always, target_s = share(cost, duty, most, beside)
+    return always or chunks_within(cost, target_s, most, beside, pairs_per_token)
+
+
+def _worthwhile(tokens: int, most: int) -> Chunks:
+    return Chunks(min(tokens, most)) if tokens >= PIECE else Chunks(PROGRESS_TOKENS, PATIENCE)

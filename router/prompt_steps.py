@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from costs.chunks import Beside, chunks, step_target
+from costs.chunks import Beside, chunks_within, share
 from costs.step_cost import StepCost
 from wire.messages import Duty
 
-
-class PromptRun(NamedTuple):
-    """Seconds and steps until prompts are computed, and the longest of these steps."""
-
-    seconds: float
-    steps: int
-    longest_s: float
-
-
-NO_PROMPTS = PromptRun(0.0, 0, 0.0)
+Run = tuple[float, int, float]
+"""Seconds and steps until prompts are computed, and the seconds of the longest of these steps."""
+NO_PROMPTS: Run = (0.0, 0, 0.0)
 
 
 class PromptSteps:
     """Made once for all prompts that are looked at until the worker's answers change."""
 
-    __slots__ = ("_beside", "_chunks", "_cost", "_duty", "_most", "_pause_s", "_target_s")
+    __slots__ = ("_always", "_beside", "_cost", "_most", "_step_s", "_target_s")
 
-    def __init__(self, cost: StepCost, duty: Duty | None, most: int, beside: Beside) -> None:
-        """Steps of at most `most` tokens."""
-        self._cost, self._duty, self._most, self._beside = cost, duty, most, beside
-        self._pause_s = cost.decode_step_seconds(beside.rows, beside.context_tokens)
-        self._target_s = step_target(cost, duty, beside)
-        self._chunks = chunks(cost, duty, most, beside, 0.0) if self._target_s is None else None
+    def __init__(self, cost: StepCost, duty: Duty | None, most: int, beside: Beside, step_s: float) -> None:
+        """Steps of at most `most` tokens; without prompts they take `step_s`."""
+        self._cost, self._most, self._beside, self._step_s = cost, most, beside, step_s
+        self._always, self._target_s = share(cost, duty, most, beside)
 
-    def run(self, tokens: int, pairs: float) -> PromptRun:
-        """Of so many tokens, with their attention pairs."""
-        if not tokens:
-            return NO_PROMPTS
-        each, pause = self._chunks or chunks(
-            self._cost, self._duty, self._most, self._beside, pairs / tokens, target_s=self._target_s
-        )
-        rows, context, _ = self._beside
+    def run(self, tokens: int, pairs: float) -> Run:
+        """Of so many tokens, at least one, with so many attention pairs."""
+        cost, beside = self._cost, self._beside
+        each, pause = self._always or chunks_within(cost, self._target_s, self._most, beside, pairs / tokens)
+        rows, context, _ = beside
         if tokens <= each:
-            seconds = self._cost.mixed_step_seconds(tokens, pairs, rows, context)
-            return PromptRun(seconds + pause * self._pause_s, 1, seconds)
+            seconds = cost.mixed_step_seconds(tokens, pairs, rows, context)
+            return seconds + pause * self._step_s, 1, seconds
         full, rest = divmod(tokens, each)
-        longest = self._cost.mixed_step_seconds(each, pairs / tokens * each, rows, context)
+        longest = cost.mixed_step_seconds(each, pairs / tokens * each, rows, context)
         steps = full + (rest > 0)
-        seconds = full * longest + steps * pause * self._pause_s
+        seconds = full * longest + steps * pause * self._step_s
         if rest:
-            seconds += self._cost.mixed_step_seconds(rest, pairs / tokens * rest, rows, context)
-        return PromptRun(seconds, steps, longest)
+            seconds += cost.mixed_step_seconds(rest, pairs / tokens * rest, rows, context)
+        return seconds, steps, longest

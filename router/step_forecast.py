@@ -49,12 +49,12 @@ class PromptForecast:
             cached = tokens - 1  # the last one is computed: its logits choose the first token
         self.cached = cached
         self.computed = fresh = tokens - cached
-        queue, rows = worker.queue, worker.decode_requests
+        rows, (queue_s, queue_steps, _) = worker.decode_requests, worker.queue
         tokens = worker.prefill_tokens + fresh
         pairs = worker.prefill_pairs + chunk_pairs(fresh, cached)
         ttft_s, steps, longest_s = worker.prompt_steps.run(tokens, pairs)
-        steps -= queue.steps
-        compute_s = ttft_s - queue.seconds
+        steps -= queue_steps
+        compute_s = ttft_s - queue_s
         cost_s = ttft_s
         self.broken = 0
         self._longest_s = longest_s if rows else None
@@ -103,7 +103,7 @@ class AnswerForecast:
                 broken = chance_of_more(spare, worker.long_per_s(slo) * tokens * step_s)
             bears_s = slo.worst_gap_s if spare else target_s
             if bears_s < math.inf:
-                busy_s = max(step_s, worker.queue.longest_s)
+                busy_s = max(step_s, worker.queue[2])
                 if FIRST_GAP_STEPS * busy_s > bears_s:
                     self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s

@@ -10,7 +10,7 @@ from costs.chunks import Beside
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
 from router.long_gaps import LongGaps
-from router.prompt_steps import PromptRun, PromptSteps
+from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
 from router.slo import SloClass
 from router.slo_load import SloLoad
 from wire.messages import WorkerInfo, WorkerLoad
@@ -95,7 +95,7 @@ class WorkerBooks:
         """The targets of their classes, rising."""
         self._clock = clock
         self._prompt_steps: PromptSteps | None = None
-        self._queue: PromptRun | None = None
+        self._queue: Run | None = None
         self._prompts: dict[str, PromptWork] = {}
         self._tokens = 0
         self._pairs = 0.0
@@ -233,14 +233,15 @@ class WorkerBooks:
         """How prompts go on there as things stand."""
         if self._prompt_steps is None:
             beside = Beside(self.decode_requests, self.decode_context, self.gap_targets)
-            self._prompt_steps = PromptSteps(self.cost, self.info.duty, self.max_step_tokens, beside)
+            self._prompt_steps = PromptSteps(self.cost, self.info.duty, self.max_step_tokens, beside, self.step_s)
         return self._prompt_steps
 
     @property
-    def queue(self) -> PromptRun:
+    def queue(self) -> Run:
         """What computing the prompts takes that wait there."""
         if self._queue is None:
-            self._queue = self.prompt_steps.run(self.prefill_tokens, self.prefill_pairs)
+            waiting = self.prefill_tokens
+            self._queue = self.prompt_steps.run(waiting, self.prefill_pairs) if waiting else NO_PROMPTS
         return self._queue
 
     @property
