@@ -70,28 +70,20 @@ class Beside(NamedTuple):
     targets: Sequence[float] = ()
 
 
-class Share(NamedTuple):
-    """What steps give to prompts: `always` as much, or if that is None, what `target_s` seconds of a step leave."""
-
-    always: Chunks | None
-    target_s: float = math.inf
-
-
-def share(cost: StepCost, duty: Duty | None, most: int, beside: Beside) -> Share:
-    """Of steps of at most `most` tokens, `beside` decode rows, by a worker's duty: all of it that is alike for all
-    prompts.
+def steady_chunks(cost: StepCost, duty: Duty | None, most: int, rows: int) -> Chunks | None:
+    """What steps of at most `most` tokens give to any prompts beside `rows` decode rows, by a worker's duty; None = as
+    much as a target leaves, see `chunks_within`.
     """
-    rows = beside.rows
     if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
-        return Share(Chunks(max(1, most - rows)))
+        return Chunks(max(1, most - rows))
     if duty.step_policy is PolicyName.DECODE_PRIORITY:
-        return Share(None, gap_target(cost, duty.itl_target_s, *beside))
+        return None
     tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
-    return Share(_worthwhile(unpadded_prompts(tokens, rows, cost.parameters.tile_tokens), most - rows))
+    return _worthwhile(unpadded_prompts(tokens, rows, cost.parameters.tile_tokens), most - rows)
 
 
-def chunks_within(cost: StepCost, target_s: float, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
-    """What steps of `target_s` seconds give to prompts with so much attention a token, on average."""
+def chunks_within(target_s: float, cost: StepCost, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+    """What a step of `target_s` seconds gives to prompts with so much attention a token, on average."""
     rows, context, _ = beside
     return _worthwhile(cost.tokens_within(target_s, rows, context, pairs_per_token), most - rows)
 
@@ -100,8 +92,11 @@ def chunks(cost: StepCost, duty: Duty | None, most: int, beside: Beside, pairs_p
     """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
     is the attention of a token of these prompts, on average.
     """
-    always, target_s = share(cost, duty, most, beside)
-    return always or chunks_within(cost, target_s, most, beside, pairs_per_token)
+    steady = steady_chunks(cost, duty, most, beside.rows)
+    if steady is not None:
+        return steady
+    target_s = gap_target(cost, duty.itl_target_s if duty else None, *beside)
+    return chunks_within(target_s, cost, most, beside, pairs_per_token)
 
 
 def _worthwhile(tokens: int, most: int) -> Chunks:

@@ -233,7 +233,7 @@ class WorkerBooks:
         """How prompts go on there as things stand."""
         if self._prompt_steps is None:
             beside = Beside(self.decode_requests, self.decode_context, self.gap_targets)
-            self._prompt_steps = PromptSteps(self.cost, self.info.duty, self.max_step_tokens, beside, self.step_s)
+            self._prompt_steps = PromptSteps(self.cost, self.info.duty, self.max_step_tokens, beside)
         return self._prompt_steps
 
     @property
