@@ -52,19 +52,21 @@ class PromptForecast:
         rows, (queue_s, queue_steps, _) = worker.decode_requests, worker.queue
         tokens = worker.prefill_tokens + fresh
         pairs = worker.prefill_pairs + chunk_pairs(fresh, cached)
-        ttft_s, steps, longest_s = worker.prompt_steps.run(tokens, pairs)
-        steps -= queue_steps
-        compute_s = ttft_s - queue_s
+        ttft_s, all_steps, longest_s = worker.prompt_steps.run(tokens, pairs)
+        compute_s, more_steps = ttft_s - queue_s, all_steps - queue_steps
+        self.steps = steps = more_steps if more_steps > 0 else 1
         cost_s = ttft_s
         self.broken = 0
         self._longest_s = longest_s if rows else None
         if rows:
-            cost_s += rows * max(0.0, compute_s - steps * worker.step_s)
+            lost_s = compute_s - more_steps * worker.step_s
+            if lost_s > 0.0:
+                cost_s += rows * lost_s
             if longest_s > worker.tightest_s:
-                self.broken = _broken_by_prompts(worker, longest_s, max(1, steps))
+                self.broken = _broken_by_prompts(worker, longest_s, steps)
         else:
             self._pairs_per_token = pairs / tokens
-        self.ttft_s, self.compute_s, self.steps = ttft_s, compute_s, max(1, steps)
+        self.ttft_s, self.compute_s = ttft_s, compute_s
         self.cost_s = cost_s + MISS_S * (self.broken + (ttft_s > late_s))
 
     @property

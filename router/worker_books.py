@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from costs.chunks import Beside
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
 from router.long_gaps import LongGaps
+from router.placed_work import AnswerWork, PromptWork
 from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
 from router.slo import SloClass
 from router.slo_load import SloLoad
@@ -19,6 +20,8 @@ LOAD_FRESH_S = 1.0
 """A worker without work sends no load: older reports count for nothing."""
 REFUSAL_PAUSE_S = 0.05
 """How long a worker that turned a request away is not asked again, if others are there."""
+
+_COMPUTED = PromptWork(0)
 
 Clock = Callable[[], float]
 """Seconds, growing; `time.monotonic` or a virtual one."""
@@ -34,32 +37,6 @@ class Order(Protocol):
         """What runs in its decode half has changed."""
 
 
-class PromptWork(NamedTuple):
-    """What is left to compute of a prompt: `tokens` behind `cached` ones whose KV is there."""
-
-    tokens: int
-    cached: int = 0
-
-    @property
-    def pairs(self) -> float:
-        """Attention pairs."""
-        return chunk_pairs(self.tokens, self.cached)
-
-
-_COMPUTED = PromptWork(0)
-
-
-class AnswerWork(NamedTuple):
-    """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts; `spare` of
-    its gaps may be longer than its target.
-    """
-
-    pages: int
-    context: int
-    slo: SloClass
-    spare: int = 0
-
-
 class WorkerBooks:
     """One run of one worker, as placement sees it. Counts are this router's own or the worker's by its own report,
     whichever is larger: other routers place work there, too.
@@ -69,11 +46,11 @@ class WorkerBooks:
 
     __slots__ = (
         "_answers", "_clock", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps",
-        "_prompts", "_queue", "_refused_until", "_tokens", "cost", "decode_context", "decode_requests", "decodes",
-        "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live", "max_batch_requests",
-        "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer", "prefill_idle",
-        "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s", "tightest_s",
-        "transfer",
+        "_prompts", "_queue", "_ready", "_refused_until_s", "_tokens", "cost", "decode_context", "decode_requests",
+        "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live",
+        "max_batch_requests", "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer",
+        "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
+        "tightest_s", "transfer",
     )  # fmt: skip
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
@@ -105,7 +82,7 @@ class WorkerBooks:
         self._context = 0
         self._load: WorkerLoad | None = None
         self._load_at = float("-inf")
-        self._refused_until = -math.inf
+        self._refused_until_s: float | None = None
         self._settle()
 
     # What goes there and leaves again
@@ -192,7 +169,7 @@ class WorkerBooks:
 
     def refuse(self) -> None:
         """It turned a request away: ask others first, for a moment."""
-        self._refused_until = self._clock() + REFUSAL_PAUSE_S
+        self._refused_until_s = self._clock() + REFUSAL_PAUSE_S
 
     def note_prompt_steps(self, steps: int, longest_s: float) -> None:
         """So many steps there are going to take up to `longest_s` each, because of a prompt."""
@@ -247,9 +224,10 @@ class WorkerBooks:
     @property
     def refusing(self) -> bool:
         """Whether it turned a request away a moment ago, or says that it is not ready."""
-        if self._refused_until > -math.inf and self._clock() >= self._refused_until:
-            self._refused_until = -math.inf
-        return bool(self.info.not_ready) or self._refused_until > -math.inf
+        until_s = self._refused_until_s
+        if until_s is not None and self._clock() >= until_s:
+            until_s = self._refused_until_s = None
+        return not self._ready or until_s is not None
 
     def _forget_prompt(self, work: PromptWork) -> None:
         self._tokens -= work.tokens
@@ -258,6 +236,7 @@ class WorkerBooks:
     def _settle(self) -> None:
         info = self.info
         self.role = info.role
+        self._ready = not info.not_ready
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
         self.kv_tokens_total = info.pages_total * info.page_tokens
