@@ -21,9 +21,10 @@ from benchmarks.results import run_facts, save_result
 from costs.step_cost import CostParameters, StepCost
 from router.cost_placement import CostPlacement
 from router.fleet import Fleet
+from router.placed_work import AnswerWork, PromptWork
 from router.placement import Mode, Need, Pair
 from router.slo import DEFAULT_CLASSES
-from router.worker_books import AnswerWork, PromptWork, WorkerBooks
+from router.worker_books import WorkerBooks
 from wire.ending import pages_for
 from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
 

@@ -70,25 +70,34 @@ class Beside(NamedTuple):
     targets: Sequence[float] = ()
 
 
-def chunks(
-    cost: StepCost,
-    duty: Duty | None,
-    most: int,
-    beside: Beside,
-    pairs_per_token: float,
-) -> Chunks:
+def steady_chunks(cost: StepCost, duty: Duty | None, most: int, rows: int) -> Chunks | None:
+    """What steps of at most `most` tokens give to any prompts beside `rows` decode rows, by a worker's duty; None = as
+    much as a target leaves, see `chunks_within`.
+    """
+    if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
+        return Chunks(max(1, most - rows))
+    if duty.step_policy is PolicyName.DECODE_PRIORITY:
+        return None
+    tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
+    return _worthwhile(unpadded_prompts(tokens, rows, cost.parameters.tile_tokens), most - rows)
+
+
+def chunks_within(target_s: float, cost: StepCost, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+    """What a step of `target_s` seconds gives to prompts with so much attention a token, on average."""
+    rows, context, _ = beside
+    return _worthwhile(cost.tokens_within(target_s, rows, context, pairs_per_token), most - rows)
+
+
+def chunks(cost: StepCost, duty: Duty | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
     """What steps of at most `most` tokens give to prompts `beside` decode rows, by a worker's duty; `pairs_per_token`
     is the attention of a token of these prompts, on average.
     """
-    rows, context, targets = beside
-    if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
-        return Chunks(max(1, most - rows))
-    if duty.step_policy is PolicyName.CHUNKED:
-        tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
-        tokens = unpadded_prompts(tokens, rows, cost.parameters.tile_tokens)
-    else:
-        target_s = gap_target(cost, duty.itl_target_s, rows, context, targets)
-        tokens = cost.tokens_within(target_s, rows, context, pairs_per_token)
-    if tokens >= PIECE:
-        return Chunks(min(tokens, most - rows))
-    return Chunks(PROGRESS_TOKENS, PATIENCE)
+    steady = steady_chunks(cost, duty, most, beside.rows)
+    if steady is not None:
+        return steady
+    target_s = gap_target(cost, duty.itl_target_s if duty else None, *beside)
+    return chunks_within(target_s, cost, most, beside, pairs_per_token)
+
+
+def _worthwhile(tokens: int, most: int) -> Chunks:
+    return Chunks(min(tokens, most)) if tokens >= PIECE else Chunks(PROGRESS_TOKENS, PATIENCE)

@@ -68,9 +68,17 @@ class StepCost:
 
     def mixed_step_seconds(self, tokens: int, pairs: float, rows: int, context_tokens: int) -> float:
         """Of one step with prompt tokens, their attention pairs, and decode rows that attend to `context_tokens`."""
+        return self.rows_seconds(rows, context_tokens) + self.prompts_seconds(tokens, pairs, rows)
+
+    def rows_seconds(self, rows: int, context_tokens: int) -> float:
+        """The part of a step that its decode rows take, if any: what it takes at least."""
         p = self.parameters
-        prompts = p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * pairs
-        return p.base_s + p.row_s * rows + p.context_s * context_tokens + prompts
+        return p.base_s + p.row_s * rows + p.context_s * context_tokens
+
+    def prompts_seconds(self, tokens: int, pairs: float, rows: int) -> float:
+        """And the part of its prompt tokens beside `rows` decode rows."""
+        p = self.parameters
+        return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * pairs
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
         """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
@@ -84,7 +92,9 @@ class StepCost:
             return 0
         padded = padded_prompts(tokens, rows, p.tile_tokens) if p.tile_tokens > 1 else tokens
         free = p.free_tokens - rows
-        return padded if free <= 0 else max(0, padded - free)
+        if free <= 0:
+            return padded
+        return padded - free if padded > free else 0
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""

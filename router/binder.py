@@ -9,11 +9,12 @@ from router.config import RouterConfig
 from router.fleet import Fleet
 from router.gate import Gate
 from router.long_gaps import spare_gaps
+from router.placed_work import AnswerWork, PromptWork
 from router.placement import Pair, Placement
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
 from router.ticket import Ticket
-from router.worker_books import AnswerWork, Clock, PromptWork, WorkerBooks
+from router.worker_books import Clock, WorkerBooks
 from wire.ending import pages_for
 
 _ANSWER_WEIGHT = 2.0

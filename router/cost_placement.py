@@ -6,62 +6,51 @@ Why these terms, and what they leave out: docs/decisions/0014-placement.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from itertools import islice
 
+from router.candidates import Candidate, Holders, first
+from router.cheapest import Cheapest
 from router.fleet import Fleet
+from router.long_gaps import spare_gaps
 from router.placement import (
-    STEPS_AHEAD,
     Forecast,
     Mode,
     Need,
     Pair,
     Placement,
     can_prefill,
+    takes_both,
     takes_decode,
     takes_prefill,
 )
-from router.prefix_index import NO_MATCH, PrefixMatch
-from router.step_forecast import MISS_S, AnswerForecast, PromptForecast
-from router.worker_books import WorkerBooks
+from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast
 
 _BEST = 2
 """Workers of each kind that are looked at because little waits there."""
 _HITS = 2
-"""And those that are looked at because they hold most of the prompt."""
-_LOOK = 64
-"""Workers that are asked for room before a request waits; the order makes room behind them unlikely."""
+"""And those that are looked at because they hold most of the prompt, and more than these."""
 _ANSWER_GUESS, _ANSWER_PART = 256.0, 0.02
 """Tokens of an answer before any ended, and the weight of the newest in their mean."""
-
-_Takes = Callable[[WorkerBooks], bool]
 
 
 class CostPlacement(Placement):
     """Looks at a few workers in the order of their load, and at those that hold most of the prompt."""
 
-    def __init__(
-        self, mode: Mode = Mode.ADAPTIVE, steps_ahead: int = STEPS_AHEAD, *, best: int = _BEST, hits: int = _HITS
-    ) -> None:
+    def __init__(self, mode: Mode = Mode.ADAPTIVE, *, best: int = _BEST, hits: int = _HITS) -> None:
         """`best` workers of each kind are looked at because little waits there, `hits` because of what they hold."""
         self._mode = mode
-        self._steps_ahead = steps_ahead
         self._best, self._hits = best, hits
         self._answer = _ANSWER_GUESS
 
     def choose(self, need: Need, fleet: Fleet) -> Pair | None:
-        return self._cheapest(
-            need,
-            fleet,
-            lambda worker: takes_prefill(worker, need, self._steps_ahead),
-            lambda worker: takes_decode(worker, need),
-        )
+        if not need.decodes:
+            return self._prompt_alone(need, fleet)
+        if self._mode is Mode.COLOCATED and fleet.colocates:
+            return self._one_worker(need, fleet)
+        return self._two_workers(need, fleet)
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
-        match = _match(need, fleet)
-        workers = _first(fleet.prefills, lambda worker: can_prefill(worker, need), 1)
-        workers += [each for each in _holders(fleet, match, 1) if each not in workers and can_prefill(each, need)]
-        prompts = _prompts(need, workers, _Held(match))
+        workers = first(fleet.prefills, can_prefill, need, 1)
+        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can_prefill))
         if not prompts:
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
@@ -73,134 +62,64 @@ class CostPlacement(Placement):
     def learn_answer(self, tokens: int) -> None:
         self._answer += _ANSWER_PART * (tokens - self._answer)
 
-    def _cheapest(self, need: Need, fleet: Fleet, takes_prompt: _Takes, takes_answer: _Takes) -> Pair | None:
-        if self._mode is Mode.COLOCATED and fleet.colocates and need.decodes:
-            return self._cheapest_alone(need, fleet, lambda worker: takes_answer(worker) and takes_prompt(worker))
-        prefills = _first(fleet.prefills, takes_prompt, self._best)
+    def _prompt_alone(self, need: Need, fleet: Fleet) -> Pair | None:
+        """A prompt whose first token is the last."""
+        workers = first(fleet.prefills, takes_prefill, need, self._best)
+        if not workers:
+            return None
+        candidates = Holders(need, fleet, self._hits).beside(workers, takes_prefill)
+        prompt, *others = sorted(_prompts(need, candidates), key=lambda prompt: prompt.cost_s)
+        runner_up_s = others[0].cost_s if others else math.inf
+        return Pair(prompt.worker.peer, None, _forecast(prompt, 0.0, prompt.cost_s, runner_up_s))
+
+    def _one_worker(self, need: Need, fleet: Fleet) -> Pair | None:
+        """For it all."""
+        workers = first(fleet.decodes, takes_both, need, self._best)
+        if not workers:
+            return None
+        candidates = Holders(need, fleet, self._hits).beside(workers, takes_both)
+        asked, cheapest = self._asked(need), Cheapest()
+        cheapest.alone(_prompts(need, candidates), _answers(asked, candidates))
+        return _pair(cheapest, asked)
+
+    def _two_workers(self, need: Need, fleet: Fleet) -> Pair | None:
+        """One for the prompt and one for the answer, who may be the same if the mode says so."""
+        prefills = first(fleet.prefills, takes_prefill, need, self._best)
         if not prefills:
             return None
-        decodes = _first(fleet.decodes, takes_answer, self._best) if need.decodes else []
-        if need.decodes and not decodes:
+        decodes = first(fleet.decodes, takes_decode, need, self._best)
+        if not decodes:
             return None
-        match = _match(need, fleet)
-        for worker in _holders(fleet, match, self._hits):
-            if worker not in prefills and takes_prompt(worker):
-                prefills.append(worker)
-            if need.decodes and worker not in decodes and takes_answer(worker):
-                decodes.append(worker)
-        if self._mode is Mode.ADAPTIVE or len(fleet.live) == 1:
-            prefills += [worker for worker in decodes if worker not in prefills and takes_prompt(worker)]
-        held = _Held(match)
-        prompts = _prompts(need, prefills, held)
-        if not need.decodes:
-            return _without_answer(prompts)
-        return self._pair(need, fleet, prompts, self._answers(need, decodes, held))
+        holders = Holders(need, fleet, self._hits)
+        at, to = holders.beside(prefills, takes_prefill), holders.beside(decodes, takes_decode)
+        local = self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
+        if local:
+            at += [each for each in to if each not in at and takes_prefill(each[0], need)]
+        asked, cheapest = self._asked(need), Cheapest()
+        cheapest.together(_prompts(need, at), _answers(asked, to), fleet, local=local)
+        return _pair(cheapest, asked)
 
-    def _cheapest_alone(self, need: Need, fleet: Fleet, takes: _Takes) -> Pair | None:
-        """One worker for it all."""
-        match = _match(need, fleet)
-        workers = _first(fleet.decodes, takes, self._best)
-        workers += [each for each in _holders(fleet, match, self._hits) if each not in workers and takes(each)]
-        held = _Held(match)
-        return self._pair(need, fleet, _prompts(need, workers, held), self._answers(need, workers, held))
-
-    def _answers(self, need: Need, decodes: list[WorkerBooks], held: _Held) -> list[AnswerForecast]:
+    def _asked(self, need: Need) -> AskedAnswer:
         longest = need.kv_tokens + 1 - need.prompt_tokens
-        answer = min(float(longest), self._answer)
-        context = need.prompt_tokens + int(answer) // 2
-        return [AnswerForecast(each, held[each], context, answer, need.slo) for each in decodes]
-
-    def _pair(
-        self, need: Need, fleet: Fleet, prompts: list[PromptForecast], answers: list[AnswerForecast]
-    ) -> Pair | None:
-        best: tuple[PromptForecast, AnswerForecast] | None = None
-        cost_s = runner_up_s = math.inf
-        pairs, locals_ = self._allowed(fleet)
-        for answer in answers:
-            worker, missing = answer.worker, max(1, need.prompt_tokens - answer.cached)
-            if pairs:
-                whole_s = worker.transfer.seconds(fleet.kv_bytes(missing, worker.page_tokens))
-            for prompt in prompts:
-                if prompt.worker is worker:
-                    if not locals_:
-                        continue
-                    total = prompt.cost_s + answer.cost_s + answer.here_s
-                elif pairs:
-                    total = prompt.cost_s + answer.cost_s
-                    exposed_s = _exposed(prompt, whole_s, missing)
-                    total += exposed_s if exposed_s <= answer.slack_s else exposed_s + MISS_S
-                else:
-                    continue
-                if total < cost_s:
-                    best, cost_s, runner_up_s = (prompt, answer), total, cost_s
-                elif total < runner_up_s:
-                    runner_up_s = total
-        if best is None:
-            return None
-        prompt, answer = best
-        forecast = _forecast(prompt, answer.step_s, cost_s, runner_up_s, answer.tokens)
-        return Pair(prompt.worker.peer, answer.worker.peer, forecast)
-
-    def _allowed(self, fleet: Fleet) -> tuple[bool, bool]:
-        """Whether two workers may share a request, and whether one may do it all."""
-        if self._mode is Mode.ADAPTIVE:
-            return True, True
-        if self._mode is Mode.DISAGGREGATED:
-            return True, len(fleet.live) == 1
-        return not fleet.colocates, True
+        tokens = min(float(longest), self._answer)
+        return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens))
 
 
-def _match(need: Need, fleet: Fleet) -> PrefixMatch:
-    return fleet.prefixes.match(need.digests) if need.digests else NO_MATCH
+def _prompts(need: Need, candidates: list[Candidate]) -> list[PromptForecast]:
+    tokens, late_s = need.prompt_tokens, need.slo.ttft_s - need.waited_s
+    return [PromptForecast(worker, tokens, pages * worker.page_tokens, late_s) for worker, pages in candidates]
 
 
-def _prompts(need: Need, workers: Iterable[WorkerBooks], held: _Held) -> list[PromptForecast]:
-    late_s = need.slo.ttft_s - need.waited_s
-    return [PromptForecast(each, need.prompt_tokens, held[each], late_s) for each in workers]
+def _answers(asked: AskedAnswer, candidates: list[Candidate]) -> list[AnswerForecast]:
+    return [AnswerForecast(worker, pages * worker.page_tokens, asked) for worker, pages in candidates]
 
 
-def _first(ranking: Iterable[WorkerBooks], takes: _Takes, count: int) -> list[WorkerBooks]:
-    found: list[WorkerBooks] = []
-    for worker in islice(ranking, _LOOK):
-        if takes(worker):
-            found.append(worker)
-            if len(found) == count:
-                break
-    return found
-
-
-def _holders(fleet: Fleet, match: PrefixMatch, count: int) -> list[WorkerBooks]:
-    """Who holds most of the prompt."""
-    workers = (fleet.worker(slot) for slot in match.longest(count))
-    return [worker for worker in workers if worker is not None]
-
-
-class _Held(dict[WorkerBooks, int]):
-    """Tokens of a prompt that workers hold, each looked up once."""
-
-    def __init__(self, match: PrefixMatch) -> None:
-        super().__init__()
-        self._match = match
-
-    def __missing__(self, worker: WorkerBooks) -> int:
-        found = self[worker] = self._match.pages(worker.slot) * worker.page_tokens
-        return found
-
-
-def _exposed(prompt: PromptForecast, whole_s: float, missing: int) -> float:
-    """Seconds for which the answer waits for its KV: pages of earlier chunks move while later ones are computed, the
-    last chunk's cannot. `whole_s` is the transfer of all `missing` tokens.
-    """
-    last_s = whole_s * prompt.last_chunk / missing if prompt.last_chunk < missing else whole_s
-    rest_s = whole_s - prompt.compute_s
-    return last_s if last_s > rest_s else rest_s
-
-
-def _without_answer(prompts: list[PromptForecast]) -> Pair:
-    """A prompt whose first token is the last."""
-    first, *others = sorted(prompts, key=lambda prompt: prompt.cost_s)
-    runner_up_s = others[0].cost_s if others else math.inf
-    return Pair(first.worker.peer, None, _forecast(first, 0.0, first.cost_s, runner_up_s))
+def _pair(found: Cheapest, asked: AskedAnswer) -> Pair | None:
+    prompt, answer = found.prompt, found.answer
+    if prompt is None or answer is None:
+        return None
+    forecast = _forecast(prompt, answer.step_s, found.cost_s, found.runner_up_s, asked.tokens)
+    return Pair(prompt.worker.peer, answer.worker.peer, forecast)
 
 
 def _forecast(

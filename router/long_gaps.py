@@ -19,14 +19,16 @@ _WINDOW_S = HALF_LIFE_S / math.log(2)
 class LongGaps:
     """Of one class at one worker: a step is long if it takes more than the class's target there."""
 
-    __slots__ = ("_at_s", "_levels", "_recent", "passed", "target_s")
+    __slots__ = ("_at_s", "_levels", "_lost", "_recent", "passed", "target_s")
 
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self.passed = 0
         """Long steps so far, those that are on their way included."""
         self._levels: list[int] = []
-        """For each answer, how far `passed` may grow before it has seen too many."""
+        """For each answer, how far `passed` may grow before it has seen too many; rising."""
+        self._lost = 0
+        """The first of these have seen too many."""
         self._recent = 0.0
         self._at_s = 0.0
 
@@ -34,6 +36,7 @@ class LongGaps:
         """So many steps are going to take up to `longest_s` each."""
         if longest_s > self.target_s:
             self.passed += steps
+            self._lost = bisect_left(self._levels, self.passed)
             self._recent, self._at_s = self.per_s(now) * _WINDOW_S + steps, now
 
     def per_s(self, now: float) -> float:
@@ -49,13 +52,11 @@ class LongGaps:
     def remove(self, level: int) -> None:
         """That answer has ended."""
         del self._levels[bisect_left(self._levels, level)]
+        self._lost -= level < self.passed
 
     def broken_by(self, steps: int) -> int:
         """Answers that so many long steps more would cost their target."""
-        levels, passed = self._levels, self.passed
-        if not levels or levels[0] >= passed + steps:
-            return 0
-        return bisect_left(levels, passed + steps) - bisect_left(levels, passed)
+        return bisect_left(self._levels, self.passed + steps, self._lost) - self._lost
 
 
 def spare_gaps(slo: SloClass, tokens: float) -> int:

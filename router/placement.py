@@ -4,11 +4,11 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from router.fleet import Fleet
 from router.slo import BEST_EFFORT, SloClass
 from router.worker_books import WorkerBooks
-from wire.ending import pages_for
 from wire.messages import PeerRef
 
 STEPS_AHEAD = 2
@@ -48,8 +48,7 @@ class Need:
         return self.kv_tokens if self.expected_kv_tokens is None else self.expected_kv_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Forecast:
+class Forecast(NamedTuple):
     """What placement expects of its choice; seconds.
 
     `ttft_s` is from the choice to the first token, `cost_s` what the choice costs everybody (docs/decisions/0014),
@@ -73,8 +72,7 @@ class Forecast:
     """Whether it rests on steps that were seen; False = on a guess."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """The chosen workers; no decode worker if none is needed. `forecast` is None of a policy that predicts nothing."""
 
     prefill: PeerRef
@@ -107,27 +105,29 @@ class Placement(ABC):
         """An answer was so long."""
 
 
-def takes_prefill(worker: WorkerBooks, need: Need, steps_ahead: int) -> bool:
-    """Whether a prompt may go there: while less than `steps_ahead` of its steps wait there, enough that its device
+def takes_prefill(worker: WorkerBooks, need: Need) -> bool:
+    """Whether a prompt may go there: while less than `STEPS_AHEAD` of its steps wait there, enough that its device
     never idles, little enough that a request is not bound to a worker that turns out slow.
     """
-    room = worker.prefill_idle or worker.prefill_tokens < steps_ahead * worker.max_step_tokens
+    room = worker.prefill_idle or worker.prefill_tokens < STEPS_AHEAD * worker.max_step_tokens
     return room and can_prefill(worker, need)
 
 
 def can_prefill(worker: WorkerBooks, need: Need) -> bool:
     """Whether it could take the prompt if nothing else were there."""
-    if not worker.prefills or worker.refusing:
-        return False
-    return pages_for(need.prompt_tokens, worker.page_tokens) <= worker.pages_total
+    return worker.prefills and need.prompt_tokens <= worker.kv_tokens_total and not worker.refusing
 
 
 def takes_decode(worker: WorkerBooks, need: Need) -> bool:
     """Whether there is room for the expected answer, in the batch and in pages, and ever for the longest one."""
     if worker.decode_requests >= worker.max_batch_requests or not worker.decodes or worker.refusing:
         return False
-    fits = pages_for(need.room_tokens, worker.page_tokens) <= worker.pages_total - worker.pages_used
-    return fits and pages_for(need.kv_tokens, worker.page_tokens) <= worker.pages_total
+    return need.room_tokens <= worker.kv_tokens_free and need.kv_tokens <= worker.kv_tokens_total
+
+
+def takes_both(worker: WorkerBooks, need: Need) -> bool:
+    """Whether the whole request may go there."""
+    return takes_decode(worker, need) and takes_prefill(worker, need)
 
 
 class LeastLoaded(Placement):
@@ -135,11 +135,8 @@ class LeastLoaded(Placement):
     looks at every worker and predicts nothing.
     """
 
-    def __init__(self, steps_ahead: int = STEPS_AHEAD) -> None:
-        self._steps_ahead = steps_ahead
-
     def choose(self, need: Need, fleet: Fleet) -> Pair | None:
-        prefills = [w for w in fleet.live if takes_prefill(w, need, self._steps_ahead)]
+        prefills = [w for w in fleet.live if takes_prefill(w, need)]
         if not prefills:
             return None
         prefill = min(prefills, key=lambda w: (w.prefill_tokens, w.decodes, w.decode_requests))

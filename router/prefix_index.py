@@ -23,21 +23,25 @@ class PrefixMatch:
                 return pages
         return 0
 
-    def longest(self, count: int) -> list[int]:
-        """Up to `count` workers that hold anything, those that hold most first."""
-        found: list[int] = []
+    def longest(self, count: int, beyond: int = 0) -> list[tuple[int, int]]:
+        """Up to `count` workers that hold more than `beyond` pages and how many these are, most first."""
+        found: list[tuple[int, int]] = []
         seen = 0
-        for _, holders in reversed(self.levels):
+        for pages, holders in reversed(self.levels):
+            if pages <= beyond:
+                break
             fresh = holders & ~seen
             seen |= holders
             while fresh and len(found) < count:
                 lowest = fresh & -fresh
-                found.append(lowest.bit_length() - 1)
+                found.append((lowest.bit_length() - 1, pages))
                 fresh ^= lowest
         return found
 
 
 NO_MATCH = PrefixMatch()
+_STRIDES = 8
+"""How much longer each stride along a prompt is than the one before."""
 
 
 class PrefixIndex:
@@ -96,34 +100,36 @@ class PrefixIndex:
 
     def match(self, digests: Sequence[bytes]) -> PrefixMatch:
         """How much of the prompt whose full pages are `digests` each worker holds."""
-        find, levels, first = self._holders.get, [], 0
-        everybody = -1
-        while first < len(digests):
-            holders = find(digests[first], 0) & everybody
-            if not holders:
+        find, last, levels = self._holders.get, len(digests) - 1, []
+        known, stride = 0, 1
+        holders = find(digests[0], 0) if digests else 0
+        beyond: list[tuple[int, int]] = []
+        """Pages behind `known` that fewer hold, and who; the nearest is the last."""
+        while holders:
+            while not beyond and known < last:
+                page, stride = min(known + stride, last), _STRIDES * stride
+                found = find(digests[page], 0) & holders
+                if found == holders:
+                    known = page
+                else:
+                    beyond.append((page, found))
+            if not beyond:
+                levels.append((last + 1, holders))
                 break
-            first = self._last_alike(digests, first, holders) + 1
-            levels.append((first, holders))
-            everybody = holders
+            end, fewer = beyond[-1]
+            while known + 1 < end:
+                page = (known + end) // 2
+                found = find(digests[page], 0) & holders
+                if found == holders:
+                    known = page
+                elif found == fewer:
+                    end = page
+                else:
+                    end, fewer = page, found
+                    beyond.append((page, found))
+            levels.append((end, holders))
+            known, holders = beyond.pop()
         return PrefixMatch(tuple(levels)) if levels else NO_MATCH
-
-    def _last_alike(self, digests: Sequence[bytes], known: int, holders: int) -> int:
-        """The last page that all of `holders` hold, who hold page `known`: in strides that double, then by halves."""
-        find, last, stride = self._holders.get, len(digests) - 1, 1
-        beyond = last + 1
-        while known < last:
-            probe = min(known + stride, last)
-            if find(digests[probe], 0) & holders != holders:
-                beyond = probe
-                break
-            known, stride = probe, 2 * stride
-        while known + 1 < beyond:
-            middle = (known + beyond) // 2
-            if find(digests[middle], 0) & holders == holders:
-                known = middle
-            else:
-                beyond = middle
-        return known
 
     def _forget(self, digest: bytes, slot: int) -> None:
         left = self._holders[digest] & ~(1 << slot)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from costs.chunks import FIRST_GAP_STEPS, Beside, chunks
 from costs.step_cost import chunk_pairs
-from router.long_gaps import chance_of_more, spare_gaps
+from router.long_gaps import chance_of_more
 from router.slo import SloClass
 from router.worker_books import WorkerBooks
 
@@ -19,16 +20,23 @@ REMOTE_GAP_STEPS = FIRST_GAP_STEPS + 1
 middle of one.
 """
 
-_NOTHING = 0.0, 0, 0.0
+
+class AskedAnswer(NamedTuple):
+    """An answer of about `tokens` to a prompt; `spare` of its gaps may be longer than the class's target."""
+
+    prompt_tokens: int
+    tokens: float
+    slo: SloClass
+    spare: int
 
 
 class PromptForecast:
-    """A prompt at one worker; seconds. `cost_s` is what this costs everybody, `loss_s` the part of those that decode
-    there, `broken` how many of them would miss their target between tokens.
+    """A prompt at one worker; seconds. `cost_s` is what this costs everybody, `broken` how many of those that decode
+    there would miss their target between tokens.
     """
 
     __slots__ = (
-        "broken", "cached", "compute_s", "computed", "cost_s", "last_chunk", "longest_s", "loss_s", "steps", "ttft_s",
+        "_longest_s", "_pairs_per_token", "broken", "cached", "compute_s", "computed", "cost_s", "steps", "ttft_s",
         "worker",
     )  # fmt: skip
 
@@ -37,79 +45,73 @@ class PromptForecast:
         after `late_s` misses its target.
         """
         self.worker = worker
-        self.cached = cached = min(cached, tokens - 1)  # the last one is computed: its logits choose the first token
+        if cached >= tokens:
+            cached = tokens - 1  # the last one is computed: its logits choose the first token
+        self.cached = cached
         self.computed = fresh = tokens - cached
-        self.last_chunk = (fresh - 1) % worker.max_step_tokens + 1
-        waiting, waiting_pairs = worker.prefill_tokens, worker.prefill_pairs
-        queue_s, queue_steps, _ = _run(worker, waiting, waiting_pairs) if waiting else _NOTHING
-        pairs = waiting_pairs + chunk_pairs(fresh, cached)
-        self.ttft_s, steps, longest_s = _run(worker, waiting + fresh, pairs)
-        self.compute_s = self.ttft_s - queue_s
-        self.steps = max(1, steps - queue_steps)
-        self.loss_s, self.broken = 0.0, 0
-        if worker.decode_requests:
-            self.longest_s = longest_s
-            lost_s = self.compute_s - (steps - queue_steps) * worker.step_s
-            self.loss_s = worker.decode_requests * max(0.0, lost_s)
+        rows, (queue_s, queue_steps, _) = worker.decode_requests, worker.queue
+        tokens = worker.prefill_tokens + fresh
+        pairs = worker.prefill_pairs + chunk_pairs(fresh, cached)
+        ttft_s, all_steps, longest_s = worker.prompt_steps.run(tokens, pairs)
+        compute_s, more_steps = ttft_s - queue_s, all_steps - queue_steps
+        self.steps = steps = more_steps if more_steps > 0 else 1
+        cost_s = ttft_s
+        self.broken = 0
+        self._longest_s = longest_s if rows else None
+        if rows:
+            lost_s = compute_s - more_steps * worker.step_s
+            if lost_s > 0.0:
+                cost_s += rows * lost_s
             if longest_s > worker.tightest_s:
-                self.broken = _broken_by_prompts(worker, longest_s, self.steps)
+                self.broken = _broken_by_prompts(worker, longest_s, steps)
         else:
-            self.longest_s = _beside_an_answer(worker, fresh, pairs / (waiting + fresh))
-        self.cost_s = self.ttft_s + self.loss_s + MISS_S * (self.broken + (self.ttft_s > late_s))
+            self._pairs_per_token = pairs / tokens
+        self.ttft_s, self.compute_s = ttft_s, compute_s
+        self.cost_s = cost_s + MISS_S * (self.broken + (ttft_s > late_s))
+
+    @property
+    def longest_s(self) -> float:
+        """The longest step as an answer beside it sees it, while the worker's books stand as they did."""
+        if self._longest_s is None:
+            self._longest_s = _beside_an_answer(self.worker, self.computed, self._pairs_per_token)
+        return self._longest_s
 
 
 class AnswerForecast:
     """An answer at one worker, in the same terms; `step_s` is a step with it. `here_s` is what its first gap costs if
-    its prompt is computed there, `slack_s` for how long it can wait for its KV if it is computed elsewhere.
+    its prompt is computed there, `slack_s` for how long it can wait for its KV if it is computed elsewhere: that of
+    `missing` tokens.
     """
 
-    __slots__ = ("cached", "cost_s", "here_s", "slack_s", "step_s", "tokens", "worker")
+    __slots__ = ("cost_s", "here_s", "missing", "slack_s", "step_s", "worker")
 
-    def __init__(self, worker: WorkerBooks, cached: int, context: int, tokens: float, slo: SloClass) -> None:
-        """An answer of about `tokens` that attends to about `context` tokens, `cached` of which the worker holds."""
+    def __init__(self, worker: WorkerBooks, cached: int, asked: AskedAnswer) -> None:
+        """`cached` tokens of its prompt are held there."""
         self.worker = worker
-        self.cached, self.tokens = cached, tokens
+        prompt_tokens, tokens, slo, spare = asked
+        self.missing = max(1, prompt_tokens - cached)
         rows, before_s = worker.decode_requests, worker.step_s
-        self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, worker.decode_context + context)
+        # With half of the answer, while it lasts.
+        context = worker.decode_context + prompt_tokens + int(tokens) // 2
+        self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, context)
         broken, self.here_s, self.slack_s = 0.0, 0.0, math.inf
         if slo.has_targets:
-            target_s, spare = slo.bears(worker.idle_step_s), spare_gaps(slo, tokens)
-            # Prompts go on to come where some have come of late.
-            often = worker.long_per_s(slo)
-            broken = 1.0 if step_s > target_s else chance_of_more(spare, often * tokens * step_s) if often else 0.0
+            gaps = worker.gaps(slo)
+            target_s = gaps.target_s
+            if step_s > target_s:
+                broken = 1.0
+            elif gaps.passed:
+                # Prompts go on to come where some have come of late.
+                broken = chance_of_more(spare, worker.long_per_s(slo) * tokens * step_s)
             bears_s = slo.worst_gap_s if spare else target_s
             if bears_s < math.inf:
-                busy_s = max(step_s, _busy_step(worker))
-                self.here_s = MISS_S * (FIRST_GAP_STEPS * busy_s > bears_s)
+                busy_s = max(step_s, worker.queue[2])
+                if FIRST_GAP_STEPS * busy_s > bears_s:
+                    self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
-
-
-def _run(worker: WorkerBooks, tokens: int, pairs: float) -> tuple[float, int, float]:
-    """Seconds and steps until `tokens` of prompts are computed beside the decode rows, and the longest step."""
-    if tokens <= 0:
-        return 0.0, 0, 0.0
-    cost, rows, context = worker.cost, worker.decode_requests, worker.decode_context
-    beside = Beside(rows, context, worker.gap_targets)
-    each, pause = chunks(cost, worker.info.duty, worker.max_step_tokens, beside, pairs / tokens)
-    if tokens <= each:
-        seconds = cost.mixed_step_seconds(tokens, pairs, rows, context)
-        return seconds + pause * worker.step_s, 1, seconds
-    full, rest = divmod(tokens, each)
-    longest = cost.mixed_step_seconds(each, pairs / tokens * each, rows, context)
-    steps = full + (rest > 0)
-    seconds = full * longest + steps * pause * worker.step_s
-    if rest:
-        seconds += cost.mixed_step_seconds(rest, pairs / tokens * rest, rows, context)
-    return seconds, steps, longest
-
-
-def _busy_step(worker: WorkerBooks) -> float:
-    """A step with the prompts that wait there, 0 if there are none."""
-    waiting = worker.prefill_tokens
-    return _run(worker, waiting, worker.prefill_pairs)[2] if waiting else 0.0
 
 
 def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) -> float:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+from costs.chunks import Beside
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
 from router.long_gaps import LongGaps
+from router.placed_work import AnswerWork, PromptWork
+from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
 from router.slo import SloClass
+from router.slo_load import SloLoad
 from wire.messages import WorkerInfo, WorkerLoad
 
 LOAD_FRESH_S = 1.0
 """A worker without work sends no load: older reports count for nothing."""
 REFUSAL_PAUSE_S = 0.05
 """How long a worker that turned a request away is not asked again, if others are there."""
+
+_COMPUTED = PromptWork(0)
 
 Clock = Callable[[], float]
 """Seconds, growing; `time.monotonic` or a virtual one."""
@@ -32,58 +37,21 @@ class Order(Protocol):
         """What runs in its decode half has changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptWork:
-    """What is left to compute of a prompt: `tokens` behind `cached` ones whose KV is there."""
-
-    tokens: int
-    cached: int = 0
-
-    @property
-    def pairs(self) -> float:
-        """Attention pairs."""
-        return chunk_pairs(self.tokens, self.cached)
-
-
-_COMPUTED = PromptWork(0)
-
-
-class SloLoad:
-    """The answers of one class at one worker: how many, and what they were promised between tokens there."""
-
-    __slots__ = ("count", "gap_s", "gaps", "target_s", "worst_s")
-
-    def __init__(self, slo: SloClass, gaps: LongGaps, idle_step_s: float) -> None:
-        self.count = 0
-        self.gaps = gaps
-        self.retarget(slo, idle_step_s)
-
-    def retarget(self, slo: SloClass, idle_step_s: float) -> None:
-        """Where a decode step of one request takes so long."""
-        self.gap_s = slo.gap_target(idle_step_s)
-        """At the class's percentile: some gaps may be longer."""
-        self.worst_s = slo.worst_gap_s
-        self.target_s = min(self.gap_s, self.worst_s)
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerWork:
-    """What an answer takes: `pages` at most, and about `context` tokens of KV to attend to while it lasts; `spare` of
-    its gaps may be longer than its target.
-    """
-
-    pages: int
-    context: int
-    slo: SloClass
-    spare: int = 0
-
-
 class WorkerBooks:
     """One run of one worker, as placement sees it. Counts are this router's own or the worker's by its own report,
     whichever is larger: other routers place work there, too.
 
     What placement reads are plain attributes, made whenever something changes: it reads many more than change.
     """
+
+    __slots__ = (
+        "_answers", "_clock", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps",
+        "_prompts", "_queue", "_ready", "_refused_until_s", "_tokens", "cost", "decode_context", "decode_requests",
+        "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live",
+        "max_batch_requests", "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer",
+        "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
+        "tightest_s", "transfer",
+    )  # fmt: skip
 
     def __init__(self, info: WorkerInfo, clock: Clock) -> None:
         self.info = info
@@ -103,6 +71,8 @@ class WorkerBooks:
         self.gap_targets: tuple[float, ...] = ()
         """The targets of their classes, rising."""
         self._clock = clock
+        self._prompt_steps: PromptSteps | None = None
+        self._queue: Run | None = None
         self._prompts: dict[str, PromptWork] = {}
         self._tokens = 0
         self._pairs = 0.0
@@ -112,14 +82,16 @@ class WorkerBooks:
         self._context = 0
         self._load: WorkerLoad | None = None
         self._load_at = float("-inf")
-        self._refused_until = -math.inf
+        self._refused_until_s: float | None = None
         self._settle()
 
     # What goes there and leaves again
 
     def book_prefill(self, request_id: str, work: PromptWork) -> None:
         """A prompt goes there."""
-        self._forget_prompt(self._prompts.pop(request_id, _COMPUTED))
+        known = self._prompts.get(request_id)
+        if known is not None:
+            self._forget_prompt(known)
         self._prompts[request_id] = work
         self._tokens += work.tokens
         self._pairs += work.pairs
@@ -197,7 +169,7 @@ class WorkerBooks:
 
     def refuse(self) -> None:
         """It turned a request away: ask others first, for a moment."""
-        self._refused_until = self._clock() + REFUSAL_PAUSE_S
+        self._refused_until_s = self._clock() + REFUSAL_PAUSE_S
 
     def note_prompt_steps(self, steps: int, longest_s: float) -> None:
         """So many steps there are going to take up to `longest_s` each, because of a prompt."""
@@ -234,11 +206,28 @@ class WorkerBooks:
     # What placement asks
 
     @property
+    def prompt_steps(self) -> PromptSteps:
+        """How prompts go on there as things stand."""
+        if self._prompt_steps is None:
+            beside = Beside(self.decode_requests, self.decode_context, self.gap_targets)
+            self._prompt_steps = PromptSteps(self.cost, self.info.duty, self.max_step_tokens, beside)
+        return self._prompt_steps
+
+    @property
+    def queue(self) -> Run:
+        """What computing the prompts takes that wait there."""
+        if self._queue is None:
+            waiting = self.prefill_tokens
+            self._queue = self.prompt_steps.run(waiting, self.prefill_pairs) if waiting else NO_PROMPTS
+        return self._queue
+
+    @property
     def refusing(self) -> bool:
         """Whether it turned a request away a moment ago, or says that it is not ready."""
-        if self._refused_until > -math.inf and self._clock() >= self._refused_until:
-            self._refused_until = -math.inf
-        return bool(self.info.not_ready) or self._refused_until > -math.inf
+        until_s = self._refused_until_s
+        if until_s is not None and self._clock() >= until_s:
+            until_s = self._refused_until_s = None
+        return not self._ready or until_s is not None
 
     def _forget_prompt(self, work: PromptWork) -> None:
         self._tokens -= work.tokens
@@ -247,8 +236,11 @@ class WorkerBooks:
     def _settle(self) -> None:
         info = self.info
         self.role = info.role
+        self._ready = not info.not_ready
         self.prefills, self.decodes = info.takes_prompts, info.takes_answers
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
+        self.kv_tokens_total = info.pages_total * info.page_tokens
+        """Tokens that its pages hold."""
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""
@@ -266,6 +258,7 @@ class WorkerBooks:
 
     def _settle_prompts(self) -> None:
         load, tokens = self._load, self._tokens
+        self._queue = None
         self.prefill_idle = tokens == 0
         """Whether none of this router's prompts is being computed there."""
         self.prefill_tokens = max(tokens, load.prefill_tokens) if load else tokens
@@ -278,10 +271,13 @@ class WorkerBooks:
 
     def _settle_answers(self) -> None:
         load, mine = self._load, len(self._answers)
+        self._prompt_steps = self._queue = None
         self.decode_requests = rows = max(mine, load.decode_requests) if load else mine
         """Requests placed there for decoding."""
         self.pages_used = max(self._pages, load.pages_used) if load else self._pages
         """Pages promised or in use."""
+        self.kv_tokens_free = (self.pages_total - self.pages_used) * self.page_tokens
+        """Tokens that the others hold."""
         context = self._context * rows // mine if mine else self.pages_used * self.page_tokens if rows else 0
         self.decode_context = context
         """Tokens that a decode step there attends to; of others' requests nothing but their number is known."""

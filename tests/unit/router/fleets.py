@@ -5,9 +5,10 @@ from typing import Any
 
 from costs.step_cost import StepCost
 from router.fleet import Fleet
+from router.placed_work import AnswerWork, PromptWork
 from router.placement import Need, Pair
 from router.slo import BEST_EFFORT, SloClass
-from router.worker_books import AnswerWork, PromptWork, WorkerBooks
+from router.worker_books import WorkerBooks
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
 

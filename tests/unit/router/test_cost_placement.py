@@ -8,10 +8,11 @@ import pytest
 
 from costs.chunks import GAP_NOISE
 from router.cost_placement import CostPlacement
+from router.placed_work import AnswerWork, PromptWork
 from router.placement import Mode, Need, Pair
 from router.slo import SloClass
 from router.step_forecast import PromptForecast
-from router.worker_books import AnswerWork, PromptWork
+from router.worker_books import WorkerBooks
 from tests.unit.router.fleets import H200, TestFleet, names, need
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -52,6 +53,28 @@ def test_a_prompt_goes_where_its_beginning_is_unless_too_much_waits_there(at: Te
     assert names(placed(at, asked)) == ("p2", "d"), "900 tokens in all are less than 2000"
     at.prompt("p2", 1900)
     assert names(placed(at, asked)) == ("p0", "d")
+
+
+def test_a_worker_is_looked_at_for_what_others_do_not_hold(at: TestFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holding what those hold that are asked anyway is no reason: all hold the beginning of all prompts."""
+    for number in range(6):
+        worker = at.add(f"w{number}", Role.BOTH, **BIG)
+        at.answers(f"w{number}", 6 - number)
+        at.fleet.prefixes.store(worker.slot, pages(8))
+    at.fleet.prefixes.store(at.workers["w1"].slot, pages(60))
+    looked: list[str] = []
+    made = PromptForecast.__init__
+
+    def note(forecast: PromptForecast, worker: WorkerBooks, *rest: float) -> None:
+        looked.append(worker.peer.worker_id)
+        made(forecast, worker, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PromptForecast, "__init__", note)
+    placed(at, need(2000, digests=tuple(pages(8)) + (b"x" * 16,) * 100))
+    assert sorted(looked) == ["w4", "w5"]
+    looked.clear()
+    placed(at, need(2000, digests=tuple(pages(125))))
+    assert sorted(looked) == ["w1", "w4", "w5"], "one holds more"
 
 
 def test_the_last_token_is_computed_whatever_is_cached(at: TestFleet) -> None:
@@ -297,18 +320,20 @@ def test_the_expected_answer_is_learnt(at: TestFleet) -> None:
     assert names(policy.choose(asked, at.fleet)) == ("p", "d1")
 
 
+@pytest.mark.parametrize("shared", [0, 8])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_few_workers_are_as_good_as_all(mode: Mode) -> None:
-    """The few that it looks at hold the choice of a policy that looks at all of them."""
+def test_few_workers_are_as_good_as_all(mode: Mode, shared: int) -> None:
+    """The few that it looks at hold the choice of a policy that looks at all of them; all prompts may begin alike."""
     dice = random.Random(3)
     at = TestFleet()
     for number in range(24):
         role = Role.BOTH if mode is not Mode.DISAGGREGATED else (Role.PREFILL, Role.DECODE)[number % 2]
         at.add(f"w{number}", role, **BIG)
-    prompts = [tuple(dice.randbytes(16) for _ in range(125)) for _ in range(30)]
+    system = pages(shared)
+    prompts = [(*system, *(dice.randbytes(16) for _ in range(125 - shared))) for _ in range(30)]
     for name in at.workers:
         for prompt in dice.sample(prompts, 3):
-            at.fleet.prefixes.store(at.workers[name].slot, prompt[: dice.randrange(125)])
+            at.fleet.prefixes.store(at.workers[name].slot, prompt[: dice.randrange(shared, 125)])
     few, everybody = CostPlacement(mode), CostPlacement(mode, best=24, hits=24)
     ratios = []
     for number in range(300):

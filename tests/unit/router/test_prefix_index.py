@@ -39,8 +39,9 @@ def test_each_worker_counts_as_far_as_it_holds() -> None:
     prompt = chain(9)
     match = index_of(w0=prompt[:2], w3=prompt[:7], w5=prompt[:7], w64=prompt).match(prompt)
     assert [match.pages(slot) for slot in (0, 1, 3, 5, 64)] == [2, 0, 7, 7, 9]
-    assert match.longest(3) == [64, 3, 5]
-    assert match.longest(9) == [64, 3, 5, 0]
+    assert match.longest(3) == [(64, 9), (3, 7), (5, 7)]
+    assert match.longest(9) == [(64, 9), (3, 7), (5, 7), (0, 2)]
+    assert match.longest(9, beyond=2) == [(64, 9), (3, 7), (5, 7)]
 
 
 def test_a_shared_beginning_counts_up_to_where_prompts_part() -> None:
