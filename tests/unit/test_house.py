@@ -1,6 +1,8 @@
 """The house itself: each room is imported from this repository, and generated code matches its schemas."""
 
 import importlib
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -39,3 +41,17 @@ def test_generated_code_matches_the_schemas(tmp_path: Path) -> None:
     assert fresh.keys() == committed.keys(), "run `make proto`"
     stale = [str(path) for path, text in fresh.items() if committed[path] != text]
     assert not stale, "run `make proto`"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="not a checkout of git")
+def test_the_environment_stays_out_of_the_repository(tmp_path: Path) -> None:
+    """As a folder and as a link to another checkout's: a pull would put that link in place of the folder."""
+    assert _git(ROOT, "ls-files", "--", ".venv") == ""
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    _git(tmp_path, "init", "--quiet")
+    (tmp_path / ".venv").symlink_to("elsewhere")
+    assert _git(tmp_path, "check-ignore", ".venv") == ".venv"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=False).stdout.strip()
