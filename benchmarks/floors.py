@@ -68,6 +68,7 @@ _KV_TWO_GPUS: Floors = {
 }
 """Pages that the prefill worker writes, the default; without figures that end in `_read`."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
+_METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
 
 def floors_of(benchmark: str, run: Run) -> Floors:
@@ -76,4 +77,6 @@ def floors_of(benchmark: str, run: Run) -> Floors:
         return _ENGINE.get(str(run.get("shape")), {})
     if benchmark == "kv":
         return {0: _KV_CPU, 2: _KV_TWO_GPUS}.get(run.get("gpus", 1), {})
+    if benchmark == "metrics":
+        return _METRICS
     return {}

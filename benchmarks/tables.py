@@ -33,6 +33,8 @@ _SHOWN = (
     "wall_",
     "walls_",
 )
+_WHOLE = ("tokens_per_s_on", "tokens_per_s_off", "ratio", "ratio_standard_error")
+"""Shown too, by their whole names."""
 _EAGER, _FUSED = "decode_eager_ms_b", "comparisons"
 _ASIDE = ("tune", "fused", "profile")
 """Files of these benchmarks have no table of their own."""
@@ -42,6 +44,9 @@ Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, wh
 versions. Ratios compare with ceilings or peers measured in the same run: `bw` to the bandwidth of a device copy,
 `flops` to the rate of an 8192³ product, the others as their benchmark says. Where a figure has a floor to hold, the
 runs that miss it say so.
+
+`ratio` of `metrics` is decode tokens a second with metrics over those without; a run whose standard error is above its
+floor says nothing about one percent.
 
 `decode_idle_share` is the share of launched decode steps in which no kernel runs, from the gaps of a trace;
 `decode_idle_between_steps_share` counts those between a step and the next alone. Runs without the latter inferred the
@@ -173,7 +178,10 @@ def _fused(run: Run) -> str:
 
 
 def _shown(run: Run) -> list[str]:
-    return [name for name in run if any(part in name for part in _SHOWN) and not isinstance(run[name], dict | list)]
+    def shown(name: str) -> bool:
+        return name in _WHOLE or any(part in name for part in _SHOWN)
+
+    return [name for name in run if shown(name) and not isinstance(run[name], dict | list)]
 
 
 def _line(cells: list[str]) -> str:

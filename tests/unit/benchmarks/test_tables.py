@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from benchmarks.floors import floors_of
+from benchmarks.metrics_cost import SURE
 from benchmarks.tables import make_page
 
 FACTS = {"hardware": {"name": "Chip"}, "dtype": "bfloat16", "commit": "0123456789abcdef", "command": "python -m it"}
@@ -61,6 +63,19 @@ def test_transfers_between_two_gpus_have_floors_one_beside_a_figure_of_the_same_
         "`transfer_bw_ratio_2048_read`": ["", "", "0.100"],
     }
     assert "The newest run misses the floor of `handover_ms_8192`." in page
+
+
+def test_what_counting_costs_has_floors_and_so_has_how_sure_that_is(tmp_path: Path) -> None:
+    write(tmp_path, "metrics-cost", 1, ratio=0.991, ratio_standard_error=0.006, tokens_per_s_on=99.1, turns=24)
+    page = make_page(tmp_path)
+    assert rows_of(page, "metrics: llama-3-8b, Chip, bfloat16") == {
+        "figure": ["floor", "2026-01-01 10:30<br>01234567"],
+        "---": ["---"] * 2,
+        "`ratio`": ["≥ 0.99", "0.991"],
+        "`ratio_standard_error`": ["≤ 0.005", "0.006 (missed)"],
+        "`tokens_per_s_on`": ["", "99.100"],
+    }
+    assert floors_of("metrics", {})["ratio_standard_error"].limit == SURE
 
 
 def test_one_gpu_has_a_word_instead_of_floors(tmp_path: Path) -> None:
