@@ -30,7 +30,7 @@ from telemetry.exposition import Exposition
 from wire.address import is_loopback
 from wire.convert import traces_to_json
 from wire.credentials import reading_keys, shows_key
-from wire.errors import Cancelled, NotFound, TandemError, Unauthenticated
+from wire.errors import Cancelled, InvalidArgument, NotFound, TandemError, Unauthenticated
 from wire.request_trace import TRACEPARENT
 from wire.timeline import Edge, EdgeStamp
 
@@ -108,7 +108,11 @@ class _Door:
 
     async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
         received = EdgeStamp.now(Edge.RECEIVED)
-        call = parse(await _read_body(request, self.config.max_request_bytes), received)
+        try:
+            call = parse(await _read_body(request, self.config.max_request_bytes), received)
+        except InvalidArgument as error:
+            self.dispatcher.metrics.refused("", error)
+            raise
         tenant = tenant_of(request.headers.get("authorization", ""), self.config.api_keys)
         ask = replace(call.ask, tenant=tenant, traceparent=request.headers.get(TRACEPARENT, ""))
         choices = self.dispatcher.submit(await self.admission.admit(ask))

@@ -40,7 +40,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
-        check_size(request.ByteSize(), self._config.max_request_bytes)
+        self._check_size(request.ByteSize())
         asked = request.request_id, request.model, _prompt(request), _options(request.options)
         ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
         async for response in self._answer(ask, context):
@@ -50,7 +50,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
-        check_size(request.ByteSize(), self._config.max_request_bytes)
+        self._check_size(request.ByteSize())
         turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
         asked = request.request_id, request.model, Conversation(turns), _options(request.options)
         ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
@@ -110,6 +110,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, _request: inference_pb2.GetLoadsRequest, _context: _Context
     ) -> inference_pb2.GetLoadsResponse:
         return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
+
+    def _check_size(self, size: int) -> None:
+        try:
+            check_size(size, self._config.max_request_bytes)
+        except InvalidArgument as error:
+            self._dispatcher.metrics.refused("", error)
+            raise
 
     def _tenant(self, context: _Context) -> str:
         return tenant_of(_metadata(context, AUTHORIZATION), self._config.api_keys)

@@ -24,6 +24,7 @@ from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
+from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason, SamplingParams
 from wire.spans import Phase, spans_of
 from wire.timeline import Edge, EdgeStamp, Timeline
@@ -288,7 +289,7 @@ def value_of(text: str, name: str, **labels: str) -> float:
 
 
 async def test_a_whole_router(cluster: Cluster) -> None:
-    """Two good answers, one that outlived its worker's failed transfer, one that the client aborts, one refused."""
+    """Two good answers, one that outlived its worker's failed transfer, one that the client aborts, two refused."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         client = Client(channel)
         await client.run(ask(max_tokens=5))
@@ -301,6 +302,8 @@ async def test_a_whole_router(cluster: Cluster) -> None:
         await until(lambda: cluster.router._dispatcher.running == 0, "it ended")
         with pytest.raises(grpc.aio.AioRpcError):
             await client.run(ask(max_tokens=0))
+        with pytest.raises(grpc.aio.AioRpcError, match="the limit is 4194304"):
+            await client.run(inference_pb2.GenerateRequest(text="x" * (4 << 20)))
     text = (await scrape(cluster)).text
     assert value_of(text, "tandem_time_to_first_token_seconds_count") == 2
     assert value_of(text, "tandem_request_success_total", finished_reason="length") == 2
@@ -308,7 +311,7 @@ async def test_a_whole_router(cluster: Cluster) -> None:
     assert value_of(text, "tandem_request_retries_total") == 1
     assert value_of(text, "tandem_generation_tokens_total") == 8
     assert value_of(text, "tandem_inter_token_latency_seconds_count") == 6
-    assert value_of(text, "tandem_admission_rejections_total", reason="invalid") == 1
+    assert value_of(text, "tandem_admission_rejections_total", reason="invalid") == 2
     assert value_of(text, "tandem_offered_requests_total") == 3
     admitted = value_of(text, "tandem_prompt_tokens_total")
     assert value_of(text, "tandem_offered_prompt_tokens_total") == 1.5 * admitted > 0

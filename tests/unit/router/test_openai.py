@@ -195,6 +195,8 @@ async def test_bad_input_names_field_and_next_request_works(
         await client.chat.completions.create(model="gpt-5", messages=MESSAGES)
     assert (missing.value.code, missing.value.param) == ("invalid_argument", "model")
     assert cluster.prefill.prefills == []
+    counted = 'tandem_admission_rejections_total{model="fake",reason="invalid",role="router",worker="router"}'
+    assert f"{counted} {len(BAD) + 9:.1f}" in (await http.get("/metrics")).text.splitlines()
     assert (await client.chat.completions.create(model="fake", messages=MESSAGES)).choices
 
 
