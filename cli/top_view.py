@@ -41,7 +41,7 @@ def _summary(stretch: Stretch) -> Text:
 
 
 def _promises(stretch: Stretch) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = _table("Promises since the router's start; goodput of the last minute")
     for column in ("class", "goodput/s", *(each.replace("_", " ") for each in _OUTCOMES), "blame"):
         table.add_column(column, justify="left" if column in ("class", "blame") else "right")
     for name in stretch.now.values(f.SLO_REQUESTS, "slo_class"):
@@ -50,6 +50,10 @@ def _promises(stretch: Stretch) -> Table:
             rate = stretch.now.total(f.GOODPUT, slo_class=name)
             table.add_row(name, f"{rate:.2f}", *(f"{count:.0f}" for count in counts), _blame(stretch, name))
     return table
+
+
+def _table(about: str) -> Table:
+    return Table(title=about, title_justify="left", title_style="dim", box=None, pad_edge=False)
 
 
 def _blame(stretch: Stretch, name: str) -> str:
@@ -61,7 +65,7 @@ def _blame(stretch: Stretch, name: str) -> str:
 
 
 def _latencies(stretch: Stretch) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = _table(f"Latencies of the last {stretch.seconds:.0f} s")
     for column in ("ms", "mean", "p50", "p99", "count"):
         table.add_column(column, justify="left" if column == "ms" else "right")
     for name, family in _LATENCIES:
@@ -95,7 +99,7 @@ def _workers(stretch: Stretch) -> Table:
             f"{stretch.rate(f.STEP_TOKENS, half='decode', **me):.0f}",
             f"{stretch.rate(f.STEP_TOKENS, half='prefill', **me):.0f}",
             _scaled(stretch.mean(f.STEP_SECONDS, **me), _MS),
-            f"{stretch.rate(f.STEP_BUSY, **me) * _PERCENT:.0f}",
+            f"{min(1.0, stretch.rate(f.STEP_BUSY, **me)) * _PERCENT:.0f}",
             f"{now.total(f.KV_USAGE, **me) * _PERCENT:.0f}",
             _scaled(stretch.grown(f.PREFIX_HITS, **me) / queries if queries else None, _PERCENT),
             f"{now.total(f.BANDWIDTH_UTILIZATION, **me) * _PERCENT:.0f}",

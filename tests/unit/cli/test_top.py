@@ -68,6 +68,8 @@ def test_a_picture() -> None:
     assert "2 of 3 processes up   5 running, 2 waiting   2.0 requests/s, 22 tokens/s" in " ".join(
         out.getvalue().splitlines()[0].split(" ")
     )
+    assert lines["Promises"][1:4] == ["since", "the", "router's"]
+    assert lines["Latencies"][-2:] == ["2", "s"]
     assert lines["quick"] == ["quick", "1.25", "4", "0", "2", "0", "0", "transfer", "2"]
     assert "unused" not in lines
     assert lines["first"] == ["first", "token", "250.0", "250.0", "299.0", "4"]
@@ -78,6 +80,17 @@ def test_a_picture() -> None:
     ]  # fmt: skip
     assert lines["prefill-0"][:3] == ["prefill-0", "prefill", "down"]
     assert lines["prefill-0"][-1] == "3"
+
+
+def test_a_step_that_began_before_the_stretch_makes_nobody_busier_than_always() -> None:
+    cluster = Cluster()
+    cluster.decode.count(f.STEP_BUSY)
+    before = Scrape(cluster.text(), 0.0)
+    cluster.decode.count(f.STEP_BUSY).add(3.0)
+    out = io.StringIO()
+    Console(file=out, width=200).print(picture(Stretch(before, Scrape(cluster.text(), 2.0))))
+    (line,) = [line.split() for line in out.getvalue().splitlines() if line.startswith("decode-0")]
+    assert line[9] == "100"
 
 
 @pytest.fixture
