@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,8 @@ class PrettyLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time, level, logger, message, and where they are known process, incarnation, request_id and
-    the traceback of an error.
+    """One object a line: time (UTC), level, logger, message, and where they are known process, incarnation, request_id
+    and the traceback of an error.
     """
 
     def __init__(self, process: str, incarnation: int | None) -> None:
@@ -78,7 +79,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         request_id = getattr(record, _OF_REQUEST, "")
         line: dict[str, object] = {
-            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}",
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             **self._process,
             **self._run,

@@ -2,9 +2,14 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
+import time
+from datetime import datetime
 from pathlib import Path
+
+import pytest
 
 from wire.logs import JsonLines, PrettyLines, about
 
@@ -54,7 +59,8 @@ def test_a_line_for_collectors_is_one_object() -> None:
     line = lines.format(record("request %s failed: %s", "a~1", 'two "lines"\nof it', **about("a~1")))
     assert "\n" not in line
     found = json.loads(line)
-    assert found.pop("time")[10] == "T"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", found["time"])
+    assert abs(datetime.fromisoformat(found.pop("time")).timestamp() - time.time()) < 60
     assert found == {
         "level": "INFO",
         "process": "decode-0",
@@ -69,6 +75,15 @@ def test_a_line_for_collectors_is_one_object() -> None:
     except ValueError:
         broken = record("oh", exc_info=sys.exc_info())
     assert json.loads(lines.format(broken))["error"].endswith("ValueError: with reason")
+
+
+def test_a_collector_needs_no_time_zone_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = record("serves", created=1767225600.25, msecs=250.0)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        assert json.loads(JsonLines("", None).format(made))["time"] == "2026-01-01T00:00:00.250+00:00"
+    time.tzset()
 
 
 def test_a_line_for_people_names_process_and_request() -> None:
