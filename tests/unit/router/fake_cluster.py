@@ -74,6 +74,8 @@ class Switches:
     """Refuse Prefill with this."""
     fail_transfers: int = 0
     """Let so many transfers fail after the first token went out."""
+    misfits: frozenset[str] = frozenset()
+    """Be refused by these decode workers when a prompt's KV is to go there."""
     silent_prefill: bool = False
     """Accept prompts and never answer."""
     stop_at: int | None = None
@@ -254,6 +256,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if only or destination is None:
             if destination is not None:
                 self.peers[destination.peer.worker_id].leases.pop(task.ref.request_id, None)
+            return
+        if destination.peer.worker_id in self.switches.misfits:
+            words = f"transfer protocol: {destination.peer.worker_id} speaks another"
+            detail = ErrorDetail("FAILED_PRECONDITION", words)
+            self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
             return
         if self.switches.fail_transfers > 0:
             self.switches.fail_transfers -= 1
