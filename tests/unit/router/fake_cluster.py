@@ -86,6 +86,8 @@ class Switches:
     """Let the decode worker's tokens overtake the prefill worker's first one."""
     preempt_after: int | None = None
     """Let every request give way once the decode worker has brought so many tokens of an attempt."""
+    silent_aborts: int = 0
+    """Never answer so many Abort calls, nor do what they say."""
     forget_leases: bool = False
     """Answer heartbeats as if no lease were held."""
     lease_s: float = 0.3
@@ -222,6 +224,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             raise RoleClosed(f"the {half} half is closed")
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        if self.switches.silent_aborts > 0:
+            self.switches.silent_aborts -= 1
+            await asyncio.sleep(60)
         for message in request.requests:
             ref = convert.ref_from_proto(message)
             self.aborted.append(ref)
