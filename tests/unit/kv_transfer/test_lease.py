@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.fence import Fence
-from kv_transfer.lease import LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
