@@ -158,9 +158,7 @@ class PrefillHalf:
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """The engine is lost: what it was computing is released. Returns the requests of launched steps, with their
-        routers.
-        """
+        """The engine is lost: what it computed is released. Returns the requests of launched steps, with routers."""
         with self._lock:
             left = {request: None for step in self._steps for request, _ in step}
             self._steps.clear()

@@ -45,7 +45,7 @@ class Desk:
 
     def stale(self, call: Callable[[], object]) -> None:
         before = self.table.fenced
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(StaleEpoch, match=r"the lease of request \w+, attempt \d+, was refused: "):
             call()
         assert self.table.fenced == before + 1
 
