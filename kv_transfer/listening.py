@@ -8,7 +8,7 @@ OLD_S = 5.0
 """What may have lain here for longer is not begun any more."""
 
 CATCH_UP_S = 0.5
-"""After a pause a look that finds nothing proves little before this: UCX may take several to bring up what TCP holds."""
+"""After a pause a look that finds nothing proves little before this: UCX may take several to bring up what came."""
 
 
 class Listening:
