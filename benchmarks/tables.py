@@ -54,7 +54,9 @@ former as 1 − graph replay ÷ step, not below 0.
 
 In tables of `kv`, figures of 8192 belong to prompts of 8,176 tokens: with their answers they fill a context of 8,192.
 `_read`: the decode worker reads the pages; else the prefill worker writes them. A step meets a transfer while the
-first pages of a prompt or those of its last chunk move. Runs before 2026-11-22 04:15 measured prefill without transfers
+first pages of a prompt or those of its last chunk move. On a CPU the copy that `bw` is told by is a yardstick and no
+bound: it is one process's between two large buffers, and transfers between pools have come out at up to 2.3 times of
+it. Runs before 2026-11-22 04:15 measured prefill without transfers
 after all with them, and the ceiling on a CPU with one size.
 """
 _ONE_GPU = (

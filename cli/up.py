@@ -75,6 +75,15 @@ def up(
     kv_direction: Annotated[
         str, typer.Option(help="Who moves KV pages: write = the prefill worker, read = the decode worker.")
     ] = "write",
+    kv_lease: Annotated[
+        float, typer.Option(help="Seconds that a decode worker keeps a place for a request of a silent router.")
+    ] = 5.0,
+    kv_transfer_deadline: Annotated[
+        float, typer.Option(help="Seconds that a write of KV pages may take before its prompt is computed again.")
+    ] = 30.0,
+    kv_quarantine_share: Annotated[
+        float, typer.Option(help="Part of a worker's KV pages that transfers may keep before it takes nothing new.")
+    ] = 0.5,
     device_ceilings: Annotated[
         str,
         typer.Option(
@@ -197,6 +206,9 @@ def up(
         prefix_cache=prefix_cache,
         kv_checksum_rate=kv_checksum_rate,
         kv_direction=kv_direction,
+        kv_lease_s=kv_lease,
+        kv_transfer_deadline_s=kv_transfer_deadline,
+        kv_quarantine_share=kv_quarantine_share,
         ceilings=parse_ceilings("--device-ceilings", device_ceilings) if device_ceilings else None,
         threads=threads,
         ray_address=address,

@@ -129,6 +129,12 @@ class ClusterConfig:
     """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
     kv_direction: str = Direction.WRITE
     """Who moves KV pages: `write`, the prefill worker, or `read`, the decode worker."""
+    kv_lease_s: float = 5.0
+    """How long a decode worker keeps a place for a request whose router is silent, in seconds, 1 to 600."""
+    kv_transfer_deadline_s: float = 30.0
+    """How long a write of KV pages may take before the prompt is computed again, in seconds, 1 to 600."""
+    kv_quarantine_share: float = 0.5
+    """Part of a worker's KV pages that may be lost to transfers before it takes nothing new, 0 to 1."""
     planner: PlannerConfig = field(default_factory=PlannerConfig)
     """Whether the number of workers and their roles follow the load, and within which limits."""
     start_timeout_s: float = 180.0
@@ -145,8 +151,7 @@ class ClusterConfig:
             check_kv_cache_gib(self.kv_cache_bytes / GIB)
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise InvalidArgument("--memory-fraction", f"{self.memory_fraction:g} is not above 0 and at most 1")
-        if not 0 <= self.kv_checksum_rate <= 1:
-            raise InvalidArgument("--kv-checksum-rate", f"{self.kv_checksum_rate:g} is not between 0 and 1")
+        self._check_transfers()
         self._check_names()
         if self.itl_target_s is not None and not self.itl_target_s > 0:
             raise InvalidArgument("--itl-target-ms", f"{self.itl_target_s * 1e3:g} is not above 0")
@@ -169,6 +174,16 @@ class ClusterConfig:
             raise InvalidArgument(
                 "--planner", f"has nothing to change in mode {self.mode}; give --planner-workers, too"
             )
+
+    def _check_transfers(self) -> None:
+        for option, value, least, most in (
+            ("--kv-checksum-rate", self.kv_checksum_rate, 0, 1),
+            ("--kv-quarantine-share", self.kv_quarantine_share, 0, 1),
+            ("--kv-lease", self.kv_lease_s, 1, 600),
+            ("--kv-transfer-deadline", self.kv_transfer_deadline_s, 1, 600),
+        ):
+            if not least <= value <= most:
+                raise InvalidArgument(option, f"{value:g} is not between {least} and {most}")
 
     def _check_timeouts(self) -> None:
         for option, seconds in (("--places-timeout", self.places_timeout_s), ("--start-timeout", self.start_timeout_s)):

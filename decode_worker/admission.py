@@ -28,7 +28,8 @@ from decode_worker.room import Room
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
-from kv_transfer.lease import LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import PageAction
 from wire.errors import StaleEpoch, TransferFailed
 from wire.messages import (
     GrantedLease,

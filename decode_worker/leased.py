@@ -9,7 +9,8 @@ from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest
 from decode_worker.room import Room
 from engine.cache.prefix_cache import Prefix, PrefixCache
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import LeaseChange, PageAction
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, TandemError
 from wire.messages import Lease, PeerRef, Reservation, hash_token_ids

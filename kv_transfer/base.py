@@ -60,7 +60,9 @@ class PageWrite:
     It begins once those `behind` which it goes have landed, and never if one of them has not; they are this sender's,
     too. The notice arrives after every byte of all of these. A write that has not begun by `begin_by`
     (`time.monotonic`) never does: that is for how long the peer has given its pages. It is asked when the write could
-    begin, on any thread.
+    begin, on any thread. Where the peer moves the bytes (`Direction.READ`) this end asks for none past it, and the peer
+    begins nothing that may have waited at its door for longer than a few seconds, as after it stood still: then the
+    write fails.
     """
 
     peer: PeerRef

@@ -16,37 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Protocol
 
 from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.behind import hold
+from kv_transfer.in_memory_flight import Flight
 from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import PeerDescription, PeerRef
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    """A posted write. Times are the fabric's."""
-
-    sender: PeerRef
-    write: PageWrite
-    begun_at: float
-    deadline: float
-    future: "Future[WriteDone]"
-    doomed: bool = False
-    """Its peer was removed: it fails, however it comes to rest."""
-
-    def land(self, page_bytes: int, now: float, *, heard: bool) -> None:
-        """All is there; too late all the same, unless its notice has left."""
-        if self.doomed:
-            self.future.set_exception(TransferFailed("the write came to rest, but the peer was removed; prefill again"))
-        elif now > self.deadline and not heard:
-            self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
-        else:
-            moved = len(self.write.local_pages) * page_bytes
-            self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))
 
 
 class Fabric(Protocol):

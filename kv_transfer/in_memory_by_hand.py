@@ -16,7 +16,8 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kv_transfer.in_memory import Flight, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
+from kv_transfer.in_memory_flight import Flight
 from wire.errors import TransferFailed
 from wire.messages import PeerRef, TransferNotice
 

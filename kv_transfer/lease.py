@@ -1,7 +1,7 @@
 """The decode side's table of leases: who may write which pages, and when a page is safe again.
 
     granted ──advertise──► advertised ──settle──► ended (admit the pages)
-       │                       │ revoke, expire, peer_gone, release in doubt
+       │                       │ revoke, expire, peer_gone, release in doubt, delivered
        │ revoke, expire,       ▼
        │ release, peer_gone  quarantined ──release, late notice, or in doubt or writer dead for a while──► ended (free)
        ▼
@@ -55,36 +55,13 @@ The table moves no pages: each call returns what the caller has to do with them.
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cache
 
 from kv_transfer.departed import Departed
 from kv_transfer.fence import Exposure, Fence
+from kv_transfer.lease_change import LeaseChange, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
-
-
-class PageAction(Enum):
-    """What the caller does with the pages of a lease that changed."""
-
-    NONE = "none"
-    """The lease is over and never held pages; its promise is given back."""
-    QUARANTINE = "quarantine"
-    """Advertised → quarantined: the request is over, the pages are not yet safe."""
-    FREE = "free"
-    """The writer is quiet: advertised or quarantined → free."""
-    ADMIT = "admit"
-    """All bytes have arrived: advertised → owned by the request."""
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseChange:
-    """A lease left its state. Every lease ends with exactly one of NONE, FREE or ADMIT, perhaps after QUARANTINE."""
-
-    lease: Lease
-    prefill: PeerRef
-    action: PageAction
-    page_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -288,8 +265,9 @@ class LeaseTable:
             raise self._stale(lease, "it is over or revoked")
         return entry
 
-    def _stale(self, what: object, why: str) -> StaleEpoch:
+    def _stale(self, lease: Lease, why: str) -> StaleEpoch:
         self._fenced += 1
+        what = f"the lease of request {lease.request_id}, attempt {lease.attempt},"
         return StaleEpoch(f"{what} was refused: {why}; drop this attempt")
 
     def _doubt(self, entry: _Entry) -> tuple[LeaseChange, ...]:

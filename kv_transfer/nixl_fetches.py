@@ -1,10 +1,14 @@
 """Direction `read`, at the receiver's: transfers that peers have asked this worker to carry out.
 
-    unknown ──order──► moving ──at rest──► ended: LANDED, after the notice was delivered
-       │                 │ cancel
-       │ cancel          ▼
-       ▼               withheld ──at rest──► ended: WITHHELD
-     ended: NOT_BEGUN                       (either way FAILED, if the connection failed)
+    unknown ──order──► heard ──begin──► moving ──at rest──► ended: LANDED, after the notice was delivered
+       │ cancel          │ cancel, or     │ cancel
+       ▼                 ▼ too old        ▼
+     ended: NOT_BEGUN ◄──┘              withheld ──at rest──► ended: WITHHELD
+                                                (either way FAILED, if the connection failed)
+
+Nothing begins before everything that had come is heard, so that a cancel behind its order wins. And nothing begins that
+may have lain here for `OLD_S`, because this process stood still: a sender that took it for dead uses those pages again
+`REMOVED_REST_S` after it asked, and a copy by the kernel may be over before this end looks at anything else.
 
 Each order is carried out once, however often it comes, and each transfer has one end, which is told as often as it is
 asked for: so an answer that is lost costs time and nothing else. Sender and receiver always agree, since only this end
@@ -20,10 +24,13 @@ answer what is not remembered would be wrong, since a late order would then begi
 """
 
 import logging
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 
 from kv_transfer.layout import KVLayout
+from kv_transfer.listening import OLD_S
 from kv_transfer.nixl_agent import agent_name
 from kv_transfer.nixl_mover import Deliver, misfit
 from kv_transfer.nixl_moves import Moves
@@ -40,7 +47,7 @@ MOST_TRANSFERS = 4096
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A transfer that moves."""
+    """A transfer that is heard, or moves."""
 
     order: ReadOrder
     withheld: bool = False
@@ -76,20 +83,29 @@ class Fetches:
     def __init__(self, links: Links, layout: KVLayout, moves: Moves, deliver: Deliver) -> None:
         self._links, self._layout, self._moves, self._deliver = links, layout, moves, deliver
         self._ledgers: dict[Link, _Ledger] = {}
+        self._heard: deque[tuple[Link, _Ledger, _Fetch]] = deque()
         self._leaving = False
         self.dropped = 0
         """Notes that named a transfer that was over, or for which there was no room."""
 
     def order(self, link: Link, order: ReadOrder) -> None:
-        """Carry a transfer out, unless it is known."""
+        """Carry a transfer out, unless it is known: `begin` does."""
         ledger = self._current(link, order)
         if ledger is None:
             return
         known = ledger.transfers.get(order.number)
         if known is None:
-            self._begin(link, ledger, order)
+            fetch = ledger.transfers[order.number] = _Fetch(order)
+            self._heard.append((link, ledger, fetch))
         elif isinstance(known, ReadEnd):
             self._answer(link, order.number, known)
+
+    def begin(self, since: float) -> None:
+        """All that had come is heard: begin what was ordered. It may have lain here `since` then (`time.monotonic`)."""
+        while self._heard:
+            link, ledger, fetch = self._heard.popleft()
+            if self._ledgers.get(link) is ledger:
+                self._begin(link, ledger, fetch, self._why_not(link, fetch, since))
 
     def cancel(self, link: Link, cancel: ReadCancel) -> None:
         """Do not begin a transfer, or do not deliver its notice; too late if it has ended."""
@@ -124,13 +140,24 @@ class Fetches:
         log.info("a note of %s about transfer %d, which %s, was dropped", _name(link), note.number, why)
         return None
 
-    def _begin(self, link: Link, ledger: _Ledger, order: ReadOrder) -> None:
-        wrong = misfit(order.target_pages, self._layout.pages, order.source_pages, link.description.pages)
-        if wrong or self._leaving:
-            log.warning("transfer %d of %s is not begun: %s", order.number, _name(link), wrong or "this worker ends")
+    def _why_not(self, link: Link, fetch: _Fetch, since: float) -> str:
+        """Why it is not begun; "" = it is."""
+        if fetch.withheld:
+            return "it was cancelled"
+        if self._leaving:
+            return "this worker ends"
+        unheard_s = time.monotonic() - since
+        if unheard_s > OLD_S:
+            return f"nobody listened here for {unheard_s:.1f} s, and it may have been asked that long ago"
+        order = fetch.order
+        return misfit(order.target_pages, self._layout.pages, order.source_pages, link.description.pages)
+
+    def _begin(self, link: Link, ledger: _Ledger, fetch: _Fetch, why_not: str) -> None:
+        order = fetch.order
+        if why_not:
+            log.warning("transfer %d of %s is not begun: %s", order.number, _name(link), why_not)
             self._end(link, ledger, order.number, ReadEnd.NOT_BEGUN)
             return
-        fetch = ledger.transfers[order.number] = _Fetch(order)
         ended = partial(self._at_rest, link, ledger, fetch)
         if not order.target_pages:
             ended(True)

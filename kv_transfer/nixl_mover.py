@@ -125,6 +125,9 @@ class Mover(ABC):
     def hear(self, sender: str, data: bytes) -> None:
         """A notification from the agent `sender`. google.protobuf.message.DecodeError when it cannot be read."""
 
+    def act(self, since: float) -> None:  # noqa: B027 - where the peer moves the pages there is nothing to do
+        """All that had come is heard; it may have lain here `since` then (`time.monotonic`)."""
+
     @abstractmethod
     def announce(self, peer: PeerRef) -> None:
         """A notice for this peer waits for writes in flight: let it listen closely, if that is of use."""

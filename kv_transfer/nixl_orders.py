@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 SAY_AGAIN_S = 1.0
 """How long a transfer may go without an answer before its peer is told again."""
 REMOVED_REST_S = 15.0
-"""How long a removed peer may go on to read: it begins at most about 10 s after it was asked (the permission's window),
-as it hears nothing more, and has 5 s to end. A bound, not a proof."""
+"""How long a removed peer may go on to read: it begins at most `OLD_S` after it was asked, and has the rest to end. A
+bound, not a proof."""
 _WHY = {
     ReadEnd.WITHHELD: "it came to rest after its deadline",
-    ReadEnd.NOT_BEGUN: "the peer never began it",
+    ReadEnd.NOT_BEGUN: "the peer never began it, or heard of it too late",
     ReadEnd.FAILED: "the connection failed",
 }
 

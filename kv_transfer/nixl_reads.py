@@ -88,6 +88,9 @@ class Reads(Mover):
             case ReadAnswer():
                 self._orders.answered(link, note)
 
+    def act(self, since: float) -> None:
+        self._fetches.begin(since)
+
     def announce(self, peer: PeerRef) -> None:
         """The peer knows when its notice is due: it moves the pages."""
 

@@ -21,6 +21,7 @@ from google.protobuf.message import DecodeError
 from kv_transfer.base import Direction, NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
+from kv_transfer.listening import Listening
 from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
 from kv_transfer.nixl_mover import Flight, Mover
 from kv_transfer.nixl_peers import Links
@@ -37,8 +38,6 @@ log = logging.getLogger(__name__)
 DUE_LISTEN_S = 20e-6
 LISTEN_S = 0.15e-3
 REST_S = 0.1
-LOOK_GAP_S = 0.1
-"""Looks that lie further apart do not count as listening."""
 CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
@@ -50,7 +49,7 @@ class NixlTransport(Transport):
     """A registered pool, its agent, and what moves pages in its direction. The pool's memory stays the engine's and
     must outlive `close`.
 
-    FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered.
+    FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered, or not in time.
     """
 
     backend = UCX
@@ -61,8 +60,7 @@ class NixlTransport(Transport):
         self._layout, self._me, self._on_notice, self._direction = layout, me, on_notice, direction
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._expected = 0
-        self._listened_s = 0.0
-        self._looked_at = time.monotonic()
+        self._listening = Listening()
         self._attentive_until = 0.0
         self._wires = Wires(UCX, agent_name(me), layout, host_id(), direction)
         self._closing = self._left = False
@@ -70,7 +68,13 @@ class NixlTransport(Transport):
         started: Future[PeerDescription] = Future()
         self._thread = threading.Thread(target=self._run, args=(started,), name="nixl", daemon=True)
         self._thread.start()
-        self._description = started.result(timeout=START_TIMEOUT_S)
+        try:
+            self._description = started.result(timeout=START_TIMEOUT_S)
+        except TimeoutError:
+            self._closing = True
+            raise TransferFailed(
+                f"NIXL has not opened within {START_TIMEOUT_S:g} s; try `tandem doctor`; perhaps a device hangs"
+            ) from None
 
     # ---- for every thread ----
 
@@ -104,7 +108,7 @@ class NixlTransport(Transport):
             self._command(lambda: None)
 
     def listened_s(self) -> float:
-        return self._listened_s
+        return self._listening.seconds
 
     def transport_name(self) -> str:
         return self._wires.name
@@ -172,7 +176,6 @@ class NixlTransport(Transport):
         self._mover.poll()
         self._links.sweep()
         self._hear()
-        self._count_looking()
         while self._mover.reached:
             self._wires.learn(self._mover.reached.pop(), UCX_LOG.text())
 
@@ -195,16 +198,13 @@ class NixlTransport(Transport):
         except queue.Empty:
             return
 
-    def _count_looking(self) -> None:
-        """Nor does time count in which this end itself still reads for somebody who is taken for dead."""
-        now = time.monotonic()
-        if now - self._looked_at <= LOOK_GAP_S and not self._mover.reads_in_vain:
-            self._listened_s += now - self._looked_at
-        self._looked_at = now
-
     def _hear(self) -> None:
-        for sender, data in self._agent.notices():
+        # Time does not count in which this end itself still reads for somebody who is taken for dead.
+        self._listening.look(counts=not self._mover.reads_in_vain)
+        notices = self._agent.notices()
+        for sender, data in notices:
             self._guarded(partial(self._hear_one, sender, data))
+        self._mover.act(self._listening.found(len(notices)))
 
     def _hear_one(self, sender: str, data: bytes) -> None:
         try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """How much the prefill half takes on, and how long its transfers may last."""
+    """How much the prefill half takes on."""
 
     max_requests: int = 1024
     """Most requests it knows at a time, waiting or not; routers bind late, so this is a backstop, not a queue."""
@@ -13,5 +13,3 @@ class PrefillConfig:
     """Most chunks of one step."""
     quarantine_share_max: float = 0.5
     """Part of the pool that writes of prompts which are over may keep before no more prompts are taken."""
-    transfer_deadline_s: float = 30.0
-    """Seconds after which a posted write that has not completed counts as failed."""

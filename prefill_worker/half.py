@@ -19,7 +19,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
 
 from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
@@ -27,6 +26,7 @@ from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
 from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
+from prefill_worker.news import EventThread, News
 from prefill_worker.notice import make_notice
 from prefill_worker.progress import Progress
 from prefill_worker.prompt_pages import PromptPages
@@ -47,12 +47,6 @@ from wire.messages import (
     hash_token_ids,
 )
 from wire.timeline import Edge, EdgeStamp
-
-
-class EventThread(Protocol):
-    """Where news are heard: an event loop."""
-
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object: ...
 
 
 class PrefillHalf:
@@ -81,13 +75,12 @@ class PrefillHalf:
         self._model = model
         self._hand_over = hand_over
         self._wake = wake
-        self._events = events
         self._lock = threading.Lock()
         self._register = PromptRegister(me, config.max_requests)
         self._line = PromptLine()
         self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
         """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
-        self._news: list[Callable[[], None]] = []
+        self._news = News(events)
 
     @property
     def fenced(self) -> int:
@@ -165,9 +158,7 @@ class PrefillHalf:
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
-        """The engine is lost: what it was computing is released. Returns the requests of launched steps, with their
-        routers.
-        """
+        """The engine is lost: what it computed is released. Returns the requests of launched steps, with routers."""
         with self._lock:
             left = {request: None for step in self._steps for request, _ in step}
             self._steps.clear()
@@ -206,9 +197,9 @@ class PrefillHalf:
                 if request.withdrawn:
                     if not request.in_flight:
                         self._line.leave(request)
-                        self._news.append(request.progress.release)
+                        self._news.add(request.progress.release)
                 elif token_id is None:
-                    self._news.append(partial(request.progress.advance, request.computed))
+                    self._news.add(partial(request.progress.advance, request.computed))
                 else:
                     self._line.leave(request)
                     event = self._finish(request, token_id, () if score is None else (score,))
@@ -220,17 +211,12 @@ class PrefillHalf:
         return events
 
     def take_news(self) -> Sequence[Callable[[], None]]:
-        """What the last step did, as calls for the event loop: there they tell the handoffs. To be made once the step's
-        events are on their way, so that none overtakes.
-        """
-        news, self._news = self._news, []
-        return news
+        """What the last step did, for the handoffs; behind the step's events, so that none overtakes."""
+        return self._news.take()
 
     def announce(self) -> None:
         """Have the event loop told by itself."""
-        news = self.take_news()
-        if news:
-            self._events.call_soon_threadsafe(_call_all, news)
+        self._news.announce()
 
     # ---- facts ----
 
@@ -279,8 +265,8 @@ class PrefillHalf:
         local = task.destination is not None and task.destination.peer == self._me
         prefix = self._cache.prefix(task.prompt_token_ids, task.cache_salt)
         token_hash = hash_token_ids(task.prompt_token_ids) if local else b""
-        queued = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
-        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=queued)
+        edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
+        return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=edges)
 
     def _start(self, request: PrefillRequest) -> Start:
         """Give it its pages, if there is room."""
@@ -288,10 +274,10 @@ class PrefillHalf:
             if not self._pages.take(request):
                 return Start.NO_ROOM
         except TandemError as error:
-            self._news.append(partial(request.progress.release, error))
+            self._news.add(partial(request.progress.release, error))
             return Start.FAILED
         if request.cached:
-            self._news.append(partial(request.progress.advance, request.cached))
+            self._news.add(partial(request.progress.advance, request.cached))
         return Start.STARTED
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
@@ -300,15 +286,10 @@ class PrefillHalf:
         reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
         self._pages.publish(request)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
-        self._news.append(partial(request.progress.finish, token_id, reason))
+        self._news.add(partial(request.progress.finish, token_id, reason))
+        edges = tuple(request.edges)
         event = RequestEvent(
-            task.ref,
-            index,
-            (token_id,),
-            reason,
-            edges=tuple(request.edges),
-            logprobs=logprobs,
-            cached_tokens=request.cached,
+            task.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs, cached_tokens=request.cached
         )
         return RoutedEvent(task.router_id, event)
 
@@ -316,8 +297,3 @@ class PrefillHalf:
         """The KV is in the decode half's pages: that is all there is to hand over."""
         skipped = request.cached // self._cache.page_tokens
         return make_notice(request, self._me, token_id, token_hash=request.token_hash, skipped=skipped)
-
-
-def _call_all(calls: Iterable[Callable[[], None]]) -> None:
-    for call in calls:
-        call()

@@ -85,6 +85,8 @@ class Renewals:
         pair = self._pairs.get(permission.destination.peer)
         if pair is not None:
             pair.open.pop(permission, None)
+            if pair.timer is None:
+                self._drop_unless_open(pair)
 
     async def renew(self, peer: PeerRef) -> None:
         """Ask now for all that this worker has given, or wait for the answer that is on its way.
@@ -120,7 +122,10 @@ class Renewals:
             except Exception:
                 log.exception("permissions of %s are asked for again", pair.peer.worker_id)
         pair.timer = None
-        if not pair.open:
+        self._drop_unless_open(pair)
+
+    def _drop_unless_open(self, pair: _Pair) -> None:
+        if not pair.open and self._pairs.get(pair.peer) is pair:
             del self._pairs[pair.peer]
 
     async def _ask(self, pair: _Pair) -> None:

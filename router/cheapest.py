@@ -28,6 +28,7 @@ class Cheapest:
         self, prompts: list[PromptForecast], answers: list[AnswerForecast], fleet: Fleet, *, local: bool
     ) -> None:
         """Each prompt with each answer; only if `local` may one worker do both."""
+        misfits = fleet.misfits or None
         least_s = min([prompt.cost_s for prompt in prompts])
         for answer in answers:
             # What pairs cost beside their forecasts only makes them dearer.
@@ -40,6 +41,8 @@ class Cheapest:
                 if cost_s >= self.runner_up_s:
                     continue
                 if prompt.worker is not worker:
+                    if misfits is not None and not misfits.fit(prompt.worker.peer, worker.peer):
+                        continue
                     exposed_s = _exposed(prompt, whole_s, answer.missing)
                     late = exposed_s > answer.slack_s
                     self._look(prompt, answer, cost_s + (exposed_s + MISS_S if late else exposed_s))

@@ -46,7 +46,11 @@ class CostPlacement(Placement):
             return self._prompt_alone(need, fleet)
         if self._mode is Mode.COLOCATED and fleet.colocates:
             return self._one_worker(need, fleet)
-        return self._two_workers(need, fleet)
+        pair = self._two_workers(need, fleet, self._best)
+        if pair is None and fleet.misfits:
+            # Those that were looked at may be of one release here, of another there.
+            pair = self._two_workers(need, fleet, len(fleet.live))
+        return pair
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
         workers = first(fleet.prefills, can_prefill, need, 1)
@@ -82,12 +86,12 @@ class CostPlacement(Placement):
         cheapest.alone(_prompts(need, candidates), _answers(asked, candidates))
         return _pair(cheapest, asked)
 
-    def _two_workers(self, need: Need, fleet: Fleet) -> Pair | None:
+    def _two_workers(self, need: Need, fleet: Fleet, best: int) -> Pair | None:
         """One for the prompt and one for the answer, who may be the same if the mode says so."""
-        prefills = first(fleet.prefills, takes_prefill, need, self._best)
+        prefills = first(fleet.prefills, takes_prefill, need, best)
         if not prefills:
             return None
-        decodes = first(fleet.decodes, takes_decode, need, self._best)
+        decodes = first(fleet.decodes, takes_decode, need, best)
         if not decodes:
             return None
         holders = Holders(need, fleet, self._hits)

@@ -63,6 +63,7 @@ class Dispatcher:
             config,
             self._live,
             self._binder,
+            misfits=self.pool.fleet.misfits,
             foresight=self.foresight,
             metrics=self.metrics,
             pump=self._schedule_pump,
@@ -249,6 +250,8 @@ class Dispatcher:
     def _nobody(self) -> Unavailable:
         missing = "decode" if any(view.prefills for view in self.pool.views()) else "prefill"
         message = f"no {missing} worker is serving now; try again in a moment"
-        if self.pool.staffed:
+        if misfit := self.pool.misfit:
+            message = misfit
+        elif self.pool.staffed:
             message = "; ".join(self.pool.not_ready)
         return Unavailable(message, retry_after_s=self._config.retry_after_s)

@@ -12,8 +12,17 @@ from router.config import RouterConfig
 from router.foresight import Foresight
 from router.live_requests import LiveRequests
 from router.metrics import RouterMetrics
+from router.misfits import Misfits
 from router.request import RoutedRequest
-from wire.errors import DeadlineExceeded, RoleClosed, StaleEpoch, TandemError, TransferFailed, Unavailable
+from wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    RoleClosed,
+    StaleEpoch,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+)
 from wire.logs import about
 from wire.messages import FinishReason
 from wire.timeline import Edge, EdgeStamp
@@ -33,6 +42,7 @@ class RequestEnds:
         live: LiveRequests,
         binder: Binder,
         *,
+        misfits: Misfits,
         foresight: Foresight,
         metrics: RouterMetrics,
         pump: Callable[[], None],
@@ -41,6 +51,7 @@ class RequestEnds:
         self._config = config
         self._live = live
         self._binder = binder
+        self._misfits = misfits
         self._foresight = foresight
         self._metrics = metrics
         self._pump = pump
@@ -74,6 +85,8 @@ class RequestEnds:
         failed = not isinstance(error, RoleClosed)
         request.failures += failed
         request.note_silence(time.monotonic())
+        if isinstance(error, FailedPrecondition):
+            error = self._part(request, error)
         retry = isinstance(error, _RETRYABLE) if retry is None else retry
         if not retry or request.failures >= self._config.max_attempts:
             self.fail(request, error)
@@ -84,6 +97,16 @@ class RequestEnds:
         if failed:
             self._metrics.retried()
         self.requeue(request)
+
+    def _part(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
+        """If its two workers do not fit together, no request shall be theirs; what the client hears if none fit."""
+        prefill, decode = request.prefill, request.decode
+        if prefill is None or decode is None or prefill is decode:
+            return error
+        log.warning("nothing goes from %s to %s any more: %s", prefill.name, decode.name, error.message)
+        self._misfits.learn(prefill.info.peer, decode.info.peer, error.message)
+        message = f"the workers that were tried do not fit together; {error.message}"
+        return Unavailable(message, retry_after_s=self._config.retry_after_s)
 
     def _end(self, request: RoutedRequest) -> None:
         request.ended = True

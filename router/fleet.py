@@ -4,6 +4,7 @@ import heapq
 import math
 from collections.abc import Collection
 
+from router.misfits import Misfits
 from router.prefix_index import PrefixIndex
 from router.ranking import Ranking
 from router.worker_books import Order, WorkerBooks
@@ -17,6 +18,7 @@ class Fleet(Order):
 
     def __init__(self) -> None:
         self.prefixes = PrefixIndex()
+        self.misfits = Misfits()
         self.prefills = Ranking()
         """Workers whose prefill half is open, the one with the least to compute first."""
         self.decodes = Ranking()
@@ -64,6 +66,7 @@ class Fleet(Order):
         self.set_live(worker, live=False)
         worker.order = None
         self.prefixes.drop(worker.slot)
+        self.misfits.forget(worker.peer)
         del self._by_slot[worker.slot]
         heapq.heappush(self._free_slots, worker.slot)
 

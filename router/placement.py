@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 from typing import NamedTuple
 
 from router.fleet import Fleet
@@ -139,11 +140,12 @@ class LeastLoaded(Placement):
         prefills = [w for w in fleet.live if takes_prefill(w, need)]
         if not prefills:
             return None
-        prefill = min(prefills, key=lambda w: (w.prefill_tokens, w.decodes, w.decode_requests))
+        prefills.sort(key=lambda w: (w.prefill_tokens, w.decodes, w.decode_requests))
         if not need.decodes:
-            return Pair(prefill.peer, None)
+            return Pair(prefills[0].peer, None)
         decodes = [w for w in fleet.live if takes_decode(w, need)]
-        if not decodes:
-            return None
-        decode = max(decodes, key=lambda w: (1 - w.pages_used / w.pages_total, -w.decode_requests, -w.prefill_tokens))
-        return Pair(prefill.peer, decode.peer)
+        decodes.sort(key=lambda w: (w.pages_used / w.pages_total, w.decode_requests, w.prefill_tokens))
+        for prefill, decode in product(prefills, decodes):
+            if prefill is decode or fleet.misfits.fit(prefill.peer, decode.peer):
+                return Pair(prefill.peer, decode.peer)
+        return None

@@ -15,7 +15,7 @@ from router.lease_keeper import LeaseKeeper
 from router.prefix_feed import PrefixFeed
 from router.worker_books import REFUSAL_PAUSE_S, WorkerBooks
 from wire import convert
-from wire.errors import TandemError, Unavailable
+from wire.errors import DeadlineExceeded, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import (
     GrantedLease,
@@ -145,16 +145,25 @@ class WorkerLink:
         message = worker_pb2.AbortWorkRequest(
             router_id=self._router_id, requests=[convert.ref_to_proto(ref) for ref in refs]
         )
-        for attempt in range(1, _ABORT_TRIES + 1):
+        tries = 0
+        while True:
             try:
                 await self._call(self._stub.Abort(message, timeout=self._timeout))
+            except DeadlineExceeded as error:
+                # It may stand still, and go on. When the stream breaks it cancels all that is ours and needs no abort.
+                if not self.connected:
+                    self._unheard(refs, error)
+                    return
             except TandemError as error:
-                # The worker cancels everything of ours when the stream breaks, so a dead one needs no abort.
-                if isinstance(error, Unavailable) or attempt == _ABORT_TRIES:
-                    log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
+                tries += 1
+                if isinstance(error, Unavailable) or tries == _ABORT_TRIES:
+                    self._unheard(refs, error)
                     return
             else:
                 return
+
+    def _unheard(self, refs: Sequence[RequestRef], error: TandemError) -> None:
+        log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
 
     async def _heartbeat(self, leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
         message = worker_pb2.HeartbeatRequest(leases=[convert.lease_to_proto(lease) for lease in leases])

@@ -11,6 +11,7 @@ import grpc.aio
 
 from router.config import RouterConfig
 from router.fleet import Fleet
+from router.placement import Mode
 from router.worker_books import WorkerBooks
 from router.worker_link import LinkObserver, WorkerLink
 from wire import convert
@@ -71,12 +72,21 @@ class WorkerPool:
     @property
     def ready(self) -> bool:
         """Whether a request could be served now: the model is known, both roles are live and take work."""
-        return self._model is not None and _has_both([link for link in self._live() if not link.info.not_ready])
+        return self._serve([link for link in self._live() if not link.info.not_ready])
 
     @property
     def staffed(self) -> bool:
-        """Whether both roles are live; a worker that is not ready for the moment may be again."""
-        return self._model is not None and _has_both(self._live())
+        """Whether both roles are live and fit together; a worker that is not ready for the moment may be again."""
+        return self._serve(self._live())
+
+    @property
+    def misfit(self) -> str:
+        """Why no live worker can hand a prompt over to another, in words; empty = some can, or a role is missing."""
+        live = self._live()
+        if not _has_both(live) or self._fit(live):
+            return ""
+        prefills, decodes = ([link.info.peer for link in each] for each in _by_role(live))
+        return f"no prefill worker fits a decode worker; {self.fleet.misfits.why(prefills, decodes)}"
 
     @property
     def not_ready(self) -> tuple[str, ...]:
@@ -114,6 +124,19 @@ class WorkerPool:
 
     def _live(self) -> list[WorkerLink]:
         return [link for link in self._links.values() if link.live]
+
+    def _serve(self, links: list[WorkerLink]) -> bool:
+        return self._model is not None and _has_both(links) and self._fit(links)
+
+    def _fit(self, links: list[WorkerLink]) -> bool:
+        """Whether any of these may serve a request, alone or with another."""
+        misfits = self.fleet.misfits
+        if not misfits:
+            return True
+        alone = self.mode != Mode.DISAGGREGATED or len(links) == 1
+        prefills, decodes = _by_role(links)
+        pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
+        return any(alone if one is other else misfits.fit(one.info.peer, other.info.peer) for one, other in pairs)
 
     async def _watch_forever(self) -> None:
         stub = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -185,4 +208,9 @@ class WorkerPool:
 
 
 def _has_both(links: list[WorkerLink]) -> bool:
-    return any(link.info.takes_prompts for link in links) and any(link.info.takes_answers for link in links)
+    return all(_by_role(links))
+
+
+def _by_role(links: list[WorkerLink]) -> tuple[list[WorkerLink], list[WorkerLink]]:
+    """Who takes prompts, who takes answers."""
+    return [link for link in links if link.info.takes_prompts], [link for link in links if link.info.takes_answers]

@@ -21,6 +21,8 @@ from wire.policy_name import CHUNKED_BUDGET, PolicyName
 log = logging.getLogger(__name__)
 
 DRAIN_LOOK_S = 0.02
+REST_S = 10.0
+"""A half that was given up and is not empty after so long says why: that takes a step and the writes in flight."""
 OTHER_ROLE, DRAINS = "has another role now", "drains"
 
 
@@ -125,11 +127,26 @@ class WorkerDuty:
                 await self._emptied([half])
         if left := self._give_up(half, OTHER_ROLE):
             log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
-            await self._emptied([half])
+            await self._come_to_rest(half)
         del self._closing[half.role]
         self.role = self.role.without(half.role) or self.duty.role
         self._resize(self.role)
         self.on_change()
+
+    async def _come_to_rest(self, half: Half) -> None:
+        """Until nothing reads or writes its pages, for as long as that takes: before that they are nobody else's."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(REST_S):
+                await self._emptied([half])
+        if left := half.requests():
+            log.warning(
+                "%s still closes its %s half: pages of %d requests that are over are not at rest yet; look at the"
+                " workers that they were handed over to or came from, or restart those",
+                self._me.worker_id,
+                half.role,
+                left,
+            )
+            await self._emptied([half])
 
     def _give_up(self, half: Half, why: str) -> list[tuple[str, RequestRef]]:
         left = half.refs()

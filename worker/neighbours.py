@@ -1,4 +1,4 @@
-"""The prefill workers whose processes this one can see: of those, and of no others, it knows whether they live."""
+"""The prefill workers on this host: of those whose processes this one can see it knows whether they live."""
 
 from kv_transfer import processes
 from wire.messages import PeerDescription, PeerRef
@@ -17,14 +17,18 @@ class Neighbours:
 
     def meet(self, them: PeerDescription) -> None:
         """They introduce themselves, so they live; if they are not seen to, nothing here tells of their death."""
-        if not self._host or them.host != self._host or not processes.lives(them.process):
+        if not self._host or them.host != self._host:
             return
         runs = self._runs.setdefault(them.peer.worker_id, {})
-        runs[them.peer.incarnation] = them.process
+        runs[them.peer.incarnation] = them.process if processes.lives(them.process) else ""
         if len(runs) > RUNS_KEPT:
             del runs[min(runs)]
+
+    def has(self, peer: PeerRef) -> bool:
+        """Whether this run said that it is on this host. From any thread."""
+        return peer.incarnation in self._runs.get(peer.worker_id, {})
 
     def lives(self, peer: PeerRef) -> bool | None:
         """Whether the process of this run lives; None = unknown. From any thread."""
         process = self._runs.get(peer.worker_id, {}).get(peer.incarnation)
-        return None if process is None else processes.lives(process)
+        return processes.lives(process) if process else None

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TypeVar
@@ -13,10 +14,11 @@ from kv_transfer.departed import Departed
 from kv_transfer.handshake import check_compatible
 from prefill_worker.destination import Allotment, DecodePeers, Renewal
 from wire import convert, rpc
-from wire.errors import StaleEpoch, TandemError, Unavailable
+from wire.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
-from worker.deliveries import Deliveries
+from worker.deliveries import MOST_WAITING, Deliveries
+from worker.misfits import Misfits
 from worker.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,8 @@ class Peers(DecodePeers):
         self._connections: dict[PeerRef, _Connection] = {}
         self._gone = Departed()
         self._accepted: dict[str, PeerDescription] = {}
-        self._owed: dict[PeerRef, list[Destination]] = {}
+        self._owed: dict[PeerRef, deque[Destination]] = {}
+        self._misfits = Misfits()
         self._neighbours = Neighbours(mine.description.host)
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
@@ -59,11 +62,11 @@ class Peers(DecodePeers):
     async def connect(self, destination: Destination) -> None:
         await self._introduced(destination.peer, destination.address)
 
-    async def warm_up(self, peer: PeerRef, address: str) -> None:
-        """Connect to a decode worker and move a page to it, from and to those that are nobody's, behind the pools'.
+    async def warm_up(self, peer: PeerRef, address: str) -> bool:
+        """Connect to a decode worker and move a page to it, from and to those that are nobody's, behind the pools';
+        whether that went well.
 
-        The first use of a wire is the slowest by far. What fails is logged and never raised: the first request tries
-        again.
+        The first use of a wire is the slowest by far. What fails is logged and never raised.
         """
         try:
             theirs = await self._introduced(peer, address)
@@ -73,12 +76,16 @@ class Peers(DecodePeers):
                 done = await moved
         except TimeoutError:
             log.info("the way to %s is not warm yet: its first page takes too long", peer.worker_id)
+        except FailedPrecondition:
+            log.debug("there is no way to %s", peer.worker_id)  # in which words, is in the log already
         except TandemError as error:
             log.info("the way to %s is not warm yet: %s", peer.worker_id, error.message)
         except Exception:
             log.exception("warming the way to %s failed", peer.worker_id)
         else:
             log.info("the way to %s is warm: first page in %.1f ms", peer.worker_id, done.duration_nanos / 1e6)
+            return True
+        return False
 
     async def allot(self, destination: Destination, pages: int) -> Allotment:
         request = worker_pb2.AllotPagesRequest(
@@ -138,7 +145,12 @@ class Peers(DecodePeers):
         peer = theirs.description.peer
         if peer in self._gone:
             raise StaleEpoch(f"incarnation {peer.incarnation} of {peer.worker_id} is known to be over; start it anew")
-        check_compatible(self._mine, theirs)
+        try:
+            check_compatible(self._mine, theirs)
+        except FailedPrecondition as error:
+            self._misfits.add(peer, error.message)
+            raise
+        self._misfits.discard(peer)
         self._sender.add_peer(theirs.description)
         self._accepted[peer.worker_id] = theirs.description
         self._neighbours.meet(theirs.description)
@@ -146,14 +158,17 @@ class Peers(DecodePeers):
 
     def is_near(self, peer: PeerRef) -> bool:
         """Whether this run of a prefill worker said that it is on this host."""
-        theirs = self._accepted.get(peer.worker_id)
-        return theirs is not None and theirs.peer == peer and "" != theirs.host == self._mine.description.host
+        return self._neighbours.has(peer)
 
     def lives(self, peer: PeerRef) -> bool | None:
         """Whether the process of this run of a prefill worker lives; None = it cannot be seen from here."""
         return self._neighbours.lives(peer)
 
     # ---- both ----
+
+    def warnings(self) -> tuple[str, ...]:
+        """Which other workers do not fit this one, in sentences; for `tandem status`."""
+        return self._misfits.warnings
 
     def forget(self, peer: PeerRef) -> None:
         """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them unless
@@ -167,6 +182,7 @@ class Peers(DecodePeers):
                 self._drop(known, connection)
         for owed in [owed for owed in self._owed if owed.worker_id == peer.worker_id and owed != peer]:
             del self._owed[owed]
+        self._misfits.forget(peer)
         self._sender.remove_peer(peer)
 
     def welcome(self, peer: PeerRef) -> None:
@@ -178,7 +194,7 @@ class Peers(DecodePeers):
         if known is not None and known.peer == peer:
             # It takes itself for introduced.
             self._sender.add_peer(known)
-        for destination in self._owed.pop(peer, []):
+        for destination in self._owed.pop(peer, ()):
             self._deliveries.add(destination)
 
     async def close(self) -> None:
@@ -193,7 +209,7 @@ class Peers(DecodePeers):
     def _owe(self, peer: PeerRef, leases: Sequence[Destination]) -> None:
         """A worker that is dead needs no telling; should it live, it has to hear that nothing will follow."""
         if self._gone.is_last(peer):
-            self._owed.setdefault(peer, []).extend(leases)
+            self._owed.setdefault(peer, deque(maxlen=MOST_WAITING)).extend(leases)
 
     def _connection(self, peer: PeerRef, address: str) -> _Connection:
         if peer in self._gone:
@@ -213,7 +229,12 @@ class Peers(DecodePeers):
 
     async def _introduce(self, connection: _Connection, peer: PeerRef) -> PeerDescription:
         request = convert.handshake_to_proto(self._mine)
-        reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
+        try:
+            reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
+        except FailedPrecondition as error:
+            self._misfits.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
+            raise
+        self._misfits.discard(peer)
         theirs = convert.description_from_proto(reply.peer)
         if theirs.peer != peer:
             raise StaleEpoch(

@@ -168,7 +168,7 @@ class WorkerProcess:
             device=engine.device_name,
             transport=worker.transport.transport_name(),
             not_ready=worker.not_ready,
-            warnings=worker.transport.warnings(),
+            warnings=worker.transport.warnings() + worker.peers.warnings(),
             duty=duty.duty,
             closing=duty.closing,
         )

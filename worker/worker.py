@@ -319,7 +319,6 @@ class Worker:
         config = PrefillConfig(
             max_requests=self._config.max_prefill_requests,
             quarantine_share_max=self._config.quarantine_share_max,
-            transfer_deadline_s=self._config.transfer_deadline_s,
         )
         return PrefillHalf(
             config=config,

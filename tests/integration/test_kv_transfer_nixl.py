@@ -20,6 +20,7 @@ import torch
 
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import Direction, PageWrite, Transport, WriteDone
+from kv_transfer.listening import CATCH_UP_S, OLD_S
 from kv_transfer.nixl_transport import NixlTransport
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
@@ -85,6 +86,14 @@ class Peer:
         assert len(heard) == notices
         return heard
 
+    def stands_still(self) -> None:
+        """Stop the process; a signal is not heard at once."""
+        self.process.send_signal(signal.SIGSTOP)
+        until = time.monotonic() + 5.0
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
+            assert time.monotonic() < until
+            time.sleep(0.005)
+
     def end(self) -> int:
         """Ask the process to leave, and its exit status."""
         self.process.send_signal(signal.SIGCONT)
@@ -134,6 +143,7 @@ def direction(request: pytest.FixtureRequest) -> Direction:
 
 
 writes_only = pytest.mark.parametrize("direction", [Direction.WRITE], indirect=True)
+reads_only = pytest.mark.parametrize("direction", [Direction.READ], indirect=True)
 
 
 @pytest.fixture
@@ -269,7 +279,7 @@ class TestStoppedPeer:
             stuck.result(timeout=0.7)
         assert not stuck.cancel()
         peer.process.send_signal(signal.SIGCONT)
-        with pytest.raises(TransferFailed, match="after its deadline"):
+        with pytest.raises(TransferFailed, match=r"after its deadline|never began"):
             stuck.result(timeout=10)
         landed = peer.ask("digests")
         prefill.pool += 1
@@ -336,6 +346,21 @@ class TestEdges:
             prefill.transport.write(stranger, 5.0).result(timeout=5)
         prefill.write(peer, [], [], prefill.notice(1, [], 0)).result(timeout=5)
         peer.hears(1)
+
+    @reads_only
+    def test_a_reader_that_stood_still_for_long_begins_nothing(self, prefill: Prefill, peer: Peer) -> None:
+        prefill.write(peer, [0], [0]).result(timeout=5)
+        before = peer.ask("digests")
+        peer.stands_still()
+        late = prefill.write(peer, [1], [1], prefill.notice(1, [1], 1), deadline_s=60.0)
+        time.sleep(OLD_S + 0.5)
+        peer.process.send_signal(signal.SIGCONT)
+        with pytest.raises(TransferFailed, match="too late"):
+            late.result(timeout=10)
+        assert (peer.ask("digests"), peer.ask("heard")) == (before, [])
+        time.sleep(2 * CATCH_UP_S)
+        prefill.write(peer, [2], [2], prefill.notice(2, [2], 2)).result(timeout=5)
+        assert peer.hears(1) == [{"epoch": 2, "whole": True}]
 
     @writes_only
     def test_a_notice_that_lies_about_its_sender_is_dropped(self, prefill: Prefill, peer: Peer) -> None:

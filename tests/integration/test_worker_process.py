@@ -3,6 +3,7 @@
 import gc
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from costs.roofline import CPU, Ceilings
 from engine.model_runner import ModelRunner
 from tests.factories import tiny_engine_config, write_tiny_model
-from wire.errors import Internal, ModelError, Unavailable
-from wire.messages import PrefillTask, RequestRef, Role, SamplingParams
+from wire.errors import FailedPrecondition, Internal, ModelError, Unavailable
+from wire.messages import PeerRef, PrefillTask, RequestRef, Role, SamplingParams
 from worker.config import WorkerConfig
+from worker.peers import Peers
 from worker.process import WorkerProcess
 
 
@@ -65,6 +67,25 @@ def test_ceilings_that_are_given_stay(model: Path) -> None:
     process.start()
     assert ceilings(process) == given
     process.stop()
+
+
+def test_whom_it_does_not_fit_is_among_what_it_announces(model: Path) -> None:
+    process = WorkerProcess(config(model), 1)
+    process.start()
+    worker, engine = process._worker, process._engine
+    assert worker is not None
+    assert engine is not None
+    process._call(refuse(worker.peers))
+    assert process._info(engine, worker, "").warnings[-1].startswith("shares no request with prefill-9: transfer")
+    process.stop()
+
+
+async def refuse(peers: Peers) -> None:
+    """One of another release introduces itself."""
+    mine = peers._mine
+    theirs = replace(mine, protocol_version=1, description=replace(mine.description, peer=PeerRef("prefill-9", 1)))
+    with pytest.raises(FailedPrecondition):
+        peers.accept(theirs)
 
 
 def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:

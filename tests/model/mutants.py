@@ -20,7 +20,8 @@ from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.fence import Exposure
 from kv_transfer.in_memory import InMemoryTransport
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import LeaseChange, PageAction
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.outgoing import OutgoingWrites

@@ -31,8 +31,8 @@ import wire.rpc
 import worker.loop
 import worker.neighbours
 import worker.worker
-from kv_transfer.in_memory import Flight
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
+from kv_transfer.in_memory_flight import Flight
 from prefill_worker.request import PrefillRequest
 from tests.model.calls import Channel
 from tests.model.checks import Alarms, Broken, Holder, holder_of

@@ -41,6 +41,9 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"kv_checksum_rate": -0.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": 1.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": float("nan")}, "--kv-checksum-rate"),
+        ({"kv_lease_s": 0.5}, "--kv-lease"),
+        ({"kv_transfer_deadline_s": float("inf")}, "--kv-transfer-deadline"),
+        ({"kv_quarantine_share": 1.5}, "--kv-quarantine-share"),
         ({"memory_fraction": float("nan")}, "--memory-fraction"),
         ({"max_batch_requests": 0}, "--max-batch-requests"),
         ({"api_keys": ("",)}, "--api-key"),
@@ -104,6 +107,16 @@ def test_the_policy_of_steps_reaches_the_worker() -> None:
     config = ClusterConfig(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
     worker = worker_config(config, plan(config, gpus=0)[0])
     assert (worker.step_policy, worker.step_budget, worker.itl_target_s) == (PolicyName.CHUNKED, 700, 0.025)
+
+
+def test_what_transfers_may_take_reaches_the_worker() -> None:
+    config = ClusterConfig(model=Path("m"), kv_lease_s=7.0, kv_transfer_deadline_s=9.0, kv_quarantine_share=0.25)
+    worker = worker_config(config, plan(config, gpus=0)[0])
+    assert (worker.lease_s, worker.transfer_deadline_s, worker.quarantine_share_max) == (7.0, 9.0, 0.25)
+    given, default = ClusterConfig(model=Path("m")), WorkerConfig
+    worker = worker_config(given, plan(given, gpus=0)[0])
+    for setting in ("lease_s", "transfer_deadline_s", "quarantine_share_max"):
+        assert getattr(worker, setting) == default.__dataclass_fields__[setting].default
 
 
 @pytest.mark.parametrize(("gpus", "devices"), [(1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])])

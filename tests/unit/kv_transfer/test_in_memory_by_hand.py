@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.base import PageWrite
-from kv_transfer.in_memory import Flight, InMemoryTransport
+from kv_transfer.in_memory import InMemoryTransport
 from kv_transfer.in_memory_by_hand import FabricByHand
+from kv_transfer.in_memory_flight import Flight
 from kv_transfer.layout import KVLayout
 from wire.errors import TransferFailed
 from wire.messages import Lease, PeerRef, TransferNotice

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from kv_transfer.fence import Fence
-from kv_transfer.lease import LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 
@@ -44,7 +45,7 @@ class Desk:
 
     def stale(self, call: Callable[[], object]) -> None:
         before = self.table.fenced
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(StaleEpoch, match=r"the lease of request \w+, attempt \d+, was refused: "):
             call()
         assert self.table.fenced == before + 1
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.fence import Fence
-from kv_transfer.lease import LeaseChange, LeaseTable, PageAction
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lease_change import LeaseChange, PageAction
 from wire.errors import StaleEpoch, Unavailable
 from wire.messages import Lease, PeerRef, RequestRef
 

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from kv_transfer import nixl_fetches, nixl_moves, nixl_orders
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
+from kv_transfer.listening import OLD_S
 from kv_transfer.nixl_agent import Connection, TransferState, agent_name
 from kv_transfer.nixl_mover import Flight
 from kv_transfer.nixl_orders import SAY_AGAIN_S
@@ -100,9 +101,11 @@ class End:
         assert link is not None
         return link
 
-    def hears(self, *notes: bytes) -> None:
+    def hears(self, *notes: bytes, after_s: float = 0.0) -> None:
+        """In one look, the one before which was so long ago."""
         for note in notes:
             self.reads.hear(agent_name(self.other), note)
+        self.reads.act(time.monotonic() - after_s)
 
     def says(self) -> list[bytes]:
         sent, self.agent.sent = self.agent.sent, []
@@ -293,6 +296,7 @@ def test_a_sender_has_room_for_so_many_transfers_and_takes_none_of_another_s(
     assert len(bench.receiver.agent.reads) == 3, "of five, two find no room: one is lost, one comes too early"
     order = ReadOrder(1, 1, DECODE.incarnation, (1,), (6,))
     bench.receiver.reads.hear(agent_name(other), encode_read_note(order))
+    bench.receiver.reads.act(bench.clock.now)
     assert len(bench.receiver.agent.reads) == 4
     bench.land()
     bench.sender.hears(*bench.receiver.says())
@@ -368,6 +372,60 @@ def test_a_removed_receiver_may_read_for_a_while_and_hears_that_nobody_waits(ben
         future.result(timeout=0)
     assert bench.sender.says() == []
     assert not bench.sender.reads.unfinished
+
+
+def test_a_receiver_that_stood_still_begins_nothing_that_may_be_as_old(bench: Bench) -> None:
+    """Over cma and CUDA IPC the copy may be over when `start` returns, and the pages another prompt's by now."""
+    bench.receiver.agent.at_once = True
+    future = bench.post()
+    orders = bench.sender.says()
+    remove_receiver(bench)
+    bench.sender.says()  # the cancel is lost with the connection
+    bench.clock.now += nixl_orders.REMOVED_REST_S + 0.1
+    bench.sender.reads.poll()
+    assert isinstance(future.exception(timeout=0), TransferFailed), "its pages are free"
+    bench.receiver.hears(*orders, after_s=nixl_orders.REMOVED_REST_S + 0.1)
+    assert (bench.receiver.agent.reads, bench.receiver.heard) == ([], [])
+
+
+@pytest.mark.parametrize(("pause_s", "begun"), [(OLD_S - 0.1, True), (OLD_S + 0.1, False)])
+def test_an_order_that_may_be_old_fails_at_its_sender_s_in_words(bench: Bench, pause_s: float, begun: bool) -> None:
+    assert nixl_orders.REMOVED_REST_S / 3 >= OLD_S
+    bench.receiver.agent.at_once = True
+    future = bench.post()
+    bench.receiver.hears(*bench.sender.says(), after_s=pause_s)
+    bench.sender.hears(*bench.receiver.says())
+    if begun:
+        assert future.result(timeout=0)
+    else:
+        with pytest.raises(TransferFailed, match="heard of it too late"):
+            future.result(timeout=0)
+    again = bench.post()
+    bench.receiver.hears(*bench.sender.says())
+    bench.sender.hears(*bench.receiver.says())
+    assert again.result(timeout=0)
+
+
+def test_a_cancel_that_is_heard_with_its_order_wins(bench: Bench) -> None:
+    bench.receiver.agent.at_once = True
+    future = bench.post()
+    notes = bench.sender.says()
+    bench.after(DEADLINE_S)
+    bench.receiver.hears(*notes, *bench.sender.says())
+    assert (bench.receiver.agent.reads, bench.receiver.heard) == ([], [])
+    bench.sender.hears(*bench.receiver.says())
+    with pytest.raises(TransferFailed, match="never began"):
+        future.result(timeout=0)
+
+
+def test_an_order_of_a_sender_that_is_gone_before_it_begins_is_dropped(bench: Bench) -> None:
+    bench.post()
+    receiver = bench.receiver
+    for note in bench.sender.says():
+        receiver.reads.hear(agent_name(PREFILL), note)
+    receiver.reads.abandon(receiver.link, "the worker is gone")
+    receiver.reads.act(bench.clock.now)
+    assert (receiver.agent.reads, receiver.says()) == ([], [])
 
 
 def test_the_answer_of_a_removed_receiver_ends_the_wait(bench: Bench) -> None:

@@ -162,6 +162,16 @@ def test_what_has_ended_is_not_renewed_unless_somebody_needs_it(scene: Scene) ->
     assert len(scene.decode.heard) == 5
 
 
+def test_a_pair_is_forgotten_with_its_last_permission_though_that_had_ended(scene: Scene) -> None:
+    permissions = [scene.open(number, PeerRef("decode-0", number)) for number in range(20)]
+    scene.decode.errors = [Unavailable("dead")] * 2000
+    scene.loop.advance(3 * WINDOW_S)
+    assert len(scene.renewals._pairs) == 20
+    for each in permissions:
+        scene.close(each)
+    assert scene.renewals._pairs == {}
+
+
 def test_who_needs_it_at_once_shares_the_message(scene: Scene) -> None:
     permissions = [scene.open(epoch) for epoch in (1, 2, 3)]
     scene.decode.errors = [Unavailable("lost")] * 2

@@ -74,6 +74,8 @@ class Switches:
     """Refuse Prefill with this."""
     fail_transfers: int = 0
     """Let so many transfers fail after the first token went out."""
+    misfits: frozenset[str] = frozenset()
+    """Be refused by these decode workers when a prompt's KV is to go there."""
     silent_prefill: bool = False
     """Accept prompts and never answer."""
     stop_at: int | None = None
@@ -84,6 +86,8 @@ class Switches:
     """Let the decode worker's tokens overtake the prefill worker's first one."""
     preempt_after: int | None = None
     """Let every request give way once the decode worker has brought so many tokens of an attempt."""
+    silent_aborts: int = 0
+    """Never answer so many Abort calls, nor do what they say."""
     forget_leases: bool = False
     """Answer heartbeats as if no lease were held."""
     lease_s: float = 0.3
@@ -220,6 +224,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             raise RoleClosed(f"the {half} half is closed")
 
     async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        if self.switches.silent_aborts > 0:
+            self.switches.silent_aborts -= 1
+            await asyncio.sleep(60)
         for message in request.requests:
             ref = convert.ref_from_proto(message)
             self.aborted.append(ref)
@@ -254,6 +261,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if only or destination is None:
             if destination is not None:
                 self.peers[destination.peer.worker_id].leases.pop(task.ref.request_id, None)
+            return
+        if destination.peer.worker_id in self.switches.misfits:
+            words = f"transfer protocol: {destination.peer.worker_id} speaks another"
+            detail = ErrorDetail("FAILED_PRECONDITION", words)
+            self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
             return
         if self.switches.fail_transfers > 0:
             self.switches.fail_transfers -= 1

@@ -72,6 +72,24 @@ class TestEveryPolicy:
         assert names(policy.choose(need(5000), at.fleet)) == ("p", "d")
         assert policy.choose(need(16_001, answer=1), at.fleet) is None, "one that its pool can hold"
 
+    def test_who_does_not_fit_gets_no_request_together(self, policy: Placement, at: TestFleet) -> None:
+        runs = {name: at.add(name, Role.PREFILL).peer for name in ("p0", "p1", "p2")}
+        runs |= {name: at.add(name, Role.DECODE).peer for name in ("d0", "d1", "d2")}
+        at.prompt("p2", 300)
+        at.answers("d2", 1)
+        for pair in ((p, d) for p in ("p0", "p1", "p2") for d in ("d0", "d1", "d2") if (p, d) != ("p2", "d2")):
+            at.fleet.misfits.learn(runs[pair[0]], runs[pair[1]], "other releases")
+        assert names(policy.choose(need(), at.fleet)) == ("p2", "d2"), "behind those with more room"
+        assert names(policy.choose(need(answer=1), at.fleet)) in {("p0", ""), ("p1", "")}
+        at.fleet.misfits.learn(runs["p2"], runs["d2"], "other releases")
+        assert policy.choose(need(), at.fleet) is None
+        at.add("b", Role.BOTH)
+        assert "b" in (names(policy.choose(need(), at.fleet)) or ()), "nobody has refused it"
+        at.remove("b")
+        at.remove("d0")
+        at.add("d0", Role.DECODE)
+        assert policy.choose(need(), at.fleet) is not None, "forgotten with the run"
+
     def test_roles_are_kept(self, policy: Placement, at: TestFleet) -> None:
         at.add("p", Role.PREFILL)
         assert policy.choose(need(), at.fleet) is None

@@ -136,6 +136,22 @@ async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
         await pair.empty()
 
 
+async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("worker.duty.REST_S", 0.05)
+    async with WorkerPair() as pair:
+        heard = await is_on_its_way(pair)
+        become(pair.prefill, Role.DECODE, grace_s=0.01)
+        await until(lambda: heard.error == RoleClosed.code)
+        pair.abort("q")
+        await until(lambda: "still closes its prefill half: pages of 1 requests" in caplog.text)
+        assert state(pair.prefill) == (Role.BOTH, Role.PREFILL)
+        let_go(pair)
+        await until(lambda: state(pair.prefill) == (Role.DECODE, None))
+        await pair.empty()
+
+
 async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
     async with WorkerPair() as pair:
         heard = await decodes(pair)

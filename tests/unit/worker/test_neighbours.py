@@ -41,6 +41,8 @@ def test_a_run_whose_successor_is_here_may_live_all_the_same(kernel: Kernel) -> 
     them.meet(describe(PeerRef("prefill-0", 2), "new"))
     kernel["new"] = False
     assert (them.lives(FIRST), them.lives(PeerRef("prefill-0", 2))) == (True, False)
+    assert them.has(FIRST), "its pages are a near worker's, though its successor was faster than the news"
+    assert them.has(PeerRef("prefill-0", 2))
 
 
 @pytest.mark.parametrize(("here", "there"), [("here", "there"), ("", ""), ("here", "")])
@@ -49,6 +51,7 @@ def test_on_another_host_or_an_unknown_one_nobody_is_a_neighbour(kernel: Kernel,
     kernel["p"] = True
     them.meet(describe(FIRST, "p", there))
     assert them.lives(FIRST) is None
+    assert not them.has(FIRST)
 
 
 def test_who_was_never_seen_to_live_is_not_seen_to_be_dead(kernel: Kernel) -> None:
@@ -57,6 +60,7 @@ def test_who_was_never_seen_to_live_is_not_seen_to_be_dead(kernel: Kernel) -> No
     kernel["p"] = False
     them.meet(describe(FIRST, "p"))
     assert them.lives(FIRST) is None
+    assert them.has(FIRST)
 
 
 def test_runs_of_long_ago_are_forgotten(kernel: Kernel) -> None:

@@ -17,6 +17,7 @@ from wire import convert, rpc
 from wire.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Lease, PeerRef
+from worker.deliveries import MOST_WAITING
 from worker.peers import Peers
 
 THERE = PeerRef("decode-0", 5)
@@ -196,6 +197,7 @@ async def test_the_dead_do_not_introduce_themselves(scene: Scene) -> None:
     assert "prefill-9" not in scene.transport._peers
     scene.peers.accept(make_handshake(new.describe(), (), layout))
     assert scene.transport._peers["prefill-9"].peer == new.me
+    assert scene.peers.is_near(old.me), "what it left is in quarantine as a near worker's, whoever came after it"
 
 
 async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +261,15 @@ async def test_a_worker_that_was_taken_for_dead_hears_of_what_it_has_back(
     scene.decode.go.set()
     await scene.peers.release(scene.there, in_doubt=False)
     assert scene.decode.calls == ["release"]
+
+
+async def test_what_a_worker_is_owed_that_never_returns_is_bounded(scene: Scene) -> None:
+    scene.peers.forget(THERE)
+    for epoch in range(MOST_WAITING + 100):
+        await scene.peers.release(replace(scene.there, lease=replace(LEASE, epoch=epoch)), in_doubt=False)
+    owed = scene.peers._owed[THERE]
+    assert len(owed) == MOST_WAITING
+    assert owed[-1].lease.epoch == MOST_WAITING + 99, "the newest are kept"
 
 
 async def test_nothing_is_kept_for_a_run_that_another_has_replaced(scene: Scene) -> None:

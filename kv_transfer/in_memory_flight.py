@@ -1,0 +1,32 @@
+"""A write between two transports of one process."""
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kv_transfer.base import PageWrite, WriteDone
+from wire.errors import TransferFailed
+from wire.messages import PeerRef
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A posted write. Times are the fabric's."""
+
+    sender: PeerRef
+    write: PageWrite
+    begun_at: float
+    deadline: float
+    future: "Future[WriteDone]"
+    doomed: bool = False
+    """Its peer was removed: it fails, however it comes to rest."""
+
+    def land(self, page_bytes: int, now: float, *, heard: bool) -> None:
+        """All is there; too late all the same, unless its notice has left."""
+        if self.doomed:
+            self.future.set_exception(TransferFailed("the write came to rest, but the peer was removed; prefill again"))
+        elif now > self.deadline and not heard:
+            self.future.set_exception(TransferFailed("the write came to rest after its deadline; prefill again"))
+        else:
+            moved = len(self.write.local_pages) * page_bytes
+            self.future.set_result(WriteDone(moved, int((now - self.begun_at) * 1e9), time.time_ns()))

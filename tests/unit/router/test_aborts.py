@@ -1,0 +1,48 @@
+"""A worker that stands still while a request is given up has to hear of it when it goes on."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to, until
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+
+ASK = pb.GenerateRequest(
+    token_ids=pb.TokenIds(ids=[5, 6, 7, 8]), options=pb.GenerationOptions(max_tokens=1000, ignore_eos=True)
+)
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"rpc_timeout_s": 0.2}
+
+
+async def test_an_abort_is_said_until_it_is_heard(cluster: Cluster) -> None:
+    cluster.decode.switches.step_s = 0.05
+    cluster.decode.switches.silent_aborts = 5
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(ASK)
+        await anext(aiter(call))
+        await until(lambda: cluster.decode.tasks, "it decodes")
+        call.cancel()
+        await until(lambda: cluster.decode.aborted, "the decode worker heard it", 10.0)
+    await until(lambda: not cluster.decode.tasks, "and computes no more")
+
+
+async def test_a_worker_whose_stream_broke_has_given_it_up_itself(cluster: Cluster) -> None:
+    cluster.decode.switches.step_s = 0.05
+    cluster.decode.switches.silent_aborts = 10**6
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(ASK)
+        await anext(aiter(call))
+        await until(lambda: cluster.decode.tasks, "it decodes")
+        link = cluster.router._dispatcher.pool.link(cluster.decode.info.peer)
+        call.cancel()
+        await until(lambda: link._tasks, "it is told")
+        await cluster.decode.kill()
+        await until(lambda: not link._tasks, "nobody is told any more", 10.0)
+    cluster.decode.switches.silent_aborts = 0
+    await asyncio.sleep(0)

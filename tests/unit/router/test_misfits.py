@@ -1,0 +1,101 @@
+"""A rolling update: workers of two releases refuse each other, and requests go where both are of one."""
+
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from router.misfits import MOST_PAIRS, REMEMBERED_S, Misfits
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from tests.unit.router.fleets import Clock
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.messages import PeerRef, Role
+from wire.rpc import RETRY_AFTER
+
+PROMPT = [5, 6, 7, 8]
+ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))
+ANSWER = [answer_token(PROMPT, index) for index in range(6)]
+P, D = PeerRef("p", 1), PeerRef("d", 1)
+
+
+@pytest.fixture
+async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)
+
+
+async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
+    return [token async for message in stub.Generate(ASK) for token in message.chunk.token_ids]
+
+
+async def error(stub: inference_pb2_grpc.InferenceStub) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await run(stub)
+    return caught.value
+
+
+async def test_a_pair_that_does_not_fit_is_tried_once_and_ends_no_request(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    old = cluster.decode
+    fits = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+    await cluster.members(cluster.prefill, old, fits)
+    cluster.prefill.switches.misfits = frozenset({old.worker_id})
+    for _ in range(8):
+        assert await run(stub) == ANSWER
+    asked = [task.destination.peer.worker_id for task in cluster.prefill.prefills if task.destination is not None]
+    assert asked.count(old.worker_id) == 1
+    assert asked.count("decode-1") == 8
+
+
+async def test_where_nobody_fits_the_client_hears_why_until_a_new_run_does(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    cluster.prefill.switches.misfits = frozenset({"decode-0"})
+    first = await error(stub)
+    assert first.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no prefill worker fits a decode worker; transfer protocol: decode-0 speaks another" in first.details()
+    assert RETRY_AFTER in dict(first.trailing_metadata() or ())
+    assert not cluster.router.ready
+    assert (await error(stub)).details() == first.details()
+    assert len(cluster.prefill.prefills) == 1, "the second was turned away at the door"
+
+    updated = await FakeWorker("decode-0", Role.DECODE, incarnation=2, token="secret").start()
+    cluster.prefill.switches.misfits = frozenset()
+    await cluster.members(cluster.prefill, updated)
+    await until(lambda: cluster.router.ready, "what is known of a run is forgotten with it")
+    assert await run(stub) == ANSWER
+    assert not cluster.router._dispatcher.pool.fleet.misfits
+
+
+async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    others = [await FakeWorker(f"decode-{number}", Role.DECODE, token="secret").start() for number in range(1, 5)]
+    await cluster.members(cluster.prefill, cluster.decode, *others)
+    cluster.prefill.switches.misfits = frozenset({"decode-0", *(each.worker_id for each in others[:-1])})
+    failed = await error(stub)
+    assert failed.code() is grpc.StatusCode.UNAVAILABLE
+    assert "do not fit together; transfer protocol" in failed.details()
+    assert len(cluster.prefill.prefills) == cluster.config.max_attempts
+    assert await run(stub) == ANSWER
+
+
+def test_what_is_known_is_bounded_in_time_and_number() -> None:
+    clock = Clock()
+    misfits = Misfits(clock)
+    misfits.learn(P, D, "because")
+    assert not misfits.fit(P, D)
+    assert misfits.fit(P, PeerRef("d", 2))
+    assert misfits.why([P], [D]) == "because"
+    clock.now += REMEMBERED_S
+    assert misfits.fit(P, D)
+    assert not misfits
+    for number in range(MOST_PAIRS + 1):
+        misfits.learn(P, PeerRef("d", number), "because")
+    assert len(misfits) == MOST_PAIRS
+    assert misfits.fit(P, PeerRef("d", 0))
+    misfits.forget(P)
+    assert not misfits
