@@ -9,9 +9,14 @@ from pathlib import Path
 KEPT_RUNS = 10
 
 
+def log_root() -> Path:
+    """Where the folders of all runs lie; their names are in the order of their beginnings."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "logs"
+
+
 def new_log_folder() -> Path:
     """A fresh folder for this run, readable by this user alone; of earlier runs the last few stay."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "logs"
+    root = log_root()
     folder = root / f"{time.strftime('%Y-%m-%dT%H%M%S')}-{os.getpid()}"
     folder.mkdir(parents=True, mode=0o700)
     for old in sorted(each for each in root.iterdir() if each.is_dir())[:-KEPT_RUNS]:

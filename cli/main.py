@@ -7,6 +7,7 @@ from cli.doctor import doctor
 from cli.down import down
 from cli.drain import drain
 from cli.generate import generate
+from cli.logs import logs
 from cli.mode import mode
 from cli.plan import plan
 from cli.scale import scale
@@ -24,7 +25,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, why, trace, mode, scale, drain, plan, doctor, down):
+for command in (up, generate, chat, status, top, why, trace, logs, mode, scale, drain, plan, doctor, down):
     app.command()(command)
 
 

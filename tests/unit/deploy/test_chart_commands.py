@@ -10,6 +10,7 @@ import pytest
 import typer
 from ray.scripts import scripts as ray_scripts
 
+from cli.log_folder import log_root
 from cli.main import app
 from cluster.config import ClusterConfig
 from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
@@ -106,6 +107,26 @@ def test_workers_pods_drain_before_they_end(chart: Chart, example: str) -> None:
         assert options["grace"] + 60 <= spec["terminationGracePeriodSeconds"]
         env = {each["name"] for each in spec["containers"][0]["env"]}
         assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= env
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_each_pod_with_processes_prints_their_logs(chart: Chart, example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for group, each in pods(chart.example(example)).items():
+        logs = [container for container in each["template"]["spec"]["containers"] if container["name"] == "logs"]
+        if group == "head":
+            assert not logs
+            continue
+        (container,) = logs
+        name, options = parsed(container["command"])
+        assert (name, options["follow"]) == ("logs", True)
+        roots = set()
+        for one_of_them in each["template"]["spec"]["containers"]:
+            (cache,) = [env["value"] for env in one_of_them["env"] if env["name"] == "XDG_CACHE_HOME"]
+            monkeypatch.setenv("XDG_CACHE_HOME", cache)
+            roots.add(log_root())
+            (mount,) = [mount for mount in one_of_them["volumeMounts"] if mount["name"] == "cache"]
+            assert log_root().is_relative_to(mount["mountPath"])
+        assert len(roots) == 1, "logs are read where they are written"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -102,6 +102,21 @@ initContainers:
 {{- end }}
 {{- end -}}
 
+{{/* Prints the logs of the pod's processes, whose output goes to files, for `kubectl logs` and whoever collects it. */}}
+{{- define "tandem.logs" -}}
+- name: logs
+  image: {{ include "tandem.image" . }}
+  imagePullPolicy: {{ .Values.image.pullPolicy }}
+  command: [tandem, logs, --follow]
+  env:
+    - {name: XDG_CACHE_HOME, value: /var/cache/tandem}
+    - {name: PYTHONUNBUFFERED, value: "1"}
+  resources: {{- toYaml .Values.logs.resources | nindent 4 }}
+  securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 4 }}
+  volumeMounts:
+    - {name: cache, mountPath: /var/cache/tandem, readOnly: true}
+{{- end -}}
+
 {{/* A port of Ray's own: whether this node still belongs to the cluster. dict root, port */}}
 {{- define "tandem.rayProbes" -}}
 startupProbe: {{- merge (dict "tcpSocket" (dict "port" .port)) .root.Values.probes.startup | toYaml | nindent 2 }}

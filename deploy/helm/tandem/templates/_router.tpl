@@ -89,6 +89,7 @@ containers:
     volumeMounts:
       {{- include "tandem.mounts" . | nindent 6 }}
       {{- include "tandem.modelMount" . | nindent 6 }}
+  {{- include "tandem.logs" . | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" . | nindent 2 }}
   {{- include "tandem.modelVolume" . | nindent 2 }}

@@ -60,6 +60,7 @@ containers:
       {{- if $root.Values.hugepages.size }}
       - {name: hugepages, mountPath: /hugepages}
       {{- end }}
+  {{- include "tandem.logs" $root | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" $root | nindent 2 }}
   {{- include "tandem.modelVolume" $root | nindent 2 }}

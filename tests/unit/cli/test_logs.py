@@ -1,0 +1,52 @@
+"""`tandem logs`: whole lines of the newest run, once each, and of runs that begin while it follows."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.log_folder import log_root, new_log_folder
+from cli.log_tail import LogTail
+from cli.main import app
+
+
+def write(root: Path, run_name: str, file: str, text: str) -> None:
+    (root / run_name).mkdir(parents=True, exist_ok=True)
+    with (root / run_name / file).open("a", encoding="utf-8") as out:
+        out.write(text)
+
+
+def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
+    write(tmp_path, "2026-01-02T0000-7", "router.log", "one\ntw")
+    write(tmp_path, "2026-01-02T0000-7", "decode-0.log", "a\n")
+    tail = LogTail(tmp_path)
+    assert list(tail.lines()) == ["a", "one"]
+    assert list(tail.lines()) == []
+    write(tmp_path, "2026-01-02T0000-7", "router.log", "o\nthree\n")
+    assert list(tail.lines()) == ["two", "three"]
+
+
+def test_earlier_runs_are_left_out_and_later_ones_are_not(tmp_path: Path) -> None:
+    write(tmp_path, "2026-01-01T0000-7", "router.log", "old\n")
+    write(tmp_path, "2026-01-02T0000-7", "router.log", "new\n")
+    tail = LogTail(tmp_path)
+    assert list(tail.lines()) == ["new"]
+    write(tmp_path, "2026-01-03T0000-8", "router.log", "newer\n")
+    assert list(tail.lines()) == ["newer"]
+
+
+def test_it_waits_for_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path / "logs")
+    assert list(tail.lines()) == []
+    write(tmp_path / "logs", "2026-01-01T0000-7", "router.log", "first\n")
+    assert list(tail.lines()) == ["first"]
+
+
+def test_the_command_prints_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    nothing = CliRunner().invoke(app, ["logs"])
+    assert nothing.exit_code == 1
+    assert f"no process of a cluster has logged under {log_root()}" in nothing.stderr
+    write(log_root(), new_log_folder().name, "router.log", "hello\n")
+    told = CliRunner().invoke(app, ["logs"])
+    assert (told.exit_code, told.stdout) == (0, "hello\n")
