@@ -81,6 +81,11 @@ class DecodeHalf:
         """Requests in the batch."""
         return len(self._batch)
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is in the batch or waits to join it."""
+        return not (self._batch.requests or self._admission.ready_requests)
+
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
         computed = {seat.request: None for _, cohort in self._batch.flying for seat in cohort.seats}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from costs.step_cost import StepCost, StepWork
-from simulation.steady import SteadyRun, later, steady_run
+from simulation.steady import Ahead, SteadyRun, later, steady_run
 from simulation.step_log import StepLog
 
 
@@ -64,11 +64,11 @@ class Flights:
         first, second = self.first, self.second
         return not (first is None or second is None or first.work.prefill_tokens or second.work.prefill_tokens)
 
-    def steady(self, steps: int) -> SteadyRun | None:
-        """The ends of both, and of so many more that decode the same rows."""
-        if self.first is None or self.second is None or not steps:
+    def steady(self, ahead: Ahead | None) -> SteadyRun | None:
+        """The ends of both, and of those ahead, which decode the same rows."""
+        if self.first is None or self.second is None or ahead is None:
             return None
-        return steady_run(self._truth, self.second.work, self.first.end_s, self.second.end_s, steps)
+        return steady_run(self._truth, self.second.work, self.first.end_s, self.second.end_s, ahead)
 
     def skip(self, run: SteadyRun, steps: int) -> StepWork | None:
         """The first steps of a steady run are over → what is in the newest launch; None: nothing was skipped."""
@@ -76,7 +76,7 @@ class Flights:
         if first is None or second is None or not steps:
             return None
         self.log.extend(run.ends_s[:steps])
-        self.busy_s += float(run.ends_s[steps + 1] - second.end_s)
+        self.busy_s += run.seconds(steps)
         self.first = Flight(later(first.work, steps), first.drawn, float(run.ends_s[steps]))
         self.second = Flight(later(second.work, steps), second.drawn, float(run.ends_s[steps + 1]))
         self._free_s = self.second.end_s

@@ -1,5 +1,6 @@
 """Many steps at once: while nobody comes, goes or waits, one decode step is as the one before, with longer contexts."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,35 +14,50 @@ _LAUNCHED = 2
 
 
 @dataclass(frozen=True, slots=True)
+class Ahead:
+    """How far a decode half can go without a look at anybody."""
+
+    steps: int
+    """More launches with exactly the rows of those that run."""
+    untouched: int
+    """The first of them, which take no page."""
+    needed: int = -1
+    """All of it holds while more pages than these are nobody's."""
+
+
+@dataclass(frozen=True, slots=True)
 class SteadyRun:
     """Steps that end at `ends_s`; all but the last two need no look at anybody."""
 
     ends_s: NDArray[np.float64]
-
-    @property
-    def steps(self) -> int:
-        """Steps that may be taken at once."""
-        return len(self.ends_s) - _LAUNCHED
+    ahead: Ahead
+    turn_s: float
+    """When it takes its first page."""
 
     def over(self, now: float) -> int:
-        """How many of them are, by now."""
-        return int(np.searchsorted(self.ends_s[: self.steps], now, side="right"))
+        """How many of the steps are, by now."""
+        return min(self.ahead.steps, int(self.ends_s.searchsorted(now, side="right")))
+
+    def seconds(self, steps: int) -> float:
+        """Of so many launches behind the two."""
+        return float(self.ends_s[steps + 1] - self.ends_s[1])
 
 
 class SteadyDecodeHalf(DecodeHalf):
     """The decode half, and what many of its steps amount to when they are alike."""
 
-    def steady_steps(self, spare_pages: int) -> int:
-        """How many more steps can be launched with exactly the rows of those that run, if `spare_pages` are nobody's;
-        0 = look again.
-        """
+    def look_ahead(self, spare_pages: int) -> Ahead | None:
+        """If `spare_pages` are nobody's; None = every step needs a look."""
         batch = self._batch
         if len(batch.flying) != _LAUNCHED or any(len(cohort) != len(batch) for _, cohort in batch.flying):
-            return 0
+            return None
         steps = batch.alike()
-        if not steps or spare_pages > len(batch) * (2 + steps // batch.page_tokens):
-            return steps
-        return min(steps, batch.paged())
+        if not steps:
+            return None
+        untouched, needed = min(steps, batch.paged()), len(batch) * (2 + steps // batch.page_tokens)
+        if spare_pages > needed:
+            return Ahead(steps, untouched, needed)
+        return Ahead(untouched, untouched) if untouched else None
 
     def pass_steps(self, steps: int) -> None:
         """As so many times `apply`, each followed by `schedule`: nobody has joined or left."""
@@ -54,12 +70,18 @@ class SteadyDecodeHalf(DecodeHalf):
                 self._give_pages()
 
 
-def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, steps: int) -> SteadyRun:
-    """The ends of two steps that were launched, the second with `work`, and of so many more behind them."""
-    p = cost.parameters
-    seconds = cost.decode_step_seconds(work.decode_rows, work.decode_context_tokens)
-    each = seconds + p.context_s * work.decode_rows * np.arange(1, steps + 1)
-    return SteadyRun(np.concatenate(([first_s, second_s], second_s + np.cumsum(each))))
+def steady_run(cost: StepCost, work: StepWork, first_s: float, second_s: float, ahead: Ahead) -> SteadyRun:
+    """The ends of two steps that were launched, the second with `work`, and of those behind them: the very moments that
+    the steps one by one would have.
+    """
+    p, rows = cost.parameters, work.decode_rows
+    contexts = work.decode_context_tokens + rows * np.arange(1, ahead.steps + 1)
+    ends_s = np.empty(ahead.steps + _LAUNCHED)
+    ends_s[0], ends_s[1] = first_s, second_s
+    ends_s[2:] = p.base_s + p.row_s * rows + p.context_s * contexts
+    np.cumsum(ends_s[1:], out=ends_s[1:])
+    turn_s = float(ends_s[ahead.untouched]) if ahead.untouched < ahead.steps else math.inf
+    return SteadyRun(ends_s, ahead, turn_s)
 
 
 def later(work: StepWork, steps: int) -> StepWork:

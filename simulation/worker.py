@@ -28,7 +28,7 @@ from simulation.handover import DecodeEnd, VirtualHandover
 from simulation.network import Network, Wire
 from simulation.prompt import PageNames
 from simulation.spec import WorkerSpec
-from simulation.steady import SteadyDecodeHalf, SteadyRun
+from simulation.steady import SteadyDecodeHalf, SteadyRun, later
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -129,6 +129,8 @@ class VirtualWorker:
         self._handovers: dict[PrefillRequest, VirtualHandover] = {}
         self._steady: SteadyRun | None = None
         self._plan_number = 0
+        self._awaited = False
+        """Whether the clock calls at the end of what runs."""
         self._woken = False
         self._inside = False
 
@@ -174,7 +176,10 @@ class VirtualWorker:
 
     def load(self) -> WorkerLoad:
         """As a real one tells it."""
-        return load_of(self._halves, self.cache, self._scheduler.decoding, self._told.parameters)
+        decoding = self._scheduler.decoding
+        if self._steady is not None:
+            decoding = later(decoding, self._steady.over(self._clock.now))
+        return load_of(self._halves, self.cache, decoding, self._told.parameters)
 
     @property
     def info(self) -> WorkerInfo:
@@ -191,7 +196,8 @@ class VirtualWorker:
     @property
     def busy_s(self) -> float:
         """Time of the device so far."""
-        return self._flights.busy_s
+        run = self._steady
+        return self._flights.busy_s + (0.0 if run is None else run.seconds(run.over(self._clock.now)))
 
     # ---- steps ----
 
@@ -231,7 +237,7 @@ class VirtualWorker:
             return
         self._inside = True
         if self._steady is not None:
-            self._pass(self._steady, self._steady.steps)
+            self._pass(self._steady, self._steady.ahead.steps)
         landed = self._flights.land()
         if landed is not None:
             self._finish(*landed)
@@ -245,28 +251,34 @@ class VirtualWorker:
         self._plan_number += 1
         self._steady = self._woken_steady()
         flight = self._flights.first
+        self._awaited = flight is not None
         if flight is None:
             return
-        end_s = flight.end_s if self._steady is None else float(self._steady.ends_s[self._steady.steps])
+        end_s = flight.end_s if self._steady is None else float(self._steady.ends_s[self._steady.ahead.steps])
         self._clock.at(end_s, partial(self._on_time, self._plan_number))
 
     def _woken_steady(self) -> SteadyRun | None:
         """What can be taken at once from here."""
         self._woken = False
-        if not self._jumps or not self._flights.only_decode:
+        if not self._jumps or not self._flights.only_decode or self._newcomers:
             return None
-        if self.admission.ready_requests or self._prefill.waiting().prompts:
-            return None
-        return self._flights.steady(self._decode.steady_steps(self.pool.room))
+        return self._flights.steady(self._decode.look_ahead(self.pool.room))
+
+    @property
+    def _newcomers(self) -> bool:
+        """Whether somebody waits to be in a step."""
+        return bool(self.admission.ready_requests or self._prefill.waiting().prompts)
 
     def catch_up(self) -> None:
-        """Whatever has ended by now has."""
-        if self._steady is not None:
+        """Who comes finds the pages as they are by now; the rest of the steps that have ended can wait until something
+        of it matters.
+        """
+        if self._steady is not None and self._clock.now >= self._steady.turn_s:
             self._pass(self._steady, self._steady.over(self._clock.now))
 
     def _pass(self, run: SteadyRun, steps: int) -> None:
         """The next steps of the steady run are over."""
-        self._steady = None
+        self._steady, self._awaited = None, False
         newest = self._flights.skip(run, steps)
         if newest is not None:
             self._decode.pass_steps(steps)
@@ -285,7 +297,11 @@ class VirtualWorker:
             self._step()
             self._look_at_handovers()
             self._inside = False
-        self._wait()
+        run = self._steady
+        if run is not None and (self._newcomers or self.pool.room <= run.ahead.needed):
+            self._pass(run, run.over(self._clock.now))
+        if not self._awaited:
+            self._wait()
 
     # ---- parts ----
 

@@ -52,6 +52,8 @@ class StepScheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none."""
+        if not self.decoding.decode_rows and not self._prefill.waiting_requests() and self._decode.idle:
+            return None
         targets = self._decode.gap_targets
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)

@@ -8,6 +8,7 @@ import pytest
 from router.placement import Mode
 from router.slo import SloClass
 from simulation.request import Outcome
+from simulation.worker import VirtualWorker
 from tests.unit.simulation.stages import NETWORK, cluster, moments, request
 from wire.messages import Role
 from wire.policy_name import PolicyName
@@ -31,7 +32,11 @@ def load(seed: int, count: int = 60, rate: float = 60.0) -> list[Any]:
 
 
 def told(outcomes: list[Outcome]) -> list[Any]:
-    return [(o.asked.due_s, moments(o), o.prefill_worker, o.decode_worker, o.error, o.cached_tokens) for o in outcomes]
+    """With exact moments."""
+    return [
+        (o.asked.due_s, o.token_s(0.0), o.ended_s, o.prefill_worker, o.decode_worker, o.error, o.cached_tokens)
+        for o in outcomes
+    ]
 
 
 def test_a_lone_request_takes_what_its_parts_take() -> None:
@@ -82,6 +87,23 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     at_once = cluster(mode, roles, **settings).run(load(2))
     one_by_one = cluster(mode, roles, jumps=False, **settings).run(load(2))
     assert told(at_once) == told(one_by_one)
+
+
+def test_what_is_told_amid_steps_taken_at_once_is_as_of_now() -> None:
+    """One answer runs undisturbed, and nobody has looked at it for half of its steps."""
+    seen: list[tuple[int, int, float]] = []
+    for jumps in (True, False):
+        stage = cluster(*TOGETHER, jumps=jumps)
+        (worker,) = stage.workers.values()
+
+        def look(worker: VirtualWorker = worker) -> None:
+            load = worker.load()
+            seen.append((load.decode_context_tokens, load.pages_used, round(worker.busy_s, 9)))
+
+        stage.clock.at(10.5, look)
+        stage.run([request(10.0, 100, 200)])
+    assert seen[0] == seen[1]
+    assert seen[0][0] > 150
 
 
 def test_the_same_load_has_the_same_end() -> None:
