@@ -20,7 +20,10 @@ class Neighbours:
         if not self._host or them.host != self._host:
             return
         runs = self._runs.setdefault(them.peer.worker_id, {})
-        runs[them.peer.incarnation] = them.process if processes.lives(them.process) else ""
+        if processes.lives(them.process):
+            runs[them.peer.incarnation] = them.process
+        else:
+            runs.setdefault(them.peer.incarnation, "")
         if len(runs) > RUNS_KEPT:
             del runs[min(runs)]
 

@@ -30,6 +30,8 @@ def test_a_neighbour_lives_until_the_kernel_says_otherwise(kernel: Kernel) -> No
     kernel["p"] = True
     them.meet(describe(FIRST, "p"))
     assert them.lives(FIRST) is True
+    them.meet(describe(FIRST, "hidden"))
+    assert them.lives(FIRST) is True, "what is known of it is not forgotten"
     kernel["p"] = False
     assert them.lives(FIRST) is False
 
