@@ -155,6 +155,8 @@ class PrefillHalf:
             self._register.leave(request)
             self._restless.discard(request)
             self._pages.give_back(request)
+        # They know each other: with the knot they and all their writes would wait for the garbage collector.
+        request.handoff = None
         self._wake()
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
