@@ -29,12 +29,13 @@ class LogTail:
             return []
 
     def _lines_of(self, file: Path) -> Iterator[str]:
+        told = self._read.get(file, 0)
         try:
             with file.open("rb") as content:
-                content.seek(self._read.get(file, 0))
+                content.seek(told)
                 fresh = content.read()
         except FileNotFoundError:  # an old run that was cleared away
             return
         whole = fresh.rfind(b"\n") + 1
-        self._read[file] = self._read.get(file, 0) + whole
-        yield from fresh[:whole].decode(errors="replace").splitlines()
+        self._read[file] = told + whole
+        yield from fresh[:whole].decode(errors="replace").split("\n")[:-1]

@@ -17,10 +17,10 @@ def write(root: Path, run_name: str, file: str, text: str) -> None:
 
 
 def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
-    write(tmp_path, "2026-01-02T0000-7", "router.log", "one\ntw")
+    write(tmp_path, "2026-01-02T0000-7", "router.log", "one\u2028of one\ntw")
     write(tmp_path, "2026-01-02T0000-7", "decode-0.log", "a\n")
     tail = LogTail(tmp_path)
-    assert list(tail.lines()) == ["a", "one"]
+    assert list(tail.lines()) == ["a", "one\u2028of one"]
     assert list(tail.lines()) == []
     write(tmp_path, "2026-01-02T0000-7", "router.log", "o\nthree\n")
     assert list(tail.lines()) == ["two", "three"]
