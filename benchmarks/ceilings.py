@@ -3,9 +3,10 @@
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
+
+from engine.ceilings import event_seconds
 
 _COPY_BYTES = 4 << 30
 _MATRIX = 8192
@@ -42,17 +43,12 @@ def matrix_rate() -> float:
 
 
 def median_seconds(run: Callable[[], object], rounds: int = 15, warm: int = 5) -> float:
-    """Device time of `run`, by events; rounds are launched without waiting for each other."""
-    for _ in range(warm):
+    """Device time of `run`, by events; rounds are launched without waiting for each other, after `warm` >= 1 that do
+    not count.
+    """
+    for _ in range(warm - 1):
         run()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
-        run()
-        mark.record()
-    torch.cuda.synchronize()
-    times: list[float] = [start.elapsed_time(end) for start, end in pairwise(marks)]
-    return statistics.median(times) / 1e3
+    return statistics.median(event_seconds(run, rounds))
 
 
 def graph_seconds(launch: Callable[[int], object], repeats: int) -> float:

@@ -66,7 +66,7 @@ def _of_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
 def _copy_bandwidth(device: torch.device) -> float:
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * _COPY_BYTES / _fast(_event_seconds(lambda: target.copy_(source), _COPY_ROUNDS))
+    return 2 * _COPY_BYTES / _fast(event_seconds(lambda: target.copy_(source), _COPY_ROUNDS))
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -76,12 +76,12 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     def product() -> None:
         torch.mm(a, b, out=out)
 
-    one_s = min(_event_seconds(product, 2))
+    one_s = min(event_seconds(product, 2))
     count = min(_PRODUCTS_MOST, max(_PRODUCTS_LEAST, int(_PRODUCTS_S / one_s)))
-    return 2 * _MATRIX**3 / _fast(_event_seconds(product, count)[count // 2 :])
+    return 2 * _MATRIX**3 / _fast(event_seconds(product, count)[count // 2 :])
 
 
-def _event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
+def event_seconds(run: Callable[[], object], rounds: int) -> list[float]:
     """Device time of each round, launched without waiting for each other, after one that does not count."""
     run()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]  # type: ignore[no-untyped-call]

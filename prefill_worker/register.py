@@ -42,14 +42,14 @@ class PromptRegister:
 
     def knows(self, task: PrefillTask) -> bool:
         """Whether this very attempt is here already."""
-        known = self._requests.get((task.router_id, task.ref.request_id))
+        known = self._requests.get(_key_of(task))
         return known is not None and known.task.ref.attempt == task.ref.attempt
 
     def check_room(self, task: PrefillTask, not_ready: str) -> None:
         """StaleEpoch for what comes too late, RoleClosed while closed, ResourceExhausted when too many are known or the
         worker is `not_ready`, which says why.
         """
-        known = self._requests.get((task.router_id, task.ref.request_id))
+        known = self._requests.get(_key_of(task))
         if known is not None and known.task.ref.attempt > task.ref.attempt:
             self.fenced += 1
             raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
@@ -62,7 +62,7 @@ class PromptRegister:
 
     def enter(self, request: PrefillRequest) -> PrefillRequest | None:
         """From now on this is the newest attempt; returns the one that it replaces."""
-        key = (request.task.router_id, request.task.ref.request_id)
+        key = _key_of(request.task)
         replaced = self._requests.get(key)
         if replaced is not None:
             self._replaced.add(replaced)
@@ -71,10 +71,14 @@ class PromptRegister:
 
     def leave(self, request: PrefillRequest) -> None:
         """Its handoff has ended."""
-        key = (request.task.router_id, request.task.ref.request_id)
+        key = _key_of(request.task)
         if self._requests.get(key) is request:
             del self._requests[key]
         self._replaced.discard(request)
 
     def _come_back(self, why: str) -> ResourceExhausted:
         return ResourceExhausted(f"worker {self._me.worker_id} {why}", retry_after_s=RETRY_AFTER_S)
+
+
+def _key_of(task: PrefillTask) -> _Key:
+    return task.router_id, task.ref.request_id

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.load.sweep import GOODPUT_SHARE
+from benchmarks.strategies.part import knees
 
 NEAR = 0.15
 """How far a simulated figure may be from the measured one, as a part of it."""
@@ -61,17 +62,10 @@ def _same_loads(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[st
 
 
 def _knees(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
-    for cell in theirs[0]["goodput"].keys() & ours[0]["goodput"].keys():
-        knees = [_knee([load["goodput"][cell] for load in loads]) for loads in (ours, theirs)]
-        if None not in knees:
-            yield f"knee {cell}", _ratio(*knees)  # type: ignore[arg-type]
-
-
-def _knee(scores: Sequence[Mapping[str, float]]) -> float | None:
-    """The highest goodput with its share; None if the sweep ended before the share was lost."""
-    if not scores or scores[-1]["share"] >= GOODPUT_SHARE:
-        return None
-    return max((score["per_s"] for score in scores if score["share"] >= GOODPUT_SHARE), default=0.0)
+    found = knees(ours), knees(theirs)
+    for cell in found[0].keys() & found[1].keys():
+        if all(loads[-1]["goodput"][cell]["share"] < GOODPUT_SHARE for loads in (ours, theirs)):
+            yield f"knee {cell}", _ratio(found[0][cell], found[1][cell])
 
 
 def _ratio(ours: float, theirs: float) -> float | None:

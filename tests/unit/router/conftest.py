@@ -13,7 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from router.config import RouterConfig
 from router.server import RouterEndpoints, RouterServer
 from router.tokenizer import Tokenizer
-from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, until
+from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
+from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import Role
 
 TEMPLATE = (
@@ -124,3 +125,10 @@ async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluste
     for worker in cluster.extra:
         await worker.kill()
     await controller.stop()
+
+
+@pytest.fixture
+async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
+    """The cluster's front door."""
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield inference_pb2_grpc.InferenceStub(channel)

@@ -1,7 +1,6 @@
 """Workers change their roles under requests, and the cluster its mode: the router loses none and doubles none."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
 
 import grpc.aio
@@ -9,7 +8,7 @@ import pytest
 
 from router.placement import Mode
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import Role
@@ -17,12 +16,6 @@ from wire.messages import Role
 PROMPT = [5, 6, 7, 8]
 RIGHT = [answer_token(PROMPT, index) for index in range(12)]
 ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=len(RIGHT)))
-
-
-@pytest.fixture
-async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    async with channel_to(cluster.endpoints.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
 
 
 async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:

@@ -1,13 +1,11 @@
 """A rolling update: workers of two releases refuse each other, and requests go where both are of one."""
 
-from collections.abc import AsyncIterator
-
 import grpc.aio
 import pytest
 
 from router.misfits import MOST_PAIRS, REMEMBERED_S, Misfits
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from tests.unit.router.fleets import Clock
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
@@ -18,12 +16,6 @@ PROMPT = [5, 6, 7, 8]
 ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))
 ANSWER = [answer_token(PROMPT, index) for index in range(6)]
 P, D = PeerRef("p", 1), PeerRef("d", 1)
-
-
-@pytest.fixture
-async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    async with channel_to(cluster.endpoints.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
 
 
 async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:

@@ -1,14 +1,13 @@
 """Workers that say they are not ready get nothing new, and the router says why nothing goes on."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc.aio
 import httpx
 import pytest
 
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import Role
@@ -17,12 +16,6 @@ from wire.rpc import RETRY_AFTER
 PROMPT = [5, 6, 7, 8]
 LOST = "5 of 8 KV pages are in quarantine; look at prefill-0"
 ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))
-
-
-@pytest.fixture
-async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    async with channel_to(cluster.endpoints.grpc_address) as channel:
-        yield inference_pb2_grpc.InferenceStub(channel)
 
 
 async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
