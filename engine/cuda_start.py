@@ -119,10 +119,10 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
 def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
     """Most kernels of all steps, while there is memory to run many at a time."""
     stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
-    trials: dict[str, Trial] = {}
+    # Draws first: steps of many rows wait for a library that compiles meanwhile, and keep what runs them.
+    trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
     if config.cuda_graphs:
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
-    trials |= stepper.draws.trials(probe.tensor.dtype)
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     run_side_by_side(trials, probe.tensor.device)

@@ -1,5 +1,5 @@
-"""CUDA graphs of steps of prompts, with or without answers that decode beside them, that the host would launch more
-slowly than the device computes them: short steps of small models.
+"""CUDA graphs of steps of prompts, with or without answers that decode beside them, whose kernels the host would launch
+more slowly than the device computes them, or with gaps that count: short steps, and longer ones of narrow layers.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,9 @@ _LEAST_PROMPT = 32
 """Fewest of them that prompts get."""
 _ROWS = 8
 """Prompts of a step."""
-_HOST_S = 900e-6
-"""What the host takes to launch a layer, beside a busy event loop: twice of what it takes alone."""
+_LONGEST_LAYER_S = 1.5e-3
+"""Of the device's time for a layer. The host takes 0.45 ms to launch one, twice of that beside a busy event loop; and
+gaps between its kernels cost 45 us, 3 % of such a layer."""
 _DEVICE_FLOPS = 600e12
 """Of a GPU at large products."""
 
@@ -99,11 +100,8 @@ class PromptGraphs:
 
 
 def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
-    """Steps that take the host longer than the device, of more tokens the narrower the layers are; beside answers up to
-    `max_answers`.
-    """
-    hidden_by_device = _HOST_S * _DEVICE_FLOPS / (2 * layer_weights(config))
-    most = min(hidden_by_device, max_step_tokens)
+    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`."""
+    most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in _TOKENS if tokens <= most]
     beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in _BESIDE]
     return alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]

@@ -5,33 +5,23 @@ compares the one file a function stands in, and would go on using code compiled 
 """
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba import njit
 
+from engine.compiled_folder import compiled_folder
+
 
 def cached_entry(function: Any, *, nogil: bool = True) -> Any:
     """`function` compiled for calls from Python, by default without Python's lock, its machine code kept on disk."""
     before = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = str(_folder())
+    numba.config.CACHE_DIR = str(compiled_folder(_sources_hash()))
     try:
         return njit(nogil=nogil, cache=True, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before
-
-
-def _folder() -> Path:
-    name = f"kernels/{_sources_hash()}"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / name
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
-    return home if os.access(home, os.W_OK) else Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
 
 
 def _sources_hash() -> str:

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
 from engine.kernels.gated_product import GatedProduct, choose_gated_product
-from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, choose_prefill_attention
+from engine.kernels.libraries import keep_compiled
+from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, choose_prefill_attention, compiled
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
@@ -43,7 +44,7 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
         # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
-        libraries = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(device,))
+        libraries = ThreadPoolExecutor(1, "libraries", initializer=_prepare, initargs=(device,))
         self._prefill_soon = libraries.submit(_choose_prefill, model, device, dtype, page_tokens, self._pdl)
         self._gated_soon = libraries.submit(
             choose_gated_product, device, dtype, model.hidden_size, model.intermediate_size, pdl=self._pdl
@@ -136,18 +137,18 @@ class CudaKernels(Kernels):
         return self._decode[shape]
 
 
-def _use(device: torch.device) -> None:
-    """The thread's current device, which is another one than its starter's unless it is told."""
+def _prepare(device: torch.device) -> None:
+    """A thread that uses libraries. Its current device is another one than its starter's unless it is told."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        keep_compiled()
 
 
 def _choose_prefill(
     model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int, pdl: bool
 ) -> PrefillAttention:
     chosen = choose_prefill_attention(device, dtype, model.head_dim, page_tokens, pdl=pdl)
-    chosen.compile({attention_shape(model, layer) for layer in range(model.layers)}, dtype, device)
-    return chosen
+    return compiled(chosen, {attention_shape(model, layer) for layer in range(model.layers)}, dtype, device)
 
 
 def _product(x: Tensor, linear: Linear) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Linear
+from engine.kernels.libraries import failure_of
 from engine.kernels.triton_activation import silu_mul
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,14 @@ def choose_gated_product(
     if reason:
         log.info("gate and up of long prompts: cuBLAS, then SiLU (%s)", reason)
         return plain
-    log.info("gate and up of long prompts: quack, SiLU inside")
     fused = FusedGated(plain)
     x = torch.zeros(_WARM_UP_ROWS, hidden, dtype=dtype, device=device)
-    fused.compute(x, torch.zeros(_WARM_UP_COLUMNS, hidden, dtype=dtype, device=device))
+    weight = torch.zeros(_WARM_UP_COLUMNS, hidden, dtype=dtype, device=device)
+    failure = failure_of(lambda: fused.compute(x, weight))
+    if failure:
+        log.warning("gate and up of long prompts: cuBLAS, then SiLU, which is slower (quack-kernels: %s)", failure)
+        return plain
+    log.info("gate and up of long prompts: quack, SiLU inside")
     return fused
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape, StepLayout
+from engine.kernels.libraries import failure_of
 from engine.kernels.reference import gather_row, visible
 from engine.kernels.triton_tails import clear_value_tails
 from wire.ending import pages_for
@@ -54,6 +55,17 @@ def choose_prefill_attention(
         log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
     log.info("prefill attention: flash-attn-4")
     return FlashPrefill(page_tokens, pdl)
+
+
+def compiled(
+    chosen: PrefillAttention, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+) -> PrefillAttention:
+    """`chosen`, its kernels for layers of these shapes compiled; SDPA where that fails."""
+    failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
+    if not failure:
+        return chosen
+    log.warning("prefill attention: PyTorch SDPA, one row at a time, which is slower (flash-attn-4: %s)", failure)
+    return SdpaPrefill()
 
 
 def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:

@@ -182,7 +182,7 @@ class DecodeAttention:
             num_stages=chosen.stages,
             launch_pdl=self._pdl,
         )
-        if self._pdl and chosen.overlaps:
+        if self._pdl and chosen.overlaps and compiled is not None:  # None: see `engine.compile_ahead.Trial`
             share_memory_evenly(compiled)
         return out
 

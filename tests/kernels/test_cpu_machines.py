@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.kernels import cpu_cache
-
 ROOT = Path(__file__).parents[2]
 X86 = platform.machine() == "x86_64"
 SCRIPT = """
@@ -70,13 +68,3 @@ def test_kept_code_computes_what_fresh_code_does(tmp_path: Path) -> None:
 @pytest.mark.skipif(not X86, reason="names x86-64 instructions")
 def test_the_oldest_machines(tmp_path: Path) -> None:
     run(XDG_CACHE_HOME=str(tmp_path), **OLDEST)
-
-
-def test_a_cache_that_cannot_be_written_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(cpu_cache.tempfile, "tempdir", None)
-    folder = cpu_cache._folder()
-    assert folder.parent == tmp_path
-    assert folder.is_dir()

@@ -80,9 +80,9 @@ def test_answers_beside_prompts(graphs: PromptGraphs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("qwen3-0.6b", 2048), ("llama-3.2-1b", 2048), ("llama-3-8b", 1024), ("qwen3-32b", 512)]
+    ("name", "most"), [("qwen3-0.6b", 2048), ("llama-3.2-1b", 2048), ("llama-3-8b", 2048), ("qwen3-32b", 896)]
 )
-def test_wide_layers_keep_the_device_busy_with_fewer_tokens(name: str, most: int) -> None:
+def test_wide_layers_are_worth_graphs_of_fewer_tokens(name: str, most: int) -> None:
     sizes = prompt_graph_sizes(shape_config(name), max_step_tokens=16384, max_answers=100)
     alone = [size.tokens for size in sizes if size.answers == 0]
     assert alone == sorted(alone)

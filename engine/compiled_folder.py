@@ -1,0 +1,21 @@
+"""Where compiled kernels are kept between starts."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def compiled_folder(name: str) -> Path:
+    """A folder that can be written: tandem/kernels/`name` in $XDG_CACHE_HOME or ~/.cache, or a new one for this process
+    where that is read-only.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels" / name
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return _temporary()
+    return home if os.access(home, os.W_OK) else _temporary()
+
+
+def _temporary() -> Path:
+    return Path(tempfile.mkdtemp(prefix="tandem-kernels-"))
