@@ -2,7 +2,6 @@
 split-KV attention over pages for rows of one token and flash-attn-4 for longer ones.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import torch
@@ -10,15 +9,14 @@ from torch import Tensor
 
 from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
-from engine.kernels.gated_product import GatedProduct, choose_gated_product
-from engine.kernels.libraries import keep_compiled
-from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, choose_prefill_attention, compiled
+from engine.kernels.gated_product import GatedProduct
+from engine.kernels.libraries import Libraries, Wanted
+from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
 from engine.kernels.triton_linear_plan import FUSED_NORM_TOKENS, streams
 from engine.kernels.triton_norm import rms_norm
-from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
@@ -44,12 +42,8 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         self._decode: dict[AttentionShape, DecodeAttention] = {}
         # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
-        libraries = ThreadPoolExecutor(1, "libraries", initializer=_prepare, initargs=(device,))
-        self._prefill_soon = libraries.submit(_choose_prefill, model, device, dtype, page_tokens, self._pdl)
-        self._gated_soon = libraries.submit(
-            choose_gated_product, device, dtype, model.hidden_size, model.intermediate_size, pdl=self._pdl
-        )
-        libraries.shutdown(wait=False)
+        libraries = Libraries(Wanted(model, device, dtype, page_tokens, self._pdl))
+        self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
 
     @cached_property
     def _prefill(self) -> PrefillAttention:
@@ -135,20 +129,6 @@ class CudaKernels(Kernels):
         if shape not in self._decode:
             self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl, early=True)
         return self._decode[shape]
-
-
-def _prepare(device: torch.device) -> None:
-    """A thread that uses libraries. Its current device is another one than its starter's unless it is told."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        keep_compiled()
-
-
-def _choose_prefill(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int, pdl: bool
-) -> PrefillAttention:
-    chosen = choose_prefill_attention(device, dtype, model.head_dim, page_tokens, pdl=pdl)
-    return compiled(chosen, {attention_shape(model, layer) for layer in range(model.layers)}, dtype, device)
 
 
 def _product(x: Tensor, linear: Linear) -> Tensor:

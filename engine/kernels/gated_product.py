@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Linear
-from engine.kernels.libraries import failure_of
+from engine.kernels.fallback import failure_of
 from engine.kernels.triton_activation import silu_mul
 
 log = logging.getLogger(__name__)

@@ -1,16 +1,56 @@
-"""Libraries that compile their kernels when an engine starts: where they keep them, and what becomes of a failure."""
+"""What libraries compute of a model, chosen and compiled in the background while everything else starts."""
 
-import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
 
 from engine.compiled_folder import compiled_folder
-from engine.memory import ran_out_of_memory
+from engine.kernels.base import AttentionShape
+from engine.kernels.compile_apart import Job, compile_apart
+from engine.kernels.gated_product import GatedProduct, choose_gated_product
+from engine.kernels.prefill_attention import COMPILED_LENGTHS, PrefillAttention, choose_prefill_attention, compiled
+from engine.layers.attention import attention_shape
+from engine.models.config import ModelConfig
 
-log = logging.getLogger(__name__)
 
-_SHOWN = 300
-"""Characters of an error."""
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What kernels are for."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    page_tokens: int
+    pdl: bool
+
+    @property
+    def shapes(self) -> set[AttentionShape]:
+        return {attention_shape(self.model, layer) for layer in range(self.model.layers)}
+
+    def attention(self) -> PrefillAttention:
+        """Not compiled yet."""
+        model = self.model
+        return choose_prefill_attention(self.device, self.dtype, model.head_dim, self.page_tokens, pdl=self.pdl)
+
+    def gated_product(self) -> GatedProduct:
+        model = self.model
+        return choose_gated_product(self.device, self.dtype, model.hidden_size, model.intermediate_size, pdl=self.pdl)
+
+
+class Libraries:
+    """Attention of prompts, and the product of gate and up."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Begins at once, in a thread, and on a GPU in processes of its own; what is chosen is named in the log."""
+        apart = wanted.device.type == "cuda" and wanted.dtype != torch.float32  # which no library computes
+        wait = _begin(wanted) if apart else _nothing
+        thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
+        self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
+        self.gated_product: Future[GatedProduct] = thread.submit(wanted.gated_product)
+        thread.shutdown(wait=False)
 
 
 def keep_compiled() -> None:
@@ -22,15 +62,36 @@ def keep_compiled() -> None:
     os.environ.setdefault("QUACK_CACHE_DIR", str(compiled_folder("quack")))
 
 
-def failure_of(compile_kernels: Callable[[], object]) -> str:
-    """What went wrong in a library's compiler, empty if nothing did: there is another way to compute the same, and a
-    start must not hang on versions that do not go together. Running out of memory is raised.
-    """
-    try:
-        compile_kernels()
-    except Exception as error:
-        if isinstance(error, RuntimeError) and ran_out_of_memory(error):
-            raise
-        log.debug("a library's kernels", exc_info=True)
-        return f"{type(error).__name__}: {error}".replace("\n", " ")[:_SHOWN]
-    return ""
+def _begin(wanted: Wanted) -> Callable[[], None]:
+    keep_compiled()
+    jobs = [Job(_compile_attention, (wanted, length)) for length in COMPILED_LENGTHS]
+    jobs.append(Job(_compile_product, (wanted,)))
+    return compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
+
+
+def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
+    chosen = wanted.attention()
+    wait()
+    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
+
+
+def _compile_attention(wanted: Wanted, length: int) -> None:
+    """In a process of its own."""
+    _use(wanted.device)
+    wanted.attention().compile(wanted.shapes, wanted.dtype, wanted.device, [length])
+
+
+def _compile_product(wanted: Wanted) -> None:
+    """In a process of its own."""
+    _use(wanted.device)
+    wanted.gated_product()
+
+
+def _use(device: torch.device) -> None:
+    """Of a thread or process: its current device, which is another one than its starter's unless it is told."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _nothing() -> None:
+    """To wait for."""

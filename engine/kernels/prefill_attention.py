@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape, StepLayout
-from engine.kernels.libraries import failure_of
+from engine.kernels.fallback import failure_of
 from engine.kernels.reference import gather_row, visible
 from engine.kernels.triton_tails import clear_value_tails
 from wire.ending import pages_for
@@ -21,7 +21,7 @@ _FLASH_CAPABILITY = (9, 0)
 _FLASH_DIMS = (64, 96, 128)
 _SDPA_SCORES = 1 << 26
 """Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
-_COMPILED_TOKENS = (1, 257)
+COMPILED_LENGTHS = (1, 257)
 """Lengths of a row for which flash-attn-4 compiles different kernels: those that fit into one tile of queries, and
 those that do not."""
 _FLASH_PAGE = 128
@@ -31,8 +31,14 @@ _FLASH_PAGE = 128
 class PrefillAttention(Protocol):
     """One model's, whose rows from `first_row` of a step on have many tokens."""
 
-    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
-        """Whatever steps of these layers may need."""
+    def compile(
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Sequence[int] = COMPILED_LENGTHS,
+    ) -> None:
+        """Whatever steps of these layers may need, or those of `lengths` alone."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
@@ -97,8 +103,14 @@ class FlashPrefill:
         self._page_tokens = page_tokens
         self._pdl = pdl
 
-    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
-        for shape, tokens in itertools.product(shapes, _COMPILED_TOKENS):
+    def compile(
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Sequence[int] = COMPILED_LENGTHS,
+    ) -> None:
+        for shape, tokens in itertools.product(shapes, lengths):
             pages = pages_for(tokens, self._page_tokens)
             cache = torch.zeros(
                 pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
@@ -133,7 +145,13 @@ class FlashPrefill:
 class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
 
-    def compile(self, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device) -> None:
+    def compile(
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Sequence[int] = COMPILED_LENGTHS,
+    ) -> None:
         """PyTorch's is compiled already."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:

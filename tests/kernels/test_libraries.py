@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from engine.kernels import gated_product, prefill_attention
+from engine.kernels.fallback import failure_of
 from engine.kernels.gated_product import PlainGated, choose_gated_product
-from engine.kernels.libraries import failure_of, keep_compiled
+from engine.kernels.libraries import keep_compiled
 from engine.kernels.prefill_attention import SdpaPrefill, compiled
 
 CPU = torch.device("cpu")
