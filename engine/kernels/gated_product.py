@@ -81,11 +81,16 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
     for width in (hidden, intermediate):
         if width % _ALIGNED:
             return f"a width of {width} is no multiple of {_ALIGNED}"
+    return "" if import_fused() else "the package quack-kernels is not installed"
+
+
+def import_fused() -> bool:
+    """Whether the fused product's library is there. Its import takes seconds."""
     try:
         import quack.gemm_interface  # noqa: F401
     except ImportError:
-        return "the package quack-kernels is not installed"
-    return ""
+        return False
+    return True
 
 
 class PlainGated:

@@ -10,7 +10,7 @@ import torch
 from engine.compiled_folder import compiled_folder
 from engine.kernels.base import AttentionShape
 from engine.kernels.compile_apart import Job, compile_apart
-from engine.kernels.gated_product import GatedProduct, choose_gated_product
+from engine.kernels.gated_product import GatedProduct, choose_gated_product, import_fused
 from engine.kernels.prefill_attention import COMPILED_LENGTHS, PrefillAttention, choose_prefill_attention, compiled
 from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
@@ -71,7 +71,9 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
 
 def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     chosen = wanted.attention()
-    wait()
+    if wait is not _nothing:
+        import_fused()  # while the processes compile; not beside the other import, as both import the same packages
+        wait()
     return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
 
 
