@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.ceilings import copy_bandwidth, graph_seconds, matrix_rate, measure_ceilings
 from benchmarks.device_spans import idle_share, idle_share_beside_copies
-from benchmarks.gpu_engine import GpuEngine
+from benchmarks.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
@@ -88,7 +88,8 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
     in which the device is idle: between any two kernels, and between those of a step and the next alone.
     """
     found: Figures = {}
-    for batch in BATCHES:
+    batches = _held(engine)
+    for batch in batches:
         seconds = engine.decode_seconds(batch, CONTEXT)
         share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
         device = engine.graph_seconds(batch, CONTEXT)
@@ -106,10 +107,19 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
             f" idle {idle:.2%}",
             flush=True,
         )
-    for batch in (32, 256):
+    for batch in sorted({32, 256}.intersection(batches)):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
         found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
     return found
+
+
+def _held(engine: GpuEngine) -> list[int]:
+    """Those of `BATCHES` that the cache has room for: large weights leave little. Says which it has not."""
+    held = [batch for batch in BATCHES if engine.holds(batch, CONTEXT + DECODE_STEPS // 2)]
+    for batch in BATCHES:
+        if batch not in held:
+            print(f"decode b{batch:<4} left out: the KV cache holds fewer rows of {CONTEXT} tokens", flush=True)
+    return held
 
 
 def _prefill(engine: GpuEngine) -> Figures:
@@ -195,7 +205,7 @@ def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
     """The decode steps once more, every kernel launched by the host."""
     engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
     found: Figures = {}
-    for batch in BATCHES:
+    for batch in (each for each in _held(engine) if f"decode_ms_b{each}" in with_graphs):
         seconds = engine.decode_seconds(batch, CONTEXT, steps=24)
         found[f"decode_eager_ms_b{batch}"] = round(seconds * 1e3, 4)
         print(

@@ -20,6 +20,8 @@ from engine.step_graph import StepGraph
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
+DECODE_STEPS = 48
+"""Timed steps of a decode, the context in their middle."""
 _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
@@ -30,7 +32,13 @@ class GpuEngine:
         self.runner = runner
         self.shape = runner.model_config
 
-    def decode_seconds(self, batch: int, context: int, steps: int = 48, warm: int = 8, sampled: bool = False) -> float:
+    def holds(self, rows: int, tokens: int) -> bool:
+        """Whether the cache has pages for so many rows of so many tokens."""
+        return rows * self._pages_of_row(tokens) <= self.runner.cache.pages
+
+    def decode_seconds(
+        self, batch: int, context: int, steps: int = DECODE_STEPS, warm: int = 8, sampled: bool = False
+    ) -> float:
         """Seconds a step of `batch` rows around `context` tokens, steps launched one ahead as the worker does."""
         walk = self.decode_steps(batch, context - steps // 2 - warm, warm + steps, sampled)
         for _ in range(warm):
@@ -133,10 +141,13 @@ class GpuEngine:
         return self.shape.vocab_size * self.shape.hidden_size
 
     def _pages(self, rows: int, tokens: int) -> Sequence[Sequence[int]]:
-        each = -(-tokens // self.runner.page_tokens)
-        if rows * each > self.runner.cache.pages:
+        each = self._pages_of_row(tokens)
+        if not self.holds(rows, tokens):
             raise ValueError(f"{rows} rows of {tokens} tokens need {rows * each} pages of {self.runner.cache.pages}")
         return [range(row * each, (row + 1) * each) for row in range(rows)]
+
+    def _pages_of_row(self, tokens: int) -> int:
+        return -(-tokens // self.runner.page_tokens)
 
 
 def _draw(sampled: bool, row: int, index: int) -> Draw:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import pytest
 
+from benchmarks import engine_gpu
 from benchmarks.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
 from benchmarks.gpu_engine import GpuEngine
 from engine.batch import StepBatch, StepResult
@@ -87,6 +88,29 @@ def test_every_step_is_launched_before_the_one_before_is_read(runner: RecordedRu
     rows = [[(row.start, row.source) for row in step.rows] for step in runner.steps]
     assert rows == [[(100, None)] * 2, [(101, 0), (101, 1)], [(102, 0), (102, 1)]]
     assert not {*runner.steps[0].rows[0].page_ids} & {*runner.steps[0].rows[1].page_ids}
+
+
+def test_rows_that_the_cache_does_not_hold_are_left_out(
+    engine: GpuEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 pages of 128 tokens: seven rows of 1,024 tokens and some, each on nine pages."""
+    assert engine.holds(7, 1048)
+    assert not engine.holds(8, 1048)
+    measured: list[int] = []
+
+    def seconds(_: GpuEngine, batch: int, *_others: object, **_named: object) -> float:
+        measured.append(batch)
+        return 1.0
+
+    for name in ("decode_seconds", "graph_seconds"):
+        monkeypatch.setattr(GpuEngine, name, seconds)
+    monkeypatch.setattr(GpuEngine, "decode_spans", lambda *_: STEP)
+    monkeypatch.setattr(engine_gpu, "BATCHES", (1, 7, 8, 32))
+    found = engine_gpu._decode(engine, 1e12)
+    assert set(measured) == {1, 7}
+    assert found["decode_ms_b7"] == 1000
+    assert "decode_ms_b8" not in found
+    assert "decode b8    left out: the KV cache holds fewer rows of 1024 tokens" in capsys.readouterr().out
 
 
 STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]
