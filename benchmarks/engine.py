@@ -237,6 +237,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if misplaced := [f"--{name.replace('_', '-')}" for name in others if getattr(chosen, name) is not None]:
         other = "cpu" if chosen.device == "cuda" else "cuda"
         parser.error(f"{', '.join(misplaced)}: counts with --device {other} only; leave out one or the other")
+    if chosen.profile is not None and chosen.eager:
+        parser.error("--eager: a profile measures no steps without CUDA graphs; leave out one or the other")
     for name, default in ours.items():
         if getattr(chosen, name) is None:
             setattr(chosen, name, default)

@@ -99,6 +99,12 @@ def test_options_of_the_other_device_are_refused(
     assert f"{named}: counts with" in capsys.readouterr().err
 
 
+def test_a_profile_does_not_ignore_that_it_should_measure_without_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(["--profile", "trace.json", "--eager"])
+    assert "--eager: a profile measures no steps without CUDA graphs" in capsys.readouterr().err
+
+
 def test_each_device_has_its_own_defaults() -> None:
     on_cpu, on_gpu = parse_arguments([]), parse_arguments(["--device", "cuda"])
     assert (on_cpu.dtype, on_cpu.rounds, on_cpu.shape) == ("both", Settings().rounds, None)
