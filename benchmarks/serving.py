@@ -15,6 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.command_line import errors_in_words
 from benchmarks.gpu_engine import GpuEngine
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
@@ -176,8 +177,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start a cluster, load the engine beside it, measure both."""
+    """Measure what the command line asks for and print it, JSON last."""
     arguments = parse_arguments()
+    with errors_in_words():
+        _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Start a cluster, load the engine beside it, measure both."""
     model = choose_model(arguments.model, arguments.shape)
     engine = EngineConfig(
         model.folder,

@@ -2,10 +2,12 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import served_model
 from benchmarks.command_line import errors_in_words
 from benchmarks.tune_attention import WORKLOADS, sizes_of
 from wire.errors import InvalidArgument
@@ -28,6 +30,26 @@ def test_an_unknown_shape_lists_the_known(
     with pytest.raises(SystemExit):
         importlib.import_module(f"benchmarks.{name}").main()
     assert "llama-3-8b" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cuda"], "^device: 'cuda' is not there: PyTorch sees 0 CUDA devices"),
+        (["--device", "gpu"], "^--device: 'gpu' is none of cpu, cuda and cuda:N$"),
+        (["--dtype", "float8"], "^--dtype: 'float8' is none of auto, float32, bfloat16, float16$"),
+        (["--shape", "nope"], "'nope' is no known shape; choose llama-3-8b"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_sentence(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["serving", *arguments])
+    monkeypatch.setattr(served_model, "find_default_model", lambda: Path("nowhere"))
+    monkeypatch.setattr(served_model, "prepare_model", lambda path: path)
+    with pytest.raises(SystemExit, match=words):
+        importlib.import_module("benchmarks.serving").main()
 
 
 def test_an_error_ends_with_its_message() -> None:
