@@ -68,6 +68,9 @@ _KV_TWO_GPUS: Floors = {
 }
 """Pages that the prefill worker writes, the default; without figures that end in `_read`."""
 _KV_CPU: Floors = {"exposed_of_prefill_1536": Floor(0.10, at_most=True)}
+_SERVING: Floors = {"cluster_decode_ratio_b64": Floor(0.95)}
+"""Through a cluster on GPUs, of the engine alone."""
+_WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 _METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
 
@@ -79,4 +82,8 @@ def floors_of(benchmark: str, run: Run) -> Floors:
         return {0: _KV_CPU, 2: _KV_TWO_GPUS}.get(run.get("gpus", 1), {})
     if benchmark == "metrics":
         return _METRICS
+    if benchmark == "serving" and "cluster_decode_ratio_b64" in run:
+        return _SERVING
+    if benchmark == "weights":
+        return _WEIGHTS
     return {}

@@ -137,9 +137,11 @@ def _verdict(names: list[str], run: Run, floors: Floors) -> list[str]:
     if not floors:
         return []
     missed = [f"`{name}`" for name in names if _misses(name, run, floors)]
-    if not missed:
-        return ["The newest run holds every floor.\n"]
-    return [f"The newest run misses the floor of {', '.join(missed)}.\n"]
+    lacking = [f"`{name}`" for name in floors if name not in run]
+    said = f"misses the floor of {', '.join(missed)}" if missed else "holds every floor"
+    if lacking:
+        said += f", and lacks {', '.join(lacking)}, of which a floor is set"
+    return [f"The newest run {said}.\n"]
 
 
 def _judged(name: str, run: Run, floors: Floors) -> str:

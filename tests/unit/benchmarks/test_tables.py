@@ -33,12 +33,38 @@ def test_a_column_a_run_beside_the_floor(tmp_path: Path) -> None:
         "`decode_bw_ratio_b8`": ["", "", "0.100"],
         "`start_seconds`": ["≤ 40", "40.000", "41.000 (missed)"],
     }
-    assert "The newest run misses the floor of `start_seconds`." in page
+    assert "The newest run misses the floor of `start_seconds`, and lacks `decode_bw_ratio_b32`, " in page
+
+
+SMALL = {"shape": "qwen3-0.6b", "decode_idle_share_b32": 0.029, "decode_bw_ratio_b32": 0.58}
 
 
 def test_a_run_that_holds_all_of_its_floors(tmp_path: Path) -> None:
-    write(tmp_path, "engine-a", 1, shape="qwen3-0.6b", decode_idle_share_b32=0.029, decode_bw_ratio_b32=0.58)
-    assert "The newest run holds every floor." in make_page(tmp_path)
+    write(tmp_path, "engine-a", 1, **SMALL, decode_bw_ratio_b1=0.4)
+    assert "The newest run holds every floor.\n" in make_page(tmp_path)
+
+
+def test_a_run_without_a_figure_does_not_hold_its_floor(tmp_path: Path) -> None:
+    write(tmp_path, "engine-a", 1, **SMALL, decode_bw_ratio_b1=0.4)
+    write(tmp_path, "engine-b", 2, **SMALL)
+    assert "holds every floor, and lacks `decode_bw_ratio_b1`, of which a floor is set.\n" in make_page(tmp_path)
+    write(tmp_path, "engine-c", 3, shape="qwen3-0.6b", decode_idle_share_b32=0.031, decode_bw_ratio_b32=0.58)
+    words = "misses the floor of `decode_idle_share_b32`, and lacks `decode_bw_ratio_b1`, of"
+    assert words in make_page(tmp_path)
+
+
+def test_what_goes_through_a_cluster_of_gpus_and_a_load_have_floors(tmp_path: Path) -> None:
+    write(tmp_path, "serving-a", 1, cluster_decode_ratio_b64=0.949, cluster_efficiency_b64=1.0)
+    write(tmp_path, "weights-a", 1, load_gb_per_s=1.9, load_ratio=0.7)
+    page = make_page(tmp_path)
+    through = rows_of(page, "serving: llama-3-8b, Chip, bfloat16")
+    assert through["`cluster_decode_ratio_b64`"] == ["≥ 0.95", "0.949 (missed)"]
+    assert rows_of(page, "weights: llama-3-8b, Chip, bfloat16")["`load_gb_per_s`"] == ["≥ 2", "1.900 (missed)"]
+
+
+def test_through_a_cluster_on_a_cpu_there_is_no_floor_of_gpus(tmp_path: Path) -> None:
+    write(tmp_path, "serving-a", 1, cluster_efficiency_b8=0.9)
+    assert "floor" not in make_page(tmp_path).split("## serving")[1]
 
 
 def test_other_benchmarks_and_shapes_have_no_floors(tmp_path: Path) -> None:
@@ -62,7 +88,7 @@ def test_transfers_between_two_gpus_have_floors_one_beside_a_figure_of_the_same_
         "`exposed_share_8192`": ["≤ 0.02", "0.030 (missed)", ""],
         "`transfer_bw_ratio_2048_read`": ["", "", "0.100"],
     }
-    assert "The newest run misses the floor of `handover_ms_8192`." in page
+    assert "The newest run misses the floor of `handover_ms_8192`, and lacks " in page
 
 
 def test_what_counting_costs_has_floors_and_so_has_how_sure_that_is(tmp_path: Path) -> None:
