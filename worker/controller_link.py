@@ -25,6 +25,14 @@ RECONNECT_S = 0.5
 PROBE_S = 0.5
 DEAD_AFTER_PROBES = 3
 """So many in a row, `PROBE_S` apart, that nobody has answered: one is lost with any connection that breaks."""
+NOBODY_OF_OURS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+"""No worker of this cluster answers so: nobody listens there, or whoever was given the port since is no worker, or
+another cluster's.
+"""
 REFRESH_S = 1.0
 """How often the worker's own facts are compared with what the controller heard of them."""
 
@@ -185,11 +193,11 @@ class ControllerLink:
         self._bury(peer)
 
     async def _answerer(self, stub: worker_pb2_grpc.WorkerStub, peer: PeerRef) -> PeerRef | None:
-        """Who answers where `peer` did; None = nobody. One that is there and says nothing counts as `peer`."""
+        """Who of this cluster answers where `peer` did; None = nobody. One that says nothing counts as `peer`."""
         try:
             reply = await stub.Inspect(worker_pb2.InspectRequest(), timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
-            return None if error.code() is grpc.StatusCode.UNAVAILABLE else peer
+            return None if error.code() in NOBODY_OF_OURS else peer
         return PeerRef(reply.worker_id, reply.incarnation)
 
 

@@ -64,8 +64,13 @@ class Neighbour(worker_pb2_grpc.WorkerServicer):
         self.peer = peer
         self.answers: list[bool] = []
         """Whether it answers the next ones; afterwards it does."""
+        self.asked = 0
+        self.silent = False
 
     async def Inspect(self, _request: Any, _context: Any) -> worker_pb2.InspectResponse:
+        self.asked += 1
+        if self.silent:
+            await asyncio.sleep(60)
         if self.answers and not self.answers.pop(0):
             raise Unavailable("the connection broke")
         return worker_pb2.InspectResponse(worker_id=self.peer.worker_id, incarnation=self.peer.incarnation)
@@ -232,6 +237,31 @@ async def test_somebody_else_at_its_address_means_dead(scene: Scene) -> None:
     await scene.show(info(PeerRef("prefill-0", 1), there.address))
     scene.controller.change()
     await until(lambda: PeerRef("prefill-0", 1) in scene.gone)
+
+
+@pytest.mark.parametrize(
+    ("workers", "token"), [(False, ""), (True, "another cluster's")], ids=["no worker", "not ours"]
+)
+async def test_so_does_a_stranger_who_was_given_its_port(scene: Scene, workers: bool, token: str) -> None:
+    stranger, peer = rpc.open_server(tokens=frozenset({token} - {""})), PeerRef("prefill-0", 1)
+    if workers:
+        worker_pb2_grpc.add_WorkerServicer_to_server(Neighbour(peer), stranger)
+    else:
+        cluster_pb2_grpc.add_ClusterServicer_to_server(Controller(), stranger)
+    await scene.show(info(peer, await scene._serve(stranger)))
+    scene.controller.change()
+    await until(lambda: peer in scene.gone)
+
+
+async def test_one_that_is_there_and_says_nothing_is_alive(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 1)
+    there = await scene.neighbour(peer)
+    scene.neighbours[-1].silent = True
+    scene.link._timeout_s = 0.02
+    await scene.show(there)
+    scene.controller.change()
+    await until(lambda: scene.neighbours[-1].asked > 2 * controller_link.DEAD_AFTER_PROBES)
+    assert peer not in scene.gone
 
 
 async def test_a_controller_that_comes_back_hears_of_us_again(scene: Scene) -> None:
