@@ -94,3 +94,16 @@ def warn_if_open(config: ClusterConfig) -> None:
             f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
             "set --api-key (or TANDEM_API_KEY) so that clients must show a key[/]"
         )
+
+
+def warn_of_slow_pages(config: ClusterConfig) -> None:
+    """A line on stderr where GPUs would compute prompts more slowly than with another page size."""
+    if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
+        return
+    from engine.device import GPU_PAGE_TOKENS
+
+    if config.page_tokens != GPU_PAGE_TOKENS:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold]warning: --page-tokens {config.page_tokens} slows prompts down on GPUs; "
+            f"{GPU_PAGE_TOKENS} is the fast size[/]"
+        )

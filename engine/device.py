@@ -14,7 +14,9 @@ from wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_PAGE_TOKENS, _GPU_PAGE_TOKENS = 16, 128
+_CPU_PAGE_TOKENS = 16
+GPU_PAGE_TOKENS = 128
+"""The size that attention of prompts takes fast."""
 _CAPABILITY = (8, 0)
 """Oldest GPUs served: bfloat16 and asynchronous copies begin here."""
 
@@ -51,7 +53,7 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
     """InvalidArgument for a page size that is none."""
-    default = _CPU_PAGE_TOKENS if device.type == "cpu" else _GPU_PAGE_TOKENS
+    default = _CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
     page_tokens = default if config.page_tokens is None else config.page_tokens
     if page_tokens < 1:
         raise InvalidArgument(

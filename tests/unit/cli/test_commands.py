@@ -15,7 +15,7 @@ from cli import state
 from cli.client import Sampling
 from cli.main import app
 from cli.plain_errors import plain_errors
-from cli.preflight import check_memory, check_page
+from cli.preflight import check_memory, check_page, warn_of_slow_pages
 from cluster.config import ClusterConfig
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
@@ -232,6 +232,32 @@ def test_a_gpu_past_the_last_is_told_before_ray_starts(tmp_path: Path, monkeypat
     result = CliRunner().invoke(app, ["up", "--model", str(model), "--device", "cuda:2", *ANY_PORTS])
     assert result.exit_code == 2
     assert result.stderr == "error: --device: cuda:2 asked for, PyTorch sees cuda:0 to cuda:1 alone\n"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"page_tokens": 64}, "warning: --page-tokens 64 slows prompts down on GPUs; 128 is the fast size\n"),
+        ({"page_tokens": 128}, ""),
+        ({}, ""),
+        ({"page_tokens": 64, "dtype": "float32"}, ""),
+        ({"page_tokens": 64, "device": "cpu"}, ""),
+    ],
+)
+def test_pages_that_slow_a_gpu_down_are_told_with_the_better_size(
+    settings: dict[str, Any], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_slow_pages(ClusterConfig(**({"model": Path("nowhere"), "device": "cuda"} | settings)))
+    assert capsys.readouterr().err == said
+
+
+def test_slow_pages_are_told_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = ["--model", str(write_tiny_model(tmp_path / "tiny"))]
+    result = CliRunner().invoke(app, ["up", *model, "--device", "cuda", "--page-tokens", "7", *ANY_PORTS])
+    assert result.stderr.startswith("warning: --page-tokens 7 slows prompts down on GPUs; 128 is")
 
 
 def test_a_page_of_random_weights_is_sized_without_any(tmp_path: Path) -> None:
