@@ -21,7 +21,7 @@ import torch
 from cli.controller_client import ControllerClient
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
-from cluster.launcher import Cluster
+from cluster.launcher import Cluster, _ask
 from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.ray_node import ENVIRONMENT
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -92,6 +92,11 @@ class RunningCluster:
     def controller(self) -> ControllerClient:
         """Who changes modes and drains workers."""
         return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
+
+    def controller_pid(self) -> int:
+        """The controller's process."""
+        pid: int = _ask(self._cluster._controller.pid.remote())
+        return pid
 
     def workers(self) -> tuple[Health, ...]:
         """Every worker as the controller sees it."""

@@ -19,7 +19,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 
@@ -32,8 +31,8 @@ from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
 from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family
+from tests.e2e.silent_router import PAGE_TOKENS, SilentRouter
 from tests.e2e.test_metrics import ask
-from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 pytestmark = pytest.mark.skipif(
     find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"
@@ -77,7 +76,7 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512, slo_classes=CLASSES)
+    cluster = running_cluster(dtype="float32", page_tokens=PAGE_TOKENS, max_step_tokens=512, slo_classes=CLASSES)
     folder = tmp_path_factory.mktemp("prometheus")
     with (
         _exporter() as gpus,
@@ -183,36 +182,22 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
 
 
 def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:
-    """A lease whose pages may be written, and no heartbeat: it expires, and its pages wait in quarantine."""
-    prometheus, seen = watched.prometheus, set()
-    expected = {"TandemLeasesExpire", "TandemPagesQuarantined"}
-    with _lease_without_heartbeats(watched.cluster):
+    """Leases over nearly all pages, which may be written, and no heartbeat: they expire, and their pages wait in
+    quarantine. A prompt that is handed over to one of them then is refused.
+    """
+    cluster, prometheus, seen = watched.cluster, watched.prometheus, set()
+    full = {"TandemKvFull"}
+    lost = {"TandemLeasesExpire", "TandemPagesQuarantined", "TandemWorkerNotReady", "TandemNoDecodeWorker"}
+    expected = lost | {"TandemTransfersFail"}
+    with SilentRouter(cluster) as router:
+        router.reserve()
         assert not expected & prometheus.firing()
+        _await(lambda: full <= prometheus.firing())
+        _await(lambda: cluster.inspect_worker("decode-0").pages_quarantined)
+        router.hand_over()
         _await(lambda: expected <= (seen.update(prometheus.firing()) or seen))
-    assert not seen & {"TandemNoDecodeWorker", "TandemProcessDown", "TandemPoolUnsound", "TandemTransfersFail"}
-    _await(lambda: not expected & prometheus.firing())
-
-
-@contextmanager
-def _lease_without_heartbeats(cluster: Any) -> Iterator[None]:
-    """Of a router that attaches, promises a prompt to the prefill worker, and says nothing more. In the end the
-    writer's word that it is quiet: while its process lives, nothing else frees the pages."""
-    of_role = {member.role: member for member in cluster.members()}
-    writer, me = of_role["prefill"], "silent-router"
-    told = {"prefill_worker_id": writer.worker_id, "prefill_incarnation": writer.incarnation}
-    with grpc.insecure_channel(of_role["decode"].address) as channel:
-        stub, key = worker_pb2_grpc.WorkerStub(channel), {"metadata": cluster._credentials()}
-        events = stub.Attach(worker_pb2.AttachRequest(router_id=me), **key)
-        prompt = {"request_id": "silent", "attempt": 1, "prompt_token_ids": range(1, 41)}
-        sampling = types_pb2.SamplingParams(max_tokens=4, top_p=1.0)
-        asked = worker_pb2.ReserveRequest(router_id=me, sampling=sampling, **prompt, **told)
-        lease = stub.Reserve(asked, timeout=10, **key).lease
-        assert stub.AllotPages(worker_pb2.AllotPagesRequest(lease=lease, pages=3, **told), timeout=10, **key).page_ids
-        try:
-            yield
-        finally:
-            stub.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **told), timeout=10, **key)
-            events.cancel()
+    assert not seen & {"TandemNoPrefillWorker", "TandemProcessDown", "TandemPoolUnsound", "TandemKvChangedOnTheWay"}
+    _await(lambda: not (expected | full) & prometheus.firing())
 
 
 def test_broken_promises_fire_and_their_end_rests(watched: Watched) -> None:
@@ -233,7 +218,7 @@ def test_broken_promises_fire_and_their_end_rests(watched: Watched) -> None:
 
 def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_path: Path) -> None:
     """Its own Prometheus has the patience to wait until the controller has waited for the one that hangs."""
-    with prometheus_beside(watched.cluster.metrics_address, tmp_path, patience=False, every_s=4) as prometheus:
+    with prometheus_beside(watched.cluster.metrics_address, tmp_path, patience=False, every_s=3) as prometheus:
         prometheus.await_scrape(PROCESSES)
         hangs = watched.cluster.worker("prefill").pid
         os.kill(hangs, signal.SIGSTOP)
@@ -245,18 +230,50 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
         _await(lambda: "TandemProcessSilent" not in prometheus.firing())
 
 
-@pytest.mark.parametrize(("role", "other"), [("Prefill", "Decode"), ("Decode", "Prefill")])
-def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str, other: str) -> None:
+def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
+    prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerSilent"
+    os.kill(hangs, signal.SIGSTOP)
+    try:
+        _await(lambda: expected in prometheus.firing())
+    finally:
+        os.kill(hangs, signal.SIGCONT)
+    _await(lambda: expected not in prometheus.firing())
+
+
+@pytest.mark.parametrize(
+    ("role", "expected", "other"),
+    [
+        ("prefill", "TandemNoPrefillWorker", "TandemNoDecodeWorker"),
+        ("decode", "TandemNoDecodeWorker", "TandemNoPrefillWorker"),
+    ],
+)
+def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str, expected: str, other: str) -> None:
     """Last: it leaves workers that have started again."""
     cluster, prometheus = watched.cluster, watched.prometheus
-    os.kill(cluster.worker(role.lower()).pid, signal.SIGKILL)
-    expected = {f"TandemNo{role}Worker", "TandemProcessDown"}
-    _await(lambda: expected <= prometheus.firing())
-    assert not prometheus.firing() & {f"TandemNo{other}Worker", "TandemControllerSilent", "TandemPoolUnsound"}
-    cluster.worker(role.lower())
-    _await(lambda: not expected & prometheus.firing())
+    assert "TandemProcessFlaps" not in prometheus.firing()
+    os.kill(cluster.worker(role).pid, signal.SIGKILL)
+    _await(lambda: {expected, "TandemProcessDown"} <= prometheus.firing())
+    if role == "prefill":
+        _kill_until(cluster, "prefill-0", lambda: "TandemProcessFlaps" in prometheus.firing())
+    assert not prometheus.firing() & {other, "TandemControllerSilent", "TandemPoolUnsound"}
+    cluster.worker(role)
+    _await(lambda: not prometheus.firing() & {expected, "TandemProcessDown", "TandemProcessFlaps"})
     prometheus.await_scrape(PROCESSES)
-    assert prometheus.number(f'tandem_process_restarts_total{{worker="{role.lower()}-0"}}') > 0
+    assert prometheus.number(f'tandem_process_restarts_total{{worker="{role}-0"}}') > 0
+
+
+def _kill_until(cluster: Any, name: str, condition: Callable[[], bool]) -> None:
+    """Each new run of a process, as soon as it is there."""
+    killed = {0}
+
+    def done() -> bool:
+        pid = cluster.named(name).pid
+        if pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        return condition()
+
+    _await(done)
 
 
 def _await(condition: Callable[[], bool]) -> None:

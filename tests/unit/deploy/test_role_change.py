@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.health import Health, Phase
 from cluster.metrics import ClusterMetrics
@@ -24,6 +22,7 @@ from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.family import Family, Kind
+from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk
 from tests.unit.deploy.test_rules import RULES, needs_promtool
 from worker.metrics import Utilization, WorkerMetrics, engine_facts
@@ -74,11 +73,8 @@ class World:
                     self.worker.spread(family, *cell).observe(family.buckets[1], number * (1 + self.minute))
             text = merge(Exposition(board).render()[0].decode() for board in self.boards)
             yield {
-                _series(sample.name, {"namespace": namespace, **sample.labels}): (
-                    3.0 * self.minute if sample.name.startswith("process_") else sample.value
-                )
-                for metric in text_string_to_metric_families(text)
-                for sample in metric.samples
+                name: 3.0 * self.minute if name.startswith("process_") else value
+                for name, value in said(text, namespace).items()
             }
 
     @property
@@ -107,20 +103,8 @@ def _cells(family: Family) -> list[tuple[str, ...]]:
     return list(product(*(VALUES.get(label, (f"a {label}",)) for label in family.labels)))
 
 
-def _series(name: str, labels: dict[str, str]) -> str:
-    return name + "{" + ",".join(f"{key}={json.dumps(value)}" for key, value in sorted(labels.items())) + "}"
-
-
 def played(namespace: str, role: Callable[[int], str]) -> list[dict[str, str]]:
-    """As promtool plays them: what a scrape has not is stale."""
-    scrapes = list(World(role).scrapes(namespace))
-    names = dict.fromkeys(name for scrape in scrapes for name in scrape)
-    return [{"series": name, "values": " ".join(_points(name, scrapes))} for name in names]
-
-
-def _points(name: str, scrapes: list[dict[str, float]]) -> Iterator[str]:
-    for before, now in zip([{}, *scrapes], scrapes, strict=False):
-        yield str(now[name]) if name in now else "stale" if name in before else "_"
+    return input_series(list(World(role).scrapes(namespace)))
 
 
 def expressions() -> list[str]:
@@ -161,11 +145,7 @@ def compare(folder: Path) -> str:
     """What promtool finds wrong."""
     series = [*played("changes", changing), *played("stays", lambda _: "decode")]
     case = {"interval": "1m", "input_series": series, "promql_expr_test": list(questions())}
-    (folder / "case.yaml").write_text(yaml.safe_dump({"rule_files": [], "tests": [case]}))
-    command = ["promtool", "test", "rules", str(folder / "case.yaml")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode == 0) is ("FAILED" not in done.stdout + done.stderr)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
+    return promtool({"rule_files": [], "tests": [case]}, folder)
 
 
 @needs_promtool

@@ -1,0 +1,69 @@
+"""A router that promises prompts to a worker and falls silent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
+
+PAGE_TOKENS = 16
+_LARGEST_PAGES, _SPARE_PAGES = 400, 2
+_ME, _ANSWER = "silent-router", types_pb2.SamplingParams(max_tokens=4, top_p=1.0)
+
+
+class SilentRouter:
+    """Attaches, promises prompts to the prefill worker, and says nothing more. In the end the writer's word that it is
+    quiet: while its process lives, nothing else frees the pages.
+    """
+
+    def __init__(self, cluster: Any) -> None:
+        of_role = {member.role: member for member in cluster.members()}
+        self.writer, self.reader = of_role["prefill"], of_role["decode"]
+        self._told = {"prefill_worker_id": self.writer.worker_id, "prefill_incarnation": self.writer.incarnation}
+        self._asked = {"metadata": cluster._credentials(), "timeout": 10}
+        self._pages = cluster.inspect_worker(self.reader.worker_id).pages_total - _SPARE_PAGES
+        self._leases: list[tuple[types_pb2.Lease, range]] = []
+
+    def __enter__(self) -> SilentRouter:
+        self._channels = [grpc.insecure_channel(each.address) for each in (self.writer, self.reader)]
+        self._prefill, self._decode = map(worker_pb2_grpc.WorkerStub, self._channels)
+        self._events = self._decode.Attach(worker_pb2.AttachRequest(router_id=_ME), metadata=self._asked["metadata"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lease, _ in self._leases:
+            self._decode.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **self._told), **self._asked)
+        self._events.cancel()
+        for channel in self._channels:
+            channel.close()
+
+    def reserve(self) -> None:
+        """All pages but a few are promised, and those of the prompts may be written."""
+        for number, pages in enumerate(_portions(self._pages, _LARGEST_PAGES)):
+            prompt = range(1, pages * PAGE_TOKENS - _ANSWER.max_tokens)
+            asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
+            lease = self._decode.Reserve(asked, **self._asked).lease
+            self._leases.append((lease, prompt))
+            allot = worker_pb2.AllotPagesRequest(lease=lease, pages=pages, **self._told)
+            assert self._decode.AllotPages(allot, **self._asked).page_ids
+
+    def hand_over(self) -> None:
+        """The prompt of the smallest."""
+        number, (lease, prompt) = len(self._leases) - 1, self._leases[-1]
+        reader = self.reader
+        there = worker_pb2.Destination(
+            worker_id=reader.worker_id, incarnation=reader.incarnation, address=reader.address, lease=lease
+        )
+        self._prefill.Prefill(
+            self._request(worker_pb2.PrefillRequest, number, prompt, destination=there), **self._asked
+        )
+
+    def _request(self, kind: type[Any], number: int, prompt: range, **fields: Any) -> Any:
+        name = {"router_id": _ME, "request_id": f"silent-{number}", "attempt": 1}
+        return kind(prompt_token_ids=prompt, sampling=_ANSWER, **name, **fields)
+
+
+def _portions(whole: int, largest: int) -> list[int]:
+    return [min(largest, whole - start) for start in range(0, whole, largest)]

@@ -1,0 +1,134 @@
+"""A cluster in one process, scraped as Prometheus scrapes a real one: workers over fake engines, the controller's
+keepers over processes that live as long as a test says, and the metrics of all at the controller's address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.health import Backoff, Phase
+from cluster.keeper import Keeper, Process
+from cluster.metrics import ClusterMetrics
+from engine.graph_use import GraphUse
+from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
+from telemetry.exposition import Exposition
+from tests.worker_pair import End, WorkerPair, until
+from wire.errors import Unavailable
+from worker.metrics import engine_facts, worker_facts
+
+ROUTER = "router"
+
+
+class Living(Process):
+    """Serves at once, until it dies."""
+
+    def __init__(self, serves: Callable[[], None]) -> None:
+        self.death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._serves = serves
+
+    async def pid(self) -> int:
+        return 1
+
+    async def start(self) -> None:
+        self._serves()
+
+    async def ended(self) -> str:
+        return await asyncio.shield(self.death)
+
+    async def end(self, grace_s: float) -> None:
+        pass
+
+
+class SmallCluster:
+    """Use as an async context."""
+
+    def __init__(self, *, device: str = "cpu", **changes: Any) -> None:
+        """`device` as an engine names it; `changes` are those of a `WorkerPair`."""
+        self.pair = WorkerPair(**changes)
+        self.texts: list[str] = []
+        """What a scrape found, minute by minute."""
+        self._device = device
+        self._doors: dict[str, tuple[End, str]] = {}
+        self._open: list[MetricsDoor] = []
+        self._lives: dict[str, Living] = {}
+
+    async def __aenter__(self) -> SmallCluster:
+        await self.pair.__aenter__()
+        for end in self.pair.ends:
+            self._doors[end.me.worker_id] = end, await self._open_door(end)
+        names = (ROUTER, *self._doors)
+        self._keepers = {name: Keeper(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
+                         for name in names}  # fmt: skip
+        await self.open_controller()
+        self._runs = [asyncio.ensure_future(keeper.run()) for keeper in self._keepers.values()]
+        await self._serving()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for keeper in self._keepers.values():
+            keeper.stop()
+        await asyncio.gather(*self._runs)
+        await asyncio.gather(self.close_controller(), *(door.close() for door in self._open))
+        await self.pair.__aexit__(*error)
+
+    async def minutes(self, number: int) -> None:
+        """Nothing changes for so long: each finds what a scrape finds now."""
+        try:
+            text = await fetch(self._address, METRICS_PATH)
+        except Unavailable:
+            text = ""
+        self.texts += [text] * number
+
+    async def kill(self, name: str) -> None:
+        """A process dies; returns when it serves again."""
+        life = self._lives[name]
+        life.death.set_result("it was killed")
+        await until(lambda: self._lives[name] is not life)
+        await self._serving()
+
+    async def open_controller(self) -> None:
+        """Its metrics can be scraped, after what it hears of those that serve."""
+        self._metrics = ClusterMetrics("fake", "", frozenset(), self._health, dict)
+        self._address = await self._metrics.open("127.0.0.1", 0)
+        for name in self._doors:
+            self._opened(name)
+
+    async def close_controller(self) -> None:
+        """Nobody answers at its address."""
+        await self._metrics.close()
+
+    async def _serving(self) -> None:
+        await until(lambda: all(keeper.phase is Phase.SERVING for keeper in self._keepers.values()))
+
+    async def _open_door(self, end: End) -> str:
+        """As a worker's process does."""
+        worker = end.worker
+        engine: Any = SimpleNamespace(device_name=self._device, facts=worker.facts, graph_use=GraphUse())
+        worker.metrics.board.read(partial(worker_facts, worker))
+        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
+        door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(worker.metrics.board))}, frozenset())
+        self._open.append(door)
+        return await door.open("127.0.0.1")
+
+    async def _spawn(self, name: str, _incarnation: int) -> Process:
+        self._lives[name] = Living(partial(self._opened, name))
+        return self._lives[name]
+
+    def _opened(self, name: str) -> None:
+        if name in self._doors:
+            end, address = self._doors[name]
+            self._metrics.opened(name, end.config.role.value, address)
+
+    def _gone(self, name: str, _incarnation: int) -> None:
+        self._metrics.gone(name)
+
+    def _health(self) -> list[tuple[str, Any]]:
+        roles = {name: end.config.role.value for name, (end, _) in self._doors.items()}
+        return [(roles.get(name, ROUTER), keeper.health()) for name, keeper in self._keepers.items()]
+
+
+_AT_ONCE = Backoff(first_s=0, longest_s=0)
