@@ -33,6 +33,8 @@ TILES = [
 SPLITS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
 PROGRAMS_PER_SM = (0.9, 20)
 """Fewest and most programs worth a try."""
+_SIGMA = 0.8
+"""Of the logarithm of uneven lengths."""
 TOLERANCE = 0.02
 """How far apart two plans' results may lie, in absolute terms: results are averages of numbers around 1."""
 
@@ -83,6 +85,13 @@ def make_inputs(size: Size) -> Inputs:
         table=torch.randperm(pages, device=DEVICE).int().view(size.rows, columns),
         contexts=torch.full((size.rows,), size.context, dtype=torch.int32, device=DEVICE),
     )
+
+
+def uneven(rows: int, mean: int) -> list[int]:
+    """Lengths of `rows` rows, at evenly spread ranks of a lognormal distribution."""
+    ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
+    lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
+    return [max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist()]
 
 
 def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:

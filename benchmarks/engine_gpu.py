@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from benchmarks.attention_timing import uneven
 from benchmarks.ceilings import copy_bandwidth, graph_seconds, matrix_rate, measure_ceilings
 from benchmarks.device_spans import idle_share, idle_share_beside_copies
 from benchmarks.gpu_engine import DECODE_STEPS, GpuEngine
@@ -36,8 +37,6 @@ PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
 """Rows whose lengths differ as those of conversations do, and their mean."""
-_SIGMA = 0.8
-"""Of the logarithm of these lengths."""
 _PAGE_TOKENS = 128
 _STEP_TOKENS = 16384
 
@@ -161,7 +160,7 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
         }
         print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
     for rows, mean in UNEVEN:
-        contexts = _uneven(rows, mean)
+        contexts = uneven(rows, mean)
         shared, own = (_attention_seconds(shape, contexts, choose) for choose in (make_plan, _own_programs))
         share = sum(contexts) * token_bytes / shared / copy
         found |= {
@@ -170,13 +169,6 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
         }
         print(f"attention {rows} uneven {shared * 1e6:8.1f} us  {share:6.1%} of copy, {own / shared:.2f} x as fast")
     return found
-
-
-def _uneven(rows: int, mean: int) -> list[int]:
-    """Lengths at evenly spread ranks of a lognormal distribution."""
-    ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
-    lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
-    return [max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist()]
 
 
 def _own_programs(rows: int, *others: Any) -> Plan:

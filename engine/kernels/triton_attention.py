@@ -111,6 +111,9 @@ class DecodeAttention:
     choose     the plan of a call; tuning and tests pass their own
     """
 
+    kernel = decode_attention_kernel
+    """Another one takes the same arguments."""
+
     def __init__(
         self,
         shape: AttentionShape,
@@ -153,8 +156,7 @@ class DecodeAttention:
         page_tokens = cache.shape[4]
         chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
-        grid = (shape.kv_heads, rows + chosen.slots, 1) if chosen.slots else (shape.kv_heads, rows, chosen.splits)
-        compiled = decode_attention_kernel[grid](
+        compiled = self.kernel[self._grid(chosen, rows)](
             q,
             cache,
             page_table,
@@ -185,6 +187,10 @@ class DecodeAttention:
         if self._pdl and chosen.overlaps and compiled is not None:  # None: see `engine.compile_ahead.Trial`
             share_memory_evenly(compiled)
         return out
+
+    def _grid(self, chosen: Plan, rows: int) -> tuple[int, int, int]:
+        heads = self._shape.kv_heads
+        return (heads, rows + chosen.slots, 1) if chosen.slots else (heads, rows, chosen.splits)
 
     def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:
         shape = self._shape
