@@ -4,6 +4,7 @@ Such a compiler keeps Python's lock nearly all of its time. In the engine's proc
 the library's own import and with itself, and the start waits for it longest of all (docs/decisions/0030).
 """
 
+import contextlib
 import hashlib
 import logging
 import pickle
@@ -59,18 +60,28 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
     return wait
 
 
-def _begin(job: Job) -> subprocess.Popen[bytes]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+def _begin(job: Job) -> "subprocess.Popen[bytes] | None":
+    """None if there can be no process."""
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        log.debug("no process to compile a library's kernels: %s", error)
+        return None
     assert child.stdin is not None
-    with child.stdin as pipe:
+    with contextlib.suppress(OSError), child.stdin as pipe:  # it may have ended: its code says so
         pickle.dump(sys.path, pipe)
         pickle.dump((job.function, job.arguments), pipe)
     return child
 
 
-def _ends_well(child: "subprocess.Popen[bytes]", deadline: float) -> bool:
+def _ends_well(child: "subprocess.Popen[bytes] | None", deadline: float) -> bool:
+    if child is None:
+        return False
     try:
         code = child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:

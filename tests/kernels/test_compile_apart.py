@@ -1,6 +1,7 @@
 """Jobs in processes of their own: seen through once, and never a reason for a start to fail or to hang."""
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -26,9 +27,11 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     every: list[Process] = []
     begin = module._begin
 
-    def keep(job: Job) -> Process:
-        every.append(begin(job))
-        return every[-1]
+    def keep(job: Job) -> Process | None:
+        child = begin(job)
+        if child is not None:
+            every.append(child)
+        return child
 
     monkeypatch.setattr(module, "_begin", keep)
     return every
@@ -75,6 +78,16 @@ def test_a_job_that_fails_begins_anew(folder: Path, tmp_path: Path, begun: list[
     assert (tmp_path / "a").exists(), "the others run all the same"
     assert not list(folder.iterdir())
     assert all(child.returncode is not None for child in begun)
+
+
+@pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python", ""])
+def test_a_python_that_cannot_start_is_no_failure(
+    executable: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    large = "x" * (1 << 20)  # more than a pipe holds
+    compile_apart([Job(Path.touch, (large,))] * 2, folder, DEVICE)()
+    assert not list(folder.iterdir())
 
 
 def test_a_job_that_hangs_is_ended(folder: Path, begun: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,6 @@ from torch import Tensor
 from engine.kernels.base import Linear
 from engine.kernels.gated_product import (
     FUSED_TOKENS,
-    NARROW,
-    NARROW_FUSED_TOKENS,
     FusedGated,
     PlainGated,
     choose_gated_product,
@@ -20,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()
 _ON_GPU = DEVICE.type == "cuda"
 TOKENS = (1, 127, FUSED_TOKENS - 1, FUSED_TOKENS, FUSED_TOKENS + 1, 4097) if _ON_GPU else (1, 9, 127, 128, 129)
-SHAPES = ((1024, 3072), (2048, 8192), (264, 200)) if _ON_GPU else ((64, 48),)
+SHAPES = ((1024, 3072), (2048, 8192), (4096, 3072), (264, 200)) if _ON_GPU else ((64, 48),)
 
 
 class _Never:
@@ -76,11 +74,10 @@ def test_the_cpu_takes_the_plain_path() -> None:
 def test_long_prompts_take_the_fused_path() -> None:
     pytest.importorskip("quack.gemm_interface")
     assert isinstance(choose_gated_product(DEVICE, torch.bfloat16, 1024, 3072, pdl=PDL), FusedGated)
-    for hidden, tokens in ((1024, NARROW_FUSED_TOKENS), (NARROW, FUSED_TOKENS)):
-        x, weight = _inputs(tokens, hidden, 3072, torch.bfloat16)
-        assert FusedGated(_Never())(x, Linear(weight)).shape == (tokens, 3072)
-        with pytest.raises(AssertionError):
-            FusedGated(_Never())(x[:-1], Linear(weight))
+    x, weight = _inputs(FUSED_TOKENS, 1024, 3072, torch.bfloat16)
+    assert FusedGated(_Never())(x, Linear(weight)).shape == (FUSED_TOKENS, 3072)
+    with pytest.raises(AssertionError):
+        FusedGated(_Never())(x[:-1], Linear(weight))
 
 
 @pytest.mark.skipif(not _ON_GPU, reason="needs a CUDA GPU")
