@@ -74,6 +74,19 @@ async def test_the_death_of_the_silent_worker_ends_it_too() -> None:
         assert not pair.decode.worker.admission.not_ready
 
 
+async def test_a_distant_writer_s_grace_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WorkerPair(
+        pages=POOL, prefill_pages=64, write_window_s=0.1, quarantine_s=0.05, quarantine_far_s=1.0
+    ) as pair:
+        pool = pair.decode.engine.pool
+        await fill_quarantine(pair, 1)
+        monkeypatch.setattr(pair.decode.worker.peers, "is_near", lambda _: False)
+        pair.decode.worker.peer_gone(pair.prefill.me)
+        await asyncio.sleep(0.5)
+        assert pool.counts().quarantined == 2
+        await until(lambda: pool.counts().free == POOL)
+
+
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[bytes]"]:
     """A process that plays the prefill worker's."""
