@@ -278,6 +278,20 @@ def errors_of(house: House) -> list[str]:
     return [routed.event.error.code for routed in house.events if routed.event.error is not None]
 
 
+@pytest.mark.parametrize("checks", [None, Checks()], ids=["nothing is checked", "page 0 is"])
+@pytest.mark.parametrize("told", [(), SUMS, (PageChecksum(1, 7),), (*SUMS, PageChecksum(1, 7))])
+def test_a_sender_cannot_choose_what_is_checked(checks: Checks | None, told: tuple[PageChecksum, ...]) -> None:
+    house = House(checks=checks)
+    lease = house.reserve("a")
+    house.allot(lease)
+    house.deliver(lease, checksums=told)
+    agreed = told == (() if checks is None else SUMS)
+    assert errors_of(house) == ([] if agreed else ["TRANSFER_FAILED"])
+    assert house.admission.fenced == (not agreed)
+    if not agreed:
+        house.assert_empty()
+
+
 @pytest.mark.parametrize("result", ["", "other bytes"])
 def test_a_check_without_a_result_ends_the_request_at_once_and_frees_its_pages_later(result: str) -> None:
     checks = Checks()

@@ -156,7 +156,10 @@ async def test_some_quarantine_is_daily_life() -> None:
         pair.reserve("q", PROMPT, ONE)
 
 
-async def test_the_share_is_a_setting() -> None:
-    async with WorkerPair(pages=POOL, prefill_pages=64, quarantine_share_max=0.1) as pair:
+async def test_the_share_is_a_setting_of_both_halves() -> None:
+    async with WorkerPair(pages=POOL, quarantine_share_max=0.1) as pair:
         await fill_quarantine(pair, 1)
         assert pair.decode.worker.admission.not_ready
+        await until(lambda: pair.fabric._flights)
+        pair.prefill.worker.abort("router-1", [RequestRef("lost-0", 1)])
+        await until(lambda: pair.prefill.worker.not_ready)
