@@ -10,6 +10,7 @@ import pytest
 
 from costs.roofline import CPU, Ceilings
 from engine.model_runner import ModelRunner
+from kv_transfer.nixl_transport import NixlTransport
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire.errors import FailedPrecondition, Internal, ModelError, Unavailable
 from wire.messages import PeerRef, PrefillTask, RequestRef, Role, SamplingParams
@@ -69,14 +70,21 @@ def test_ceilings_that_are_given_stay(model: Path) -> None:
     process.stop()
 
 
-def test_whom_it_does_not_fit_is_among_what_it_announces(model: Path) -> None:
+def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     process = WorkerProcess(config(model), 1)
     process.start()
     worker, engine = process._worker, process._engine
     assert worker is not None
     assert engine is not None
     process._call(refuse(worker.peers))
-    assert process._info(engine, worker, "").warnings[-1].startswith("shares no request with prefill-9: transfer")
+    assert isinstance(worker.transport, NixlTransport)
+    worker.transport._wires.warnings = ("KV pages go over TCP",)
+    worker.admission._room._lost.not_ready = "too many pages are lost"
+    told = process._info(engine, worker, "")
+    assert told.not_ready == "too many pages are lost"
+    wire, misfit = told.warnings
+    assert wire == "KV pages go over TCP"
+    assert misfit.startswith("shares no request with prefill-9: transfer")
     process.stop()
 
 

@@ -87,6 +87,29 @@ async def test_a_distant_writer_s_grace_is_its_own(monkeypatch: pytest.MonkeyPat
         await until(lambda: pool.counts().free == POOL)
 
 
+async def test_the_transport_listens_as_long_as_pages_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    async with WorkerPair(pages=POOL, prefill_pages=64) as pair:
+        monkeypatch.setattr(pair.decode.worker.transport, "expect", heard.append)
+        await fill_quarantine(pair, 1)
+        assert pair.decode.engine.pool.counts().quarantined == 2
+        assert heard[-1] == 1
+        pair.fabric.let_go()
+        await until(lambda: heard[-1] == 0)
+
+
+async def test_the_grace_passes_only_while_the_transport_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with WorkerPair(pages=POOL, prefill_pages=64, write_window_s=0.1) as pair:
+        pool = pair.decode.engine.pool
+        await fill_quarantine(pair, 1)
+        with monkeypatch.context() as deaf:
+            deaf.setattr(pair.decode.worker.transport, "listened_s", lambda: 0.0)
+            pair.decode.worker.peer_gone(pair.prefill.me)
+            await asyncio.sleep(0.5)
+            assert pool.counts().quarantined == 2
+        await until(lambda: pool.counts().free == POOL)
+
+
 @pytest.fixture
 def child() -> Iterator["subprocess.Popen[bytes]"]:
     """A process that plays the prefill worker's."""
