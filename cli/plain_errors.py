@@ -1,6 +1,7 @@
 """Errors as people read them: one sentence on stderr and an exit code, never a traceback."""
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -16,6 +17,20 @@ BAD_MODEL = 3
 UNAVAILABLE = 4
 INTERRUPTED = 130
 
+SETTINGS = {
+    "model": "--model",
+    "device": "--device",
+    "dtype": "--dtype",
+    "page_tokens": "--page-tokens",
+    "kv_cache_bytes": "--kv-cache-gib",
+    "memory_fraction": "--memory-fraction",
+    "max_step_tokens": "--max-step-tokens",
+    "max_batch_requests": "--max-batch-requests",
+    "random_weights": "--random-weights",
+    "threads": "--threads",
+}
+"""What an engine calls its settings, and the options that set them."""
+
 
 def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
     """Let `command` end with a sentence and a code where it raises a TandemError or is interrupted."""
@@ -27,12 +42,19 @@ def plain_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except TandemError as error:
-            print(f"error: {' '.join(error.message.split())}", file=sys.stderr)
+            print(f"error: {in_options(' '.join(error.message.split()))}", file=sys.stderr)
             raise typer.Exit(exit_code(error)) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
 
     return wrapped
+
+
+def in_options(message: str) -> str:
+    """`message` with options instead of an engine's settings: where it begins with one, and where it names one that is
+    no word of English.
+    """
+    return re.sub(r"^(\w+)(?=:)|\b\w+_\w+\b", lambda found: SETTINGS.get(found.group(), found.group()), message)
 
 
 def exit_code(error: Exception) -> int:

@@ -1,0 +1,37 @@
+"""Errors name what a user has typed, not what the code calls it."""
+
+from dataclasses import fields
+
+import pytest
+from typer.main import get_command
+
+from cli.main import app
+from cli.plain_errors import SETTINGS, in_options
+from engine.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ("memory_fraction: 0.1 leaves no room", "--memory-fraction: 0.1 leaves no room"),
+        ("raise memory_fraction, lower max_step_tokens", "raise --memory-fraction, lower --max-step-tokens"),
+        (
+            "kv_cache_bytes: out of memory; lower kv_cache_bytes.",
+            "--kv-cache-gib: out of memory; lower --kv-cache-gib.",
+        ),
+        ("device: 'tpu' is not known; use cpu.", "--device: 'tpu' is not known; use cpu."),
+        ("the model of this device is not there", "the model of this device is not there"),
+        ("a_file_of_mine: no such file", "a_file_of_mine: no such file"),
+        ("--max-tokens: 0 is not between 1 and 9", "--max-tokens: 0 is not between 1 and 9"),
+    ],
+)
+def test_settings_are_options(message: str, read: str) -> None:
+    assert in_options(message) == read
+
+
+def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
+    up = get_command(app).commands["up"]  # type: ignore[attr-defined]
+    options = {name for option in up.params for name in option.opts}
+    assert set(SETTINGS.values()) <= options
+    by_others = {"cuda_graphs"}  # of benchmarks and tests
+    assert {field.name for field in fields(EngineConfig)} - by_others <= SETTINGS.keys()
