@@ -38,6 +38,11 @@ class Hardware:
         model = self.model
         return ModelFacts(self.name, model.vocab_size, model.max_context, model.eos_token_ids, "bfloat16")
 
+    def with_costs(self, costs: CostParameters) -> "Hardware":
+        """Whose steps take what `costs` say, in this hardware's tiles, and predictions know it."""
+        known = replace(costs, tile_tokens=self.truth.tile_tokens)
+        return replace(self, truth=known, told=known)
+
     @property
     def device(self) -> Device:
         page_bytes = self.page_tokens * self.kv_bytes_per_token

@@ -2,16 +2,17 @@
 
 The rows, workloads, rates, cells and reports of `benchmarks.strategies`; only devices and networks are made of time. By
 default the cost of a step is the roofline's of an H200; `--costs FILE` takes fitted ones. `--against FILE` lays what
-was measured beside it: loads at the same rates, seconds and seed, and knees where both went that far. The last line is
-one JSON object.
+was measured beside it: loads at the same rates, seconds and seed, and knees where both went that far; with `--fitted`
+each row's steps take what its workers had learned when that load was measured. The last line is one JSON object.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.load import sweep
 from benchmarks.load.command import without_curves
@@ -24,10 +25,14 @@ from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
+from costs.step_cost import CostParameters
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from simulation.hardware import hardware
 from simulation.network import Network
 from wire.errors import InvalidArgument, TandemError
+
+Fitted = Mapping[tuple[str, str, float], CostParameters]
+"""What steps cost by workload, row and rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Simulated:
     stage: Stage
     cells: Sequence[SloCell]
     arguments: argparse.Namespace
+    fitted: Fitted = field(default_factory=dict)
 
     def loads(self, row: Strategy, offer: Offer) -> list[Load]:
         """Of one row under one workload, by rising rate: those asked for, or up to the knee; as far as a trace goes."""
@@ -61,10 +67,12 @@ class Simulated:
         named = asks(row, self.arguments.ask)
         classes = [slo for slo in DEFAULT_CLASSES if slo.has_targets] if named else [BEST_EFFORT]
         workload = offer.source.at(rate, self.arguments.seconds, self.arguments.seed)
-        return joined({slo.name: self._of_class(row, workload, slo) for slo in classes})
+        costs = self.fitted.get((offer.name, row.name, rate))
+        stage = self.stage if costs is None else replace(self.stage, machine=self.stage.machine.with_costs(costs))
+        return joined({slo.name: self._of_class(stage, row, workload, slo) for slo in classes})
 
-    def _of_class(self, row: Strategy, workload: Workload, slo: SloClass) -> Load:
-        report, cluster = self.stage.simulate(row.settings, workload, self.cells, slo)
+    def _of_class(self, stage: Stage, row: Strategy, workload: Workload, slo: SloClass) -> Load:
+        report, cluster = stage.simulate(row.settings, workload, self.cells, slo)
         foresight = cluster.router.foresight
         errors = {name: round(getattr(foresight, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
         busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
@@ -90,8 +98,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--network", type=Path, default=None, help="JSON with the fields of Network")
     parser.add_argument("--processes", type=int, default=1, help="rows that are simulated at a time")
     parser.add_argument("--against", type=Path, default=None, help="a table of benchmarks.strategies")
+    parser.add_argument("--fitted", action="store_true", help="steps take what the workers of that table had learned")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.fitted and parsed.against is None:
+        parser.error("--fitted goes by the table of --against")
+    return parsed
+
+
+def fitted_of(measured: Any) -> Fitted:
+    """Of a table of `benchmarks.strategies`. InvalidArgument if it has none: tables before 2026-11-22 13:00."""
+    found = {
+        (workload, row, load["rate"]): CostParameters(**load["costs"])
+        for workload, rows in measured.get("loads", {}).items()
+        for row, loads in rows.items()
+        for load in loads
+        if load.get("costs") is not None
+    }
+    if not found:
+        raise InvalidArgument("--fitted", "that table does not say what its workers had learned; measure it again")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
@@ -103,7 +129,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
     stage = Stage(machine, network, arguments.drain_seconds)
     step_s = stage.unloaded_step()
-    simulated = Simulated(stage, standard_cells(step_s), arguments)
+    told = fitted_of(_read(arguments.against)) if arguments.fitted else {}
+    simulated = Simulated(stage, standard_cells(step_s), arguments, told)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
     with ProcessPoolExecutor(arguments.processes) as pool:
@@ -125,11 +152,16 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
         "seconds": arguments.seconds,
         "seed": arguments.seed,
         "costs": asdict(machine.truth),
+        "fitted": arguments.fitted,
         "misjudged": arguments.misjudged,
         "network": asdict(network),
         "loads": loads,
         **run_facts("cpu"),
     }
+
+
+def _read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except TandemError as error:
         raise SystemExit(error.message) from None
     if parsed.against is not None:
-        compared = compare(result, json.loads(parsed.against.read_text(encoding="utf-8")))
+        compared = compare(result, _read(parsed.against))
         result["against"] = {"file": parsed.against.name, "figures": compared}
         print("\n".join(as_lines(compared)))
     if parsed.save:

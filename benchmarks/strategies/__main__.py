@@ -11,11 +11,12 @@ class. The other rows would do the same.
 """
 
 import argparse
+import asyncio
 import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -33,6 +34,9 @@ from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chos
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
+from cli.top import scrape
+from cluster.launcher import Endpoints
+from planner.reading import fitted
 from wire.errors import TandemError
 
 _PARTS_BITS = 16
@@ -110,16 +114,20 @@ class Run:
                 if not self._time_for_a_load(turn.row):
                     return False
                 switch_s = switch.to(turn.row)
-                self._load(turn, target, step_s, switch_s)
+                found = self._load(turn, target, step_s)
+                self._keep(turn, target, found | {"switch_s": round(switch_s, 3), "costs": fitted_costs(doors)})
         return True
 
-    def _load(self, turn: Turn, target: Target, step_s: float, switch_s: float) -> None:
-        part, cells = turn.part, standard_cells(step_s)
+    def _load(self, turn: Turn, target: Target, step_s: float) -> Load:
+        cells = standard_cells(step_s)
         classes = [cell.name for cell in cells] if asks(turn.row, self._arguments.ask) else [""]
-        loads = {name: self._load_of_class(turn, target, cells, place, name) for place, name in enumerate(classes)}
+        return joined(
+            {name: self._load_of_class(turn, target, cells, place, name) for place, name in enumerate(classes)}
+        )
+
+    def _keep(self, turn: Turn, target: Target, load: Load) -> None:
         facts = run_facts("cuda" if target.on_gpus else "cpu") | {"reached_by": BY_SWITCH}
-        load = joined(loads) | {"switch_s": round(switch_s, 3)}
-        part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
+        turn.part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
     def _load_of_class(self, turn: Turn, target: Target, cells: Sequence[SloCell], place: int, slo_class: str) -> Load:
         """Class number `place` of a turn's."""
@@ -151,6 +159,14 @@ class Run:
         loads = CELLS if asks(row, self._arguments.ask) else 1
         ends_at: float = time.monotonic() + loads * self._arguments.seconds + _SPARE_S
         return ends_at < self._ends_at
+
+
+def fitted_costs(doors: Endpoints) -> dict[str, float] | None:
+    """What steps have cost so far, as this cluster's workers have learned it: `CostParameters` by name; None if prompts
+    or answers were not measured. What `benchmarks.simulation --fitted` goes by.
+    """
+    found = fitted(asyncio.run(scrape(doors.metrics, doors.token)))
+    return None if found is None else asdict(found)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

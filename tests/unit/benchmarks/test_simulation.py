@@ -1,6 +1,7 @@
 """The simulated strategy table: relations that hold whatever the figures are, and how it is laid beside another."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,30 @@ def test_costs_that_nobody_knows_are_named(tmp_path: Path) -> None:
     costs.write_text('{"base_ms": 3}')
     with pytest.raises(InvalidArgument, match="base_ms"):
         read_costs(costs)
+
+
+def test_steps_take_what_the_workers_of_a_measured_row_had_learned(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, stage: Stage
+) -> None:
+    truth = stage.machine.truth
+    slow = asdict(replace(truth, base_s=3 * truth.base_s, tile_tokens=1))
+    table = result(load(2.0, 100.0, 0.9, 1.8) | {"costs": slow}) | {"seconds": "3.0"}
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(table))
+    command = ["--only", "shared,priority", "--workloads", "balanced", "--seconds", "3", "--rates", "2"]
+    main([*command, "--against", str(file), "--fitted"])
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]["balanced"]["rows"]
+    assert rows["shared"]["itl_p50_ms"] > 3e3 * truth.base_s
+    assert rows["priority"]["itl_p50_ms"] < 2e3 * truth.base_s, "the table has no such row"
+
+
+def test_a_table_that_does_not_say_what_was_learned_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(result(load(2.0, 100.0, 0.9, 1.8))))
+    with pytest.raises(SystemExit, match="measure it again"):
+        main(["--only", "shared", "--against", str(file), "--fitted"])
+    with pytest.raises(SystemExit):
+        main(["--fitted"])
+    assert "--against" in capsys.readouterr().err
