@@ -100,6 +100,19 @@ def test_queries_inside_a_stacked_product(attention: PrefillAttention, page_toke
     assert torch.equal(run(Strided(), step, dtype, GPU), run(attention, step, dtype, GPU))
 
 
+@pytest.mark.parametrize("odd_page_tokens", [7, 16, 100, 128, 256])
+def test_what_another_kernel_left_on_the_chip_is_not_read(odd_page_tokens: int, dtype: torch.dtype) -> None:
+    """Tiles reach beyond a row's context; what lies there in shared memory is whatever was there before."""
+    pytest.importorskip("flash_attn.cute", reason="needs the package flash-attn-4")
+    attention = FlashPrefill(odd_page_tokens, pdl=True)
+    step = make_step([(129, 129), (20, 150), (1, 7), (70, 333)], heads(8, 2, 128), odd_page_tokens)
+    whole, exact = torch_of(step, dtype, GPU), torch_of(step, torch.float64, GPU)
+    left = torch.full((4096, 4096), float("nan"), dtype=dtype, device=GPU)
+    for _ in range(3):
+        torch.mm(left, left)  # fills the shared memory of every multiprocessor with what is not a number
+        assert_as_good(run(attention, step, dtype, GPU), whole, exact)
+
+
 @pytest.mark.parametrize("shape", ["gqa", "mha", "window"])
 def test_no_prompt_waits_for_a_compiler(shape: str, page_tokens: int, dtype: torch.dtype) -> None:
     interface = pytest.importorskip("flash_attn.cute.interface", reason="needs the package flash-attn-4")

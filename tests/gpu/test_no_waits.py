@@ -1,0 +1,80 @@
+"""No launch waits for the device: whatever is drawn, with graphs and without, one step ahead of the last one read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.batch import PendingStep, StepBatch
+from engine.config import EngineConfig
+from engine.model_runner import ModelRunner
+from tests.gpu.scheduled_steps import Request, launch_ahead
+from wire.messages import SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+NEW = 12
+SAMPLING = [
+    SamplingParams(NEW, temperature=0.0),
+    SamplingParams(NEW, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3),
+    SamplingParams(NEW, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.2),
+    SamplingParams(NEW, logprobs=5),
+]
+
+
+class _Watched:
+    """A runner whose launches may not wait."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.asynchronous, self.page_tokens = runner.asynchronous, runner.page_tokens
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        with _no_waits():
+            return self.runner.launch(batch)
+
+
+@contextmanager
+def _no_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def requests() -> list[Request]:
+    return [Request([(7 * i + 31 * n) % 40_000 for i in range(60)], each) for n, each in enumerate(SAMPLING)]
+
+
+PROMPTS = [(number, 60) for number in range(len(SAMPLING))]
+ANSWERS = [(number, 1) for number in range(len(SAMPLING))]
+SCHEDULES = {
+    "prompts, then answers": [PROMPTS, *[ANSWERS] * (NEW - 1)],
+    "prompts beside answers": [PROMPTS[:2], *[ANSWERS[:2]] * 3, [*ANSWERS[:2], *PROMPTS[2:]], *[ANSWERS] * 4],
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "no graphs"])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_no_launch_waits(model_folder: Path, schedule: list[list[tuple[int, int]]], *, graphs: bool) -> None:
+    config = EngineConfig(
+        model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 28, max_batch_requests=4, cuda_graphs=graphs
+    )
+    runner = ModelRunner.load(config)
+    if not runner.stepper.asynchronous:
+        pytest.skip("steps of this engine wait")
+    launch_ahead(runner, requests(), schedule)  # what is made at the first use may wait
+    asked = requests()
+    launch_ahead(_Watched(runner), asked, schedule)  # type: ignore[arg-type]
+    assert all(each.answer for each in asked)
+
+
+def test_a_wait_would_be_seen() -> None:
+    """Or the test above could not fail."""
+    with pytest.raises(RuntimeError), _no_waits():
+        torch.ones(1, device="cuda").item()
