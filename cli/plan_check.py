@@ -95,7 +95,9 @@ def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 
 def _classes(table: Mapping[str, Any]) -> list[SloClass]:
     """The cells' limits; the strict one's is in steps of the measured cluster."""
-    step_s = table.get("unloaded_step_s") or table["unloaded_step_ms"] / 1e3
+    step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
+    if not step_s:
+        raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
     return [
         SloClass(each.name, each.ttft_s, STEPS * step_s if each.itl_steps < float("inf") else each.itl_s)
         for each in DEFAULT_CLASSES

@@ -147,10 +147,15 @@ class Run:
         of_load = number * len(self._every) + self._every.index(turn.row)
         return seed + of_workload + of_load * _CLASSES_MAX + place
 
+    @property
+    def unloaded_step_s(self) -> float | None:
+        """What the strict cell is told by; None before the first start."""
+        return float(json.loads(self._step_file.read_text(encoding="utf-8"))) if self._step_file.exists() else None
+
     def _unloaded_step(self, target: Target) -> float:
         """In seconds, measured once in all starts: the strict cell is the same for every row."""
-        if self._step_file.exists():
-            return float(json.loads(self._step_file.read_text(encoding="utf-8")))
+        if (known := self.unloaded_step_s) is not None:
+            return known
         step_s = warm_up(target)
         self._step_file.write_text(json.dumps(step_s), encoding="utf-8")
         return step_s
@@ -243,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model": model.name,
         "workers": parsed.workers,
         "complete": complete,
+        "unloaded_step_s": run.unloaded_step_s,
         **found,
         **options,
         **facts,

@@ -199,3 +199,9 @@ def test_workloads_are_scaled_and_slowed_down(tmp_path: Path) -> None:
     workload = found["balanced"].source.at(50.0, 20.0, 0)
     mean = sum(arrival.prompt_tokens for arrival in workload.arrivals) / len(workload.arrivals)
     assert 160 < mean < 240
+
+
+def test_the_strict_cell_is_told_by_the_first_start(tmp_path: Path) -> None:
+    assert arguments(tmp_path).unloaded_step_s is None
+    (tmp_path / "unloaded_step.json").write_text("0.004")
+    assert arguments(tmp_path).unloaded_step_s == 0.004

@@ -115,3 +115,13 @@ def test_a_table_is_compared_row_by_row(tmp_path: Path) -> None:
     assert result.stdout.count("disaggregated-1-1") == 3
     assert "of 3 knees within 20 %" in result.stdout
     assert "unheard-of" not in result.stdout
+
+
+def test_a_table_whose_strict_cell_nobody_knows_is_refused(tmp_path: Path) -> None:
+    load = {"rate": 2.0, "goodput": {"strict": {"share": 1.0}}}
+    table = {"model": "llama-3-8b", "workers": 2, "tables": {"balanced": {}}, "loads": {"shared": [load]}}
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(table))
+    result = run("--check", str(file))
+    assert result.exit_code == 2
+    assert "unloaded step" in result.stderr
