@@ -60,7 +60,7 @@ def test_each_alert_is_complete() -> None:
     for name, rule in alerts().items():
         assert re.fullmatch(r"Tandem[A-Z]\w+", name)
         assert rule["labels"]["severity"] in {"page", "ticket"}
-        assert rule["annotations"].keys() == {"summary"}
+        assert rule["annotations"].keys() == {"summary", "runbook"}
 
 
 def test_each_alert_has_its_paragraph() -> None:
@@ -70,6 +70,8 @@ def test_each_alert_has_its_paragraph() -> None:
     assert list(paragraphs) == list(alerts())
     assert all(len(paragraph) > 80 for paragraph in paragraphs.values())
     assert set(re.findall(r"\bTandem[A-Z]\w+", chapter)) == set(alerts())
+    named = {name: rule["annotations"]["runbook"] for name, rule in alerts().items()}
+    assert named == {name: f"docs/operations.md#{name.lower()}" for name in paragraphs}
 
 
 def test_each_alert_fires_and_rests_in_a_case() -> None:
