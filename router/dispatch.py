@@ -81,7 +81,7 @@ class Dispatcher:
         try:
             return self._submit(admitted)
         except TandemError as error:
-            self.metrics.refused(admitted.slo.name, error, admitted.n)
+            self.metrics.refused(admitted.slo.name, error)
             raise
 
     def _submit(self, admitted: Admitted) -> Choices:

@@ -11,6 +11,7 @@ from router.answer import Answer
 from router.answer_text import AnswerText, TokenText
 from router.choices import choice_of
 from router.request import Admitted, RoutedRequest
+from router.verdict import JointVerdict
 
 
 class LiveRequests(Mapping[str, RoutedRequest]):
@@ -43,7 +44,8 @@ class LiveRequests(Mapping[str, RoutedRequest]):
 
     def make(self, admitted: Admitted) -> list[RoutedRequest]:
         """A request for each answer, the first one first; none of them is here before it is added."""
-        return [self._make(choice_of(admitted, index)) for index in range(admitted.n)]
+        joint = JointVerdict(admitted.n)
+        return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
 
     def add(self, requests: Sequence[RoutedRequest]) -> None:
         """All answers to one client's request: the others are held behind the first."""
@@ -73,7 +75,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             self._emptied.clear()
             await self._emptied.wait()
 
-    def _make(self, admitted: Admitted) -> RoutedRequest:
+    def _make(self, admitted: Admitted, joint: JointVerdict) -> RoutedRequest:
         self.arrivals += 1
         now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
         return RoutedRequest(
@@ -84,4 +86,5 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             answer=Answer(admitted.request_id),
             waiting_since=now,
             edges=list(admitted.edges),
+            joint=joint,
         )

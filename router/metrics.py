@@ -66,13 +66,13 @@ class RouterMetrics:
         self.board.count(f.OFFERED_PROMPT_TOKENS).add(prompt_tokens)
         self.board.count(f.OFFERED_ANSWER_TOKENS).add(answers * answer_tokens)
 
-    def refused(self, slo_class: str, error: TandemError, answers: int = 1) -> None:
-        """A request for so many answers was turned away. Who asks for what cannot be has missed nothing."""
+    def refused(self, slo_class: str, error: TandemError) -> None:
+        """A request was turned away. Who asks for what cannot be has missed nothing."""
         reason = reason_of(error)
         self.board.count(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
             shed = isinstance(error, ResourceExhausted)
-            self._count(slo_class, SHED if shed else Verdict(Outcome.FAILED, Phase.QUEUE), answers)
+            self._count(slo_class, SHED if shed else Verdict(Outcome.FAILED, Phase.QUEUE))
 
     # On the way
 
@@ -160,7 +160,7 @@ class RouterMetrics:
             return
         request.counted = True
         self.board.count(f.REQUEST_FAILURES, error.code).add()
-        self._count(request.admitted.slo.name, failed(request.timeline()))
+        self._ended(request, failed(request.timeline()))
         self.traces.add(request.trace(self._model, error.code), whole=False)
 
     def _judge(self, request: RoutedRequest, spans: tuple[Span, ...], *, met_counts: bool = True) -> None:
@@ -168,13 +168,18 @@ class RouterMetrics:
         ttft_s = timeline.seconds(Edge.RECEIVED, Edge.FIRST_TOKEN if request.pace.tokens else Edge.FINISHED)
         before_first = PhaseTimes.of(spans, timeline.at(Edge.FIRST_TOKEN))
         verdict = judge(slo, request.pace, ttft_s, PhaseTimes.of(spans), before_first)
-        if met_counts or verdict.outcome is not Outcome.MET:
-            self._count(slo.name, verdict)
+        self._ended(request, verdict if met_counts or verdict.outcome is not Outcome.MET else None)
 
-    def _count(self, slo_class: str, verdict: Verdict, answers: int = 1) -> None:
-        self.board.count(f.SLO_REQUESTS, slo_class, verdict.outcome).add(answers)
+    def _ended(self, request: RoutedRequest, verdict: Verdict | None) -> None:
+        """Answers end one by one; what promises are kept of is their client's request."""
+        joint = request.joint.add(verdict)
+        if joint is not None:
+            self._count(request.admitted.slo.name, joint)
+
+    def _count(self, slo_class: str, verdict: Verdict) -> None:
+        self.board.count(f.SLO_REQUESTS, slo_class, verdict.outcome).add()
         if verdict.phase is not None:
-            self.board.count(f.SLO_MISSED, slo_class, verdict.phase).add(answers)
+            self.board.count(f.SLO_MISSED, slo_class, verdict.phase).add()
         else:
             self.goodput.met(slo_class)
 

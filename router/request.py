@@ -13,7 +13,7 @@ from router.foresight import PlacementRecord
 from router.placement import Forecast
 from router.slo import BEST_EFFORT, SloClass
 from router.ticket import Ticket
-from router.verdict import TokenPace
+from router.verdict import JointVerdict, TokenPace
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
 from wire.request_trace import RequestTrace, TraceContext
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
@@ -178,6 +178,8 @@ class RoutedRequest:
     """How its tokens leave."""
     counted: bool = False
     """Whether its end is in the metrics."""
+    joint: JointVerdict = field(default_factory=JointVerdict)
+    """On its client's request; shared with the other answers to it."""
     generated: bool = False
     """Whether its workers have finished it and hold nothing of it."""
     held: tuple[RoutedRequest, ...] = ()

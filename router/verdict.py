@@ -96,6 +96,29 @@ class Verdict:
 
 MET = Verdict(Outcome.MET)
 SHED = Verdict(Outcome.SHED, Phase.QUEUE)
+_GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
+
+
+class JointVerdict:
+    """On a client's request with all its answers: that on the worst of them."""
+
+    def __init__(self, answers: int = 1) -> None:
+        self._answers = answers
+        self._found: list[Verdict | None] = []
+
+    def add(self, verdict: Verdict | None) -> Verdict | None:
+        """One more answer has ended; None: its client gave it up before anything was missed. With the last one, that on
+        the request, None if the client gave it up so; before, None.
+        """
+        found = self._found
+        found.append(verdict)
+        if len(found) < self._answers:
+            return None
+        for outcome in _GRAVEST_FIRST:
+            for each in found:
+                if each is not None and each.outcome is outcome:
+                    return each
+        return None if None in found else MET
 
 
 def judge(

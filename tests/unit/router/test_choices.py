@@ -9,6 +9,9 @@ import grpc
 import openai
 import pytest
 
+from router.slo import BEST_EFFORT
+from router.verdict import Outcome
+from telemetry import families as f
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import PROMPT, Client, ask, expected
@@ -44,6 +47,13 @@ async def by_choice(call: Any) -> tuple[dict[int, list[int]], dict[int, pb.Compl
     return tokens, completes
 
 
+def judged(cluster: Cluster) -> dict[str, float]:
+    """How many requests had which outcome."""
+    board = cluster.router._dispatcher.metrics.board
+    counts = {outcome: board.count(f.SLO_REQUESTS, BEST_EFFORT.name, outcome).value for outcome in Outcome}
+    return {str(outcome): count for outcome, count in counts.items() if count}
+
+
 async def test_each_answer_has_its_number_its_end_and_a_seed_of_its_own(cluster: Cluster, client: Client) -> None:
     seeds = []
     for _ in range(2):
@@ -57,6 +67,7 @@ async def test_each_answer_has_its_number_its_end_and_a_seed_of_its_own(cluster:
     assert len(set(seeds[0])) == 3
     assert seeds[0][0] == cluster.prefill.prefills[0].sampling.seed == SEED
     await cluster.settled()
+    assert judged(cluster) == {"met": 3}
 
 
 async def test_the_others_wait_until_the_prompt_is_at_the_decode_worker(cluster: Cluster, client: Client) -> None:
@@ -81,6 +92,7 @@ async def test_a_client_that_leaves_ends_all(cluster: Cluster, client: Client) -
     await until(lambda: len(cluster.decode.tasks) == 3, "all three decode")
     call.cancel()
     await cluster.settled()
+    assert judged(cluster) == {}
 
 
 async def test_abort_ends_all_with_their_answers(cluster: Cluster, client: Client) -> None:
@@ -103,6 +115,7 @@ async def test_an_answer_that_fails_fails_the_call(cluster: Cluster, client: Cli
     error = await running
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "this one alone")
     await cluster.settled()
+    assert judged(cluster) == {"failed": 1}
 
 
 @pytest.mark.parametrize("n", [0, 17])
@@ -120,6 +133,7 @@ class TestSmallQueue:
     async def test_each_answer_counts(self, cluster: Cluster, client: Client) -> None:
         error = await client.error(ask(3, n=5))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert judged(cluster) == {"shed": 1}
         cluster.prefill.switches.silent_prefill = True
         calls = [client.stub.Generate(ask(3, n=3)) for _ in range(1)]
         await until(lambda: cluster.router._dispatcher.waiting == 2, "two are held")

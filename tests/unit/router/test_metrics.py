@@ -17,7 +17,7 @@ from router.placement import Forecast
 from router.refusal import Refusal, Refused
 from router.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
-from router.verdict import MET, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
+from router.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from telemetry import families as f
 from telemetry.exposition import Exposition
 from tests.unit.router.conftest import Cluster
@@ -250,10 +250,27 @@ def test_refusals(metrics: RouterMetrics) -> None:
         assert grown == (set() if outcome is None else {("tight", outcome), ("tight", "queue")})
 
 
-def test_a_request_for_several_answers_counts_as_many_whatever_becomes_of_it(metrics: RouterMetrics) -> None:
-    metrics.refused("tight", Refused(Refusal.QUEUE_FULL, "full"), 8)
-    assert metrics.board.count(f.SLO_REQUESTS, "tight", "shed").value == 8
-    assert metrics.board.count(f.ADMISSION_REJECTIONS, "queue_full").value == 1
+LATE, SLOW = Verdict(Outcome.MISSED_TTFT, Phase.QUEUE), Verdict(Outcome.MISSED_ITL, Phase.DECODE)
+BROKEN = Verdict(Outcome.FAILED, Phase.TRANSFER)
+
+
+@pytest.mark.parametrize(
+    ("answers", "joint"),
+    [
+        ((MET, MET, MET), MET),
+        ((MET, SLOW, MET), SLOW),
+        ((SLOW, MET, LATE), LATE),
+        ((LATE, BROKEN, None), BROKEN),
+        ((MET, None, MET), None),
+        ((None, SLOW, None), SLOW),
+        ((None,), None),
+    ],
+)
+def test_a_request_is_judged_once_by_its_worst_answer(
+    answers: tuple[Verdict | None, ...], joint: Verdict | None
+) -> None:
+    request = JointVerdict(len(answers))
+    assert [request.add(each) for each in answers] == [*(None for _ in answers[1:]), joint]
 
 
 def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
