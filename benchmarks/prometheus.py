@@ -28,7 +28,7 @@ _READY_S, _STOP_S, _ANSWER_S, _POLL_S = 30.0, 10.0, 10.0, 0.2
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 _CONFIG = """\
-global: {{scrape_interval: {every}s, scrape_timeout: {every}s, evaluation_interval: {every}s}}
+global: {{scrape_interval: {every}s, scrape_timeout: {every}s, evaluation_interval: 1s}}
 rule_files: [rules.yaml]
 scrape_configs:
   - job_name: tandem
@@ -131,7 +131,7 @@ def prometheus_beside(
     `exporters` of others' metrics at host:port.
 
     Without `patience` alerts fire as soon as their condition holds, and look back ten seconds for what has grown, burn
-    rates too.
+    rates too; for restarts twenty, as a start takes some.
     FailedPrecondition if it is not installed or does not start.
     """
     program = find_prometheus()
@@ -159,7 +159,7 @@ def prometheus_beside(
 
 
 def _impatient(rules: str) -> str:
-    at_once = re.sub(r"(?m)^ +for: .*\n", "", rules)
+    at_once = re.sub(r"(?m)^ +for: .*\n", "", rules).replace("restarts_total[15m]", "restarts_total[20s]")
     return re.sub(r"((?:increase|rate)\([^\[]*)\[\d+[mh]\]", r"\1[10s]", at_once)
 
 

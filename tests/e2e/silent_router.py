@@ -9,7 +9,7 @@ import grpc
 from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PAGE_TOKENS = 16
-_LARGEST_PAGES, _SPARE_PAGES = 400, 2
+_LARGEST_PAGES, _SMALL_PAGES, _SPARE_PAGES = 400, 3, 2
 _ME, _ANSWER = "silent-router", types_pb2.SamplingParams(max_tokens=4, top_p=1.0)
 
 
@@ -41,7 +41,7 @@ class SilentRouter:
 
     def reserve(self) -> None:
         """All pages but a few are promised, and those of the prompts may be written."""
-        for number, pages in enumerate(_portions(self._pages, _LARGEST_PAGES)):
+        for number, pages in enumerate([*_portions(self._pages - _SMALL_PAGES, _LARGEST_PAGES), _SMALL_PAGES]):
             prompt = range(1, pages * PAGE_TOKENS - _ANSWER.max_tokens)
             asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
             lease = self._decode.Reserve(asked, **self._asked).lease
@@ -50,8 +50,9 @@ class SilentRouter:
             assert self._decode.AllotPages(allot, **self._asked).page_ids
 
     def hand_over(self) -> None:
-        """The prompt of the smallest."""
-        number, (lease, prompt) = len(self._leases) - 1, self._leases[-1]
+        """The prompt of the last one, a small one, whose lease the prefill worker gives back itself."""
+        lease, prompt = self._leases.pop()
+        number = len(self._leases)
         reader = self.reader
         there = worker_pb2.Destination(
             worker_id=reader.worker_id, incarnation=reader.incarnation, address=reader.address, lease=lease
