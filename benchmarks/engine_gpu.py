@@ -7,11 +7,9 @@ counts is a ratio to them. The last line is one JSON object.
 import argparse
 import gc
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -30,6 +28,7 @@ from engine.kernels.triton_launch import overlaps_launches
 from engine.layers.attention import attention_shape
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
+from engine.weights.gguf import default_cache
 
 BATCHES = (1, 8, 32, 128, 256)
 CONTEXT = 1024
@@ -46,7 +45,7 @@ Figures = dict[str, object]
 def run(arguments: argparse.Namespace) -> None:
     """Measure what the command line asks for and print it, JSON last."""
     config = EngineConfig(
-        write_shape(arguments.shape, Path(tempfile.gettempdir()) / f"tandem-{arguments.shape}"),
+        write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}"),
         device=arguments.device,
         dtype="bfloat16",
         random_weights=True,

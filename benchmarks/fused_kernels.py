@@ -9,10 +9,8 @@ itself the ratio is 1. Activations are random bfloat16. The last line is one JSO
 
 import argparse
 import json
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
@@ -22,6 +20,7 @@ from benchmarks.contest import Comparison
 from benchmarks.results import run_facts, save_result
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.shapes import shape_names, write_shape
+from engine.weights.gguf import default_cache
 
 TOKENS = (1, 8, 32, 128, 2048)
 _COMPILERS = 16
@@ -34,7 +33,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()
     need_gpu()
-    folder = write_shape(arguments.shape, Path(tempfile.gettempdir()) / f"tandem-{arguments.shape}")
+    folder = write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}")
     copy = measure_ceilings().copy
     print(f"{torch.cuda.get_device_name()}, {arguments.shape}, bfloat16: copy {copy / 1e9:.0f} GB/s", flush=True)
     print(f"{'operation':22} {'tokens':>6} {'fused us':>9} {'unfused us':>10} {'ratio':>6} {'of copy':>8}")
