@@ -62,11 +62,17 @@ class Decode(worker_pb2_grpc.WorkerServicer):
 class Scene:
     def __init__(self) -> None:
         self.engine = FakeEngine()
+        self.theirs: list[FakeEngine] = []
         self.fabric = InMemoryFabric()
         self.transport = InMemoryTransport(self.fabric, self.engine.layout, PeerRef("prefill-0", 1), lambda _: None)
         mine = make_handshake(self.transport.describe(), (), self.engine.layout)
         self.peers = Peers(mine, self.transport, "", 5.0)
         self.decode = Decode()
+
+    def neighbour(self) -> InMemoryTransport:
+        """The decode worker's. Its memory lasts as long as the scene: warm-ups write into it."""
+        self.theirs.append(FakeEngine())
+        return InMemoryTransport(self.fabric, self.theirs[-1].layout, THERE, lambda _: None)
 
     async def start(self) -> None:
         self.server = rpc.open_server()
@@ -178,7 +184,7 @@ async def test_a_warm_up_that_breaks_is_logged_and_not_raised(
     def broken(*_: object) -> None:
         raise RuntimeError("no such page")
 
-    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    transport = scene.neighbour()
     scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
     monkeypatch.setattr(scene.transport, "write", broken)
     await scene.peers.warm_up(THERE, scene.there.address)
@@ -220,7 +226,7 @@ async def test_a_worker_that_closes_leaves_no_warm_up_behind(monkeypatch: pytest
 
 
 async def test_a_worker_that_is_forgotten_during_its_introduction_stays_unknown(scene: Scene) -> None:
-    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    transport = scene.neighbour()
     reply = worker_pb2.ConnectPeerResponse(peer=convert.description_to_proto(transport.describe()))
 
     async def reply_and_be_forgotten(*_: object, **__: object) -> worker_pb2.ConnectPeerResponse:
@@ -236,7 +242,7 @@ async def test_a_worker_that_is_forgotten_during_its_introduction_stays_unknown(
 async def test_a_warm_up_waits_for_its_page_no_longer_than_its_deadline(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    transport = scene.neighbour()
     scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
     await scene.peers.connect(scene.there)
     scene.fabric.hold()

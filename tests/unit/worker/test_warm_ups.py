@@ -10,7 +10,6 @@ import pytest
 
 from kv_transfer.handshake import make_handshake
 from kv_transfer.in_memory import InMemoryTransport
-from tests.fake_engine import FakeEngine
 from tests.unit.worker.test_peers import THERE, Scene
 from tests.worker_pair import until
 from wire import convert
@@ -40,7 +39,7 @@ def seen(scene: Scene, peer: PeerRef = THERE, role: Role = Role.DECODE) -> Worke
 
 
 def let_in(scene: Scene) -> None:
-    transport = InMemoryTransport(scene.fabric, FakeEngine().layout, THERE, lambda _: None)
+    transport = scene.neighbour()
     scene.decode.reply.peer.CopyFrom(convert.description_to_proto(transport.describe()))
     scene.decode.refusal = None
 
