@@ -106,6 +106,7 @@ async def test_the_role_is_the_old_one_until_the_last_request_has_ended() -> Non
         assert state(pair.decode) == (Role.BOTH, Role.DECODE)
         let_go(pair)
         await until(lambda: state(pair.decode) == (Role.PREFILL, None))
+        await until(lambda: heard.finish)  # its last words may be on their way
         assert heard.tokens == answer_to(PROMPT, TEN)
 
 
