@@ -61,9 +61,7 @@ class Deliveries:
             await asyncio.sleep(self._period_s)
             some = peer.late[:MOST_LEASES]
             if not some or await self._heard(ref, peer.address, some):
-                # The oldest may have been forgotten meanwhile.
-                heard = set(some)
-                peer.late = [*(lease for lease in peer.late if lease not in heard), *peer.fresh]
+                peer.late = [*peer.late[len(some) :], *peer.fresh]
                 peer.fresh = []
         del self._peers[ref]
 
