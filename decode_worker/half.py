@@ -41,8 +41,6 @@ class DecodeHalf:
         self._batch = RunningBatch(max_batch_requests, page_tokens)
         self._cancelled = 0
         """Of the admission's count, those that were looked for."""
-        self._short = False
-        """Whether somebody waits for a page."""
         self.gap_targets: list[float] = []
         """What the requests of the batch bear between tokens, in seconds and rising; infinite = anything."""
 
@@ -54,7 +52,7 @@ class DecodeHalf:
         self._notice_cancelled()
         self._let_go()
         # Who becomes ready behind this look is in the next step.
-        if self._admission.ready_requests and not self._short:
+        if self._admission.ready_requests and not self._batch.is_short:
             for request in self._admission.join(min(self._max_batch, budget) - len(self._batch)):
                 self._start(request)
         self._give_pages()
@@ -112,7 +110,6 @@ class DecodeHalf:
 
     def _give_pages(self) -> None:
         """To those that need one for their next row; others may leave or stop for it."""
-        self._short = False
         needy = self._batch.without_page()
         if not needy:
             return
@@ -121,15 +118,15 @@ class DecodeHalf:
             for request in staying:
                 self._batch.grown(request)
             return
-        preemptions = self._admission.preemptions
+        preemptions, short = self._admission.preemptions, False
         for request in needy:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
             if self._admission.grow(request, self._batch.requests):
                 self._batch.grown(request)
             else:
-                self._short = True
-        if self._short or self._admission.preemptions != preemptions:
+                short = True
+        if short or self._admission.preemptions != preemptions:
             self._follow_preemption()
 
     def _follow_preemption(self) -> None:

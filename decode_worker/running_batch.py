@@ -155,6 +155,11 @@ class RunningBatch:
         seat = _seat_of(request)
         return sum(seat.in_launch(number) for number, _ in self.flying)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether somebody who was without a page still is."""
+        return bool(self._short)
+
     def without_page(self) -> list[DecodeRequest]:
         """Who has no page for a row of the next launch."""
         now, turns = self._launches, self._turns
