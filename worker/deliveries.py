@@ -61,7 +61,9 @@ class Deliveries:
             await asyncio.sleep(self._period_s)
             some = peer.late[:MOST_LEASES]
             if not some or await self._heard(ref, peer.address, some):
-                peer.late = [*peer.late[len(some) :], *peer.fresh]
+                # The oldest may have been forgotten meanwhile.
+                heard = set(some)
+                peer.late = [*(lease for lease in peer.late if lease not in heard), *peer.fresh]
                 peer.fresh = []
         del self._peers[ref]
 

@@ -122,6 +122,24 @@ async def test_what_a_silent_peer_does_not_hear_is_bounded(
     assert ears.epochs == [1, 2, 3, 4]
 
 
+async def test_what_is_forgotten_during_a_call_takes_nothing_else_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deliveries, "MOST_WAITING", 4)
+    monkeypatch.setattr(deliveries, "MOST_LEASES", 2)
+    heard: list[int] = []
+
+    async def tell(_peer: PeerRef, _address: str, leases: Sequence[Lease]) -> bool:
+        if not heard:
+            told.add(to(HERE, 4))
+        heard.extend(lease.epoch for lease in leases)
+        return True
+
+    told = Deliveries(tell, PERIOD_S)
+    for epoch in range(4):
+        told.add(to(HERE, epoch))
+    await until(lambda: not told._peers)
+    assert heard == [0, 1, 2, 3, 4]
+
+
 async def test_closing_ends_it(told: Deliveries, ears: Ears) -> None:
     told.add(to(HERE, 1))
     await told.close()
