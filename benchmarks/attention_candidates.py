@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton_attention import DecodeAttention, Plan
-from engine.kernels.triton_attention_kernel import (
-    _dot,
-    _fetch_into_cache,
-    _merge,
-    _page_of_tile,
-    _tiles_of,
-    _token_offsets,
-)
+from engine.kernels.triton_attention_kernel import attend, deliver, fetch_tile, page_of_tile, tiles_of
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -28,7 +21,7 @@ def _weights_of(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: t
     """
     number = first + tl.arange(0, ROWS_TILE)
     context = tl.load(context_lens + number, mask=number < rows, other=0)
-    return tl.where(number < rows, tl.maximum(_tiles_of(context, WINDOW, BLOCK_TOKENS), 1), 0)
+    return tl.where(number < rows, tl.maximum(tiles_of(context, WINDOW, BLOCK_TOKENS), 1), 0)
 
 
 @triton.jit(
@@ -77,7 +70,6 @@ def walking_attention_kernel(
     kv_head = tl.program_id(0)
     unit = tl.program_id(1)
     head = tl.arange(0, GROUP_TILE)
-    token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
     held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     if not EARLY:
@@ -94,16 +86,16 @@ def walking_attention_kernel(
     before = 0
     passed = 0
     for first in tl.range(0, rows, ROWS_TILE):
-        weight = _weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
-        ends = passed + tl.cumsum(weight, 0)
-        ended = (weight > 0) & (ends <= start_tile)
+        weights = _weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
+        ends = passed + tl.cumsum(weights, 0)
+        ended = (weights > 0) & (ends <= start_tile)
         first_row += tl.sum(ended.to(tl.int32))
-        before += tl.sum(tl.where(ended, weight, 0))
-        last_row += tl.sum(((weight > 0) & (ends - weight < end_tile)).to(tl.int32))
-        passed += tl.sum(weight)
+        before += tl.sum(tl.where(ended, weights, 0))
+        last_row += tl.sum(((weights > 0) & (ends - weights < end_tile)).to(tl.int32))
+        passed += tl.sum(weights)
 
-    keys_of_head = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    values_of_head = keys_of_head + KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
     if EARLY:
         if PDL:
             row = tl.minimum(first_row, rows - 1)
@@ -112,22 +104,13 @@ def walking_attention_kernel(
             if WINDOW > 0:
                 begin = tl.maximum(context - WINDOW, 0)
             start = begin // BLOCK_TOKENS + start_tile - before
-            page = _page_of_tile(page_table + row * table_stride, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
-            line = tl.arange(0, LINES)
-            spot = _token_offsets(page, start, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-            if PAGE_TOKENS % BLOCK_TOKENS == 0:
-                spot += token[:, None] * HEAD_DIM
-            spot += line[None, :] * (DIM_PADDED // LINES)
-            position = start * BLOCK_TOKENS + token
-            wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
-            _fetch_into_cache(cache, keys_of_head + spot, wanted)
-            _fetch_into_cache(cache, values_of_head + spot, wanted)
+            page = page_of_tile(page_table + row * table_stride, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+            fetch_tile(
+                cache, keys, values, page, start, begin, context, page_stride,
+                HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
+            )  # fmt: skip
         wait_for_inputs(PDL)
 
-    if PAGE_TOKENS % BLOCK_TOKENS == 0:
-        cells = token[:, None] * HEAD_DIM + dim[None, :]
-    else:
-        cells = dim[None, :]
     flat = before
     for row in tl.range(first_row, last_row):
         context = tl.load(context_lens + row)
@@ -136,65 +119,25 @@ def walking_attention_kernel(
             begin = tl.maximum(context - WINDOW, 0)
         first_tile = begin // BLOCK_TOKENS
         tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-        weight_of_row = tl.maximum(tiles, 1)
+        weight = tl.maximum(tiles, 1)
         start = first_tile + tl.maximum(start_tile - flat, 0)
         end = first_tile + tl.minimum(end_tile - flat, tiles)
         first_unit = flat // stretch
-        active = (flat + weight_of_row - 1) // stretch - first_unit + 1
+        active = (flat + weight - 1) // stretch - first_unit + 1
         table = page_table + row * table_stride
-        page = _page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+        page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
         query = tl.load(q + q_cells, mask=held, other=0.0)
-        highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-        mass = tl.zeros([GROUP_TILE], tl.float32)
-        mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
-
-        for tile in tl.range(start, end):
-            offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-            # The next tile's page id is on its way while this one is computed.
-            page = _page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
-            position = tile * BLOCK_TOKENS + token
-            seen = position < context
-            if WINDOW > 0:
-                seen = seen & (position >= begin)
-            loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
-            key = tl.load(keys_of_head + offset + cells, mask=loaded, other=0.0)
-            scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            share = tl.exp2(scores - higher[:, None])
-            fade = tl.exp2(highest - higher)
-            mass = mass * fade + tl.sum(share, axis=1)
-            value = tl.load(values_of_head + offset + cells, mask=loaded, other=0.0)
-            mixed = mixed * fade[:, None] + _dot(share.to(value.dtype), value, WIDE_DOT)
-            highest = higher
-
-        result = mixed / tl.where(mass > 0.0, mass, 1.0)[:, None]
-        lane = row * KV_HEADS + kv_head
-        out_row = out + lane * (GROUP * HEAD_DIM)
-        out_cells = head[:, None] * HEAD_DIM + dim[None, :]
-        if active == 1:
-            tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
-        else:
-            first_partial = kv_head * (slots + rows) + first_unit + row
-            lane_partials = partials + first_partial * (GROUP * HEAD_DIM)
-            lane_lse = partial_lse + first_partial * GROUP
-            split = unit - first_unit
-            tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
-            tl.store(lane_lse + split * GROUP + head, highest + tl.log2(mass), mask=head < GROUP)
-            # All warps' stores come before the one thread that counts.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                merged = _merge(
-                    lane_partials, lane_lse, active, GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS
-                )
-                member = tl.arange(0, GROUP_PADDED)
-                kept = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-                merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
-                tl.store(counters + lane, 0)
-        flat += weight_of_row
+        highest, mass, mixed = attend(
+            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
+            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
+        )  # fmt: skip
+        deliver(
+            highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,
+            kv_head * (slots + rows) + first_unit + row, out, partials, partial_lse, counters,
+            GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
+        )  # fmt: skip
+        flat += weight
 
 
 class WalkingAttention(DecodeAttention):

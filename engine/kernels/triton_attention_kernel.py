@@ -11,7 +11,7 @@ from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
 @triton.jit
-def _tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """How many tiles rows of so much context see."""
     tiles = tl.cdiv(context, BLOCK_TOKENS)
     if WINDOW > 0:
@@ -38,7 +38,7 @@ def _share_of(
     total = 0
     for first in tl.range(0, rows, ROWS_TILE):
         context = tl.load(context_lens + first + number, mask=first + number < rows, other=0)
-        total += tl.sum(_tiles_of(context, WINDOW, BLOCK_TOKENS))
+        total += tl.sum(tiles_of(context, WINDOW, BLOCK_TOKENS))
     stretch = tl.maximum(tl.cdiv(total, slots), least_tiles)
     row = 0
     before = 0
@@ -46,7 +46,7 @@ def _share_of(
     for first in tl.range(0, rows, ROWS_TILE):
         present = first + number < rows
         context = tl.load(context_lens + first + number, mask=present, other=0)
-        count = tl.where(present, tl.maximum(tl.cdiv(_tiles_of(context, WINDOW, BLOCK_TOKENS), stretch), 1), 0)
+        count = tl.where(present, tl.maximum(tl.cdiv(tiles_of(context, WINDOW, BLOCK_TOKENS), stretch), 1), 0)
         passed = present & (programs + tl.cumsum(count, 0) <= unit)
         row += tl.sum(passed.to(tl.int32))
         before += tl.sum(tl.where(passed, count, 0))
@@ -56,7 +56,7 @@ def _share_of(
 
 
 @triton.jit
-def _page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+def page_of_tile(table, tile, begin, context, PAGE_TOKENS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     """The page id of a tile that lies in one page, else the page ids [BLOCK_TOKENS] of its tokens; 0 where unseen."""
     start = tile * BLOCK_TOKENS
     if PAGE_TOKENS % BLOCK_TOKENS == 0:
@@ -98,6 +98,91 @@ def _dot(a, b, WIDE_DOT: tl.constexpr):
 
 
 @triton.jit
+def fetch_tile(
+    cache,
+    keys,
+    values,
+    page,
+    tile,
+    begin,
+    context,
+    page_stride,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Bring a tile's keys and values into L2, without waiting."""
+    token = tl.arange(0, BLOCK_TOKENS)
+    line = tl.arange(0, LINES)
+    spot = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        spot += token[:, None] * HEAD_DIM
+    spot += line[None, :] * (DIM_PADDED // LINES)
+    position = tile * BLOCK_TOKENS + token
+    wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
+    _fetch_into_cache(cache, keys + spot, wanted)
+    _fetch_into_cache(cache, values + spot, wanted)
+
+
+@triton.jit
+def attend(
+    query,
+    keys,
+    values,
+    table,
+    page,
+    start,
+    end,
+    begin,
+    context,
+    page_stride,
+    log2_scale,
+    GROUP_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """The attention of `query` [GROUP_TILE, DIM_PADDED] to the tiles from `start`, which lies in `page`, to `end`: the
+    running maximum and sum [GROUP_TILE] of its scores, and the values mixed by these [GROUP_TILE, DIM_PADDED].
+    """
+    token = tl.arange(0, BLOCK_TOKENS)
+    dim = tl.arange(0, DIM_PADDED)
+    if PAGE_TOKENS % BLOCK_TOKENS == 0:
+        cells = token[:, None] * HEAD_DIM + dim[None, :]
+    else:
+        cells = dim[None, :]
+    highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP_TILE], tl.float32)
+    mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
+
+    for tile in tl.range(start, end):
+        offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
+        # The next tile's page id is on its way while this one is computed.
+        page = page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+        position = tile * BLOCK_TOKENS + token
+        seen = position < context
+        if WINDOW > 0:
+            seen = seen & (position >= begin)
+        loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
+        key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
+        scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(weight, axis=1)
+        value = tl.load(values + offset + cells, mask=loaded, other=0.0)
+        mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
+        highest = higher
+    return highest, total, mixed
+
+
+@triton.jit
 def _merge(
     partials,
     partial_lse,
@@ -132,6 +217,54 @@ def _merge(
         merged = merged * fade[:, None] + tl.sum(values * weight[:, :, None], axis=0)
         highest = higher
     return merged / total[:, None]
+
+
+@triton.jit
+def deliver(
+    highest,
+    total,
+    mixed,
+    lane,
+    split,
+    active,
+    first_partial,
+    out,
+    partials,
+    partial_lse,
+    counters,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+):
+    """What `attend` found for stretch number `split` of the row and key head `lane`: its result, if it is the only
+    `active` one, else a partial result, number `first_partial` + `split`. The last to arrive merges them.
+    """
+    head = tl.arange(0, GROUP_TILE)
+    dim = tl.arange(0, DIM_PADDED)
+    held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+    out_row = out + lane * (GROUP * HEAD_DIM)
+    out_cells = head[:, None] * HEAD_DIM + dim[None, :]
+    if active == 1:
+        tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
+    else:
+        lane_partials = partials + first_partial * (GROUP * HEAD_DIM)
+        lane_lse = partial_lse + first_partial * GROUP
+        tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
+        tl.store(lane_lse + split * GROUP + head, highest + tl.log2(total), mask=head < GROUP)
+        # All warps' stores come before the one thread that counts.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
+        if arrived == active - 1:
+            merged = _merge(lane_partials, lane_lse, active, GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS)
+            member = tl.arange(0, GROUP_PADDED)
+            kept = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+            merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
+            tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
+            tl.store(counters + lane, 0)
 
 
 @triton.jit(
@@ -182,7 +315,6 @@ def decode_attention_kernel(
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
     head = tl.arange(0, GROUP_TILE)
-    token = tl.arange(0, BLOCK_TOKENS)
     dim = tl.arange(0, DIM_PADDED)
     held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
     if not EARLY:
@@ -212,71 +344,24 @@ def decode_attention_kernel(
     active = tl.maximum(tl.cdiv(tiles, stretch), 1)
     start = first_tile + split * stretch
     end = tl.minimum(start + stretch, first_tile + tiles)
-    page = _page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+    page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
     if EARLY:
         if PDL:
-            line = tl.arange(0, LINES)
-            spot = _token_offsets(page, start, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-            if PAGE_TOKENS % BLOCK_TOKENS == 0:
-                spot += token[:, None] * HEAD_DIM
-            spot += line[None, :] * (DIM_PADDED // LINES)
-            position = start * BLOCK_TOKENS + token
-            wanted = ((position >= begin) & (position < context))[:, None] & (line * (DIM_PADDED // LINES) < HEAD_DIM)
-            _fetch_into_cache(cache, keys + spot, wanted)
-            _fetch_into_cache(cache, values + spot, wanted)
+            fetch_tile(
+                cache, keys, values, page, start, begin, context, page_stride,
+                HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
+            )  # fmt: skip
         wait_for_inputs(PDL)
     # Not before the page id is asked for: the query goes to shared memory at once, and nothing is asked for meanwhile.
     query = tl.load(q + q_cells, mask=held, other=0.0)
 
     if split < active:
-        if PAGE_TOKENS % BLOCK_TOKENS == 0:
-            cells = token[:, None] * HEAD_DIM + dim[None, :]
-        else:
-            cells = dim[None, :]
-        highest = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-        total = tl.zeros([GROUP_TILE], tl.float32)
-        mixed = tl.zeros([GROUP_TILE, DIM_PADDED], tl.float32)
-
-        for tile in tl.range(start, end):
-            offset = _token_offsets(page, tile, page_stride, PAGE_TOKENS, BLOCK_TOKENS, HEAD_DIM)
-            # The next tile's page id is on its way while this one is computed.
-            page = _page_of_tile(table, tile + 1, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
-            position = tile * BLOCK_TOKENS + token
-            seen = position < context
-            if WINDOW > 0:
-                seen = seen & (position >= begin)
-            loaded = seen[:, None] & (dim < HEAD_DIM)[None, :]
-            key = tl.load(keys + offset + cells, mask=loaded, other=0.0)
-            scores = _dot(query, tl.trans(key), WIDE_DOT) * log2_scale
-            scores = tl.where(seen[None, :], scores, float("-inf"))
-            higher = tl.maximum(highest, tl.max(scores, axis=1))
-            weight = tl.exp2(scores - higher[:, None])
-            fade = tl.exp2(highest - higher)
-            total = total * fade + tl.sum(weight, axis=1)
-            value = tl.load(values + offset + cells, mask=loaded, other=0.0)
-            mixed = mixed * fade[:, None] + _dot(weight.to(value.dtype), value, WIDE_DOT)
-            highest = higher
-
-        result = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
-        lane = row * KV_HEADS + kv_head
-        out_row = out + lane * (GROUP * HEAD_DIM)
-        out_cells = head[:, None] * HEAD_DIM + dim[None, :]
-        if active == 1:
-            tl.store(out_row + out_cells, result.to(out.dtype.element_ty), mask=held)
-        else:
-            lane_partials = partials + first_partial * (GROUP * HEAD_DIM)
-            lane_lse = partial_lse + first_partial * GROUP
-            tl.store(lane_partials + split * (GROUP * HEAD_DIM) + out_cells, result, mask=held)
-            tl.store(lane_lse + split * GROUP + head, highest + tl.log2(total), mask=head < GROUP)
-            # All warps' stores come before the one thread that counts.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(counters + lane, 1, sem="acq_rel", scope="gpu")
-            if arrived == active - 1:
-                merged = _merge(
-                    lane_partials, lane_lse, active, GROUP, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS
-                )
-                member = tl.arange(0, GROUP_PADDED)
-                kept = (member < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-                merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
-                tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
-                tl.store(counters + lane, 0)
+        highest, total, mixed = attend(
+            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
+            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
+        )  # fmt: skip
+        deliver(
+            highest, total, mixed, row * KV_HEADS + kv_head, split, active, first_partial,
+            out, partials, partial_lse, counters,
+            GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
+        )  # fmt: skip
