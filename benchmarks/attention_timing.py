@@ -1,15 +1,20 @@
-"""Plans of decode attention: which are worth measuring, and seconds of one call by one of them."""
+"""Plans of decode attention: which are worth measuring, and seconds of one call by one of them.
 
-from collections.abc import Callable, Sequence
+Calls overlap their neighbours' launches and read the layout early, as in the engine.
+"""
+
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from benchmarks.ceilings import graph_seconds
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention, Plan
+from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
+from engine.kernels.triton_launch import overlaps_launches
+from wire.ending import pages_for
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -18,49 +23,33 @@ LEAST_CACHE_BYTES = 400e6
 """Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
 COMPILERS = 16
 TILES = [
-    (64, 4, 3),
-    (64, 4, 4),
-    (64, 4, 2),
-    (32, 4, 4),
-    (32, 4, 6),
-    (32, 2, 4),
-    (128, 4, 2),
-    (128, 4, 3),
-    (128, 8, 3),
-    (64, 2, 3),
+    Plan(block_tokens=32, warps=2, stages=4, overlaps=True),
+    Plan(block_tokens=64, warps=2, stages=3),
+    Plan(block_tokens=64, warps=4, stages=3),
+    Plan(block_tokens=128, warps=4, stages=2),
 ]
-"""Tokens, warps, stages."""
-SPLITS = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64]
-PROGRAMS_PER_SM = (0.9, 20)
-"""Fewest and most programs worth a try."""
+SPLITS = [8, 16, 24, 32, 48, 64]
+"""Of a single row."""
+PER_SM = (2, 3, 4)
+"""Programs a multiprocessor that walk over several rows."""
 _SIGMA = 0.8
 """Of the logarithm of uneven lengths."""
-TOLERANCE = 0.02
+_TOLERANCE = 0.02
 """How far apart two plans' results may lie, in absolute terms: results are averages of numbers around 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Rows of `context` tokens each, and the heads that attend to them."""
+    """Rows of so many tokens each, and the heads that attend to them."""
 
-    rows: int
-    context: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows}x{self.context} h{self.heads}/{self.kv_heads} d{self.head_dim}"
+    name: str
+    lengths: tuple[int, ...]
+    shape: AttentionShape
 
     @property
     def bytes(self) -> int:
         """Keys and values that one call reads."""
-        return 2 * self.rows * self.context * self.kv_heads * self.head_dim * DTYPE.itemsize
-
-    @property
-    def shape(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.head_dim**-0.5)
+        return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,25 +62,28 @@ class Inputs:
 
 def make_inputs(size: Size) -> Inputs:
     """Random keys and values on shuffled pages, in as many layers as it takes to outgrow L2."""
-    columns = -(-size.context // PAGE_TOKENS)
-    pages = size.rows * columns
+    shape, rows = size.shape, len(size.lengths)
+    held = [pages_for(length, PAGE_TOKENS) for length in size.lengths]
     layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
     cache = torch.empty(
-        pages, layers, 2, size.kv_heads, PAGE_TOKENS, size.head_dim, dtype=DTYPE, device=DEVICE
+        sum(held), layers, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE
     ).normal_()
+    table = torch.zeros(rows, max(held), dtype=torch.int32)
+    for row, pages in enumerate(torch.split_with_sizes(torch.randperm(sum(held)), held)):
+        table[row, : len(pages)] = pages
     return Inputs(
-        q=torch.randn(size.rows, size.heads, size.head_dim, dtype=DTYPE, device=DEVICE),
+        q=torch.randn(rows, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE),
         cache=cache,
-        table=torch.randperm(pages, device=DEVICE).int().view(size.rows, columns),
-        contexts=torch.full((size.rows,), size.context, dtype=torch.int32, device=DEVICE),
+        table=table.to(DEVICE),
+        contexts=torch.tensor(size.lengths, dtype=torch.int32, device=DEVICE),
     )
 
 
-def uneven(rows: int, mean: int) -> list[int]:
+def uneven(rows: int, mean: int) -> tuple[int, ...]:
     """Lengths of `rows` rows, at evenly spread ranks of a lognormal distribution."""
     ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
-    return [max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist()]
+    return tuple(max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist())
 
 
 def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:
@@ -99,65 +91,78 @@ def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float,
     expected = None
     ranked = []
     for plan in plans:
-        result = _attention(plan, size)(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
+        result = _attention(size, always(plan))(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
         expected = result if expected is None else expected
         error = (result.float() - expected.float()).abs().max().item()
-        if error < TOLERANCE:
-            ranked.append((measure(plan, size, inputs), plan))
+        if error < _TOLERANCE:
+            ranked.append((measure(size, inputs, always(plan)), plan))
         else:
             print(f"WRONG by {error}: {size.name} {plan}")
     return sorted(ranked, key=lambda timing: timing[0])
 
 
-def measure(plan: Plan, size: Size, inputs: Inputs, pdl: bool = False, early: bool = False) -> float:
+def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> float:
     """Seconds of one call among others in a graph."""
-    attention = _attention(plan, size, pdl, early)
+    attention = _attention(size, choose)
     layers = inputs.cache.shape[1]
 
-    def call(layer: int) -> None:
-        attention(inputs.q, inputs.cache, layer, inputs.table, inputs.contexts)
+    def call(number: int) -> None:
+        attention(inputs.q, inputs.cache, number % layers, inputs.table, inputs.contexts)
 
-    return graph_seconds(call, layers)
+    return graph_seconds(call, 2 * layers)
 
 
-def in_parallel(variants: Sequence[tuple[Plan, Size, bool, bool]]) -> None:
-    """Compile plans (with size, overlap, early reading) by running each once on one short row."""
+def in_parallel(sizes: Sequence[Size]) -> None:
+    """Compile the plans of these by running each once on short rows."""
+    variants = {
+        (shape, replace(plan, units=min(plan.units, 1), splits=1))
+        for size in sizes
+        for shape in [size.shape]
+        for plan in plans(size)
+    }
 
-    def run(variant: tuple[Plan, Size, bool, bool]) -> None:
-        plan, size, pdl, early = variant
-        small = Size(1, PAGE_TOKENS, size.heads, size.kv_heads, size.head_dim)
-        attention = DecodeAttention(small.shape, 1, DEVICE, pdl, early, _always(plan))
-        cache = torch.zeros(1, 1, 2, size.kv_heads, PAGE_TOKENS, size.head_dim, dtype=DTYPE, device=DEVICE)
-        q = torch.zeros(1, size.heads, size.head_dim, dtype=DTYPE, device=DEVICE)
-        table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-        attention(q, cache, 0, table, torch.zeros(1, dtype=torch.int32, device=DEVICE))
+    def run(variant: tuple[AttentionShape, Plan]) -> None:
+        shape, plan = variant
+        small = Size("", (PAGE_TOKENS,) * 2, shape)
+        cache = torch.zeros(1, 1, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE)
+        q = torch.zeros(2, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
+        none = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+        _attention(small, always(plan))(q, cache, 0, none, none[:, 0])
 
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(run, variants))
     torch.cuda.synchronize()
 
 
-def _attention(plan: Plan, size: Size, pdl: bool = False, early: bool = False) -> DecodeAttention:
-    return DecodeAttention(size.shape, size.rows, DEVICE, pdl, early, _always(plan))
-
-
-def _always(plan: Plan) -> Callable[..., Plan]:
+def always(plan: Plan) -> PlanFunction:
+    """A stand-in for `make_plan`."""
     return lambda *_: plan
 
 
-def tiles() -> list[Plan]:
-    return [Plan(block, warps, stages, splits=1, least_tiles=1) for block, warps, stages in TILES]
+def own_plan(size: Size) -> Plan:
+    """The engine's."""
+    shape, sms = size.shape, _multiprocessors()
+    return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), DTYPE, sms)
 
 
 def plans(size: Size) -> list[Plan]:
-    """Every tile with every number of splits that neither leaves the GPU idle nor drowns it in programs."""
-    sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    fewest, most = (bound * sms for bound in PROGRAMS_PER_SM)
-    plans = []
-    for block, warps, stages in TILES:
-        for splits in SPLITS:
-            programs = size.rows * size.kv_heads * splits
-            enough = programs >= fewest or splits * block >= size.context
-            if (splits == 1 or programs <= most) and enough and splits * block <= size.context:
-                plans.append(Plan(block, warps, stages, splits, least_tiles=1))
-    return plans
+    """The engine's first, then every tile with as many programs as may run at a time, as there are rows, or as divide
+    rows of one length evenly.
+    """
+    rows, kv_heads, sms = len(size.lengths), size.shape.kv_heads, _multiprocessors()
+    own = own_plan(size)
+    if rows == 1:
+        tried = [replace(tile, splits=splits) for tile in TILES for splits in SPLITS]
+    else:
+        counts = {each * sms // kv_heads for each in PER_SM}
+        counts |= {count // rows * rows for count in counts if count >= rows}
+        tried = [replace(tile, units=units) for tile in TILES for units in sorted(counts)]
+    return [own, *(plan for plan in tried if plan != own)]
+
+
+def _attention(size: Size, choose: PlanFunction) -> DecodeAttention:
+    return DecodeAttention(size.shape, len(size.lengths), DEVICE, overlaps_launches(), early=True, choose=choose)
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count

@@ -8,23 +8,21 @@ import argparse
 import gc
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import psutil
 import torch
 
-from benchmarks.attention_timing import uneven
-from benchmarks.ceilings import copy_bandwidth, graph_seconds, matrix_rate, measure_ceilings
+from benchmarks.attention_timing import Size, make_inputs, measure, uneven
+from benchmarks.ceilings import copy_bandwidth, matrix_rate, measure_ceilings
 from benchmarks.device_spans import idle_share, idle_share_beside_copies
 from benchmarks.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
-from engine.kernels.triton_launch import overlaps_launches
+from engine.kernels.triton_attention import Plan, make_plan
 from engine.layers.attention import attention_shape
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
@@ -36,7 +34,6 @@ PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
 ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
 UNEVEN = ((12, 2048), (48, 2048))
 """Rows whose lengths differ as those of conversations do, and their mean."""
-_PAGE_TOKENS = 128
 _STEP_TOKENS = 16384
 
 Figures = dict[str, object]
@@ -149,22 +146,20 @@ def _prefill(engine: GpuEngine) -> Figures:
 def _attention(shape: AttentionShape, copy: float) -> Figures:
     """The model's decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
     found: Figures = {}
-    token_bytes = 2 * shape.kv_heads * shape.head_dim * 2
     for rows, tokens in ATTENTIONS:
-        seconds = _attention_seconds(shape, [tokens] * rows)
-        share = rows * tokens * token_bytes / seconds / copy
-        found |= {
-            f"attention_bw_ratio_{rows}x{tokens}": round(share, 4),
-            f"attention_us_{rows}x{tokens}": seconds * 1e6,
-        }
+        size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)
+        seconds = measure(size, make_inputs(size))
+        share = size.bytes / seconds / copy
+        found |= {f"attention_bw_ratio_{size.name}": round(share, 4), f"attention_us_{size.name}": seconds * 1e6}
         print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
     for rows, mean in UNEVEN:
-        contexts = uneven(rows, mean)
-        shared, own = (_attention_seconds(shape, contexts, choose) for choose in (make_plan, _own_programs))
-        share = sum(contexts) * token_bytes / shared / copy
+        size = Size(f"{rows}_uneven", uneven(rows, mean), shape)
+        inputs = make_inputs(size)
+        shared, own = (measure(size, inputs, choose) for choose in (make_plan, _own_programs))
+        share = size.bytes / shared / copy
         found |= {
-            f"attention_bw_ratio_{rows}_uneven": round(share, 4),
-            f"attention_own_over_shared_programs_{rows}_uneven": round(own / shared, 3),
+            f"attention_bw_ratio_{size.name}": round(share, 4),
+            f"attention_own_over_shared_programs_{size.name}": round(own / shared, 3),
         }
         print(f"attention {rows} uneven {shared * 1e6:8.1f} us  {share:6.1%} of copy, {own / shared:.2f} x as fast")
     return found
@@ -173,23 +168,7 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
 def _own_programs(rows: int, *others: Any) -> Plan:
     """Each row cut in as many stretches as every other."""
     plan = make_plan(rows, *others)
-    return replace(plan, slots=0, splits=max(plan.splits, plan.slots // rows))
-
-
-def _attention_seconds(shape: AttentionShape, lengths: Sequence[int], choose: PlanFunction = make_plan) -> float:
-    """Device seconds of one layer's decode attention of rows of these lengths."""
-    device, rows = torch.device("cuda"), len(lengths)
-    width = -(-max(lengths) // _PAGE_TOKENS)
-    page_bytes = 2 * shape.kv_heads * _PAGE_TOKENS * shape.head_dim * 2
-    layers = max(2, min(16, (1 << 30) // (rows * width * page_bytes)))
-    cache = torch.randn(
-        rows * width, layers, 2, shape.kv_heads, _PAGE_TOKENS, shape.head_dim, device=device, dtype=torch.bfloat16
-    )
-    table = torch.randperm(rows * width, device=device).view(rows, width).int()
-    q = torch.randn(rows, shape.heads, shape.head_dim, device=device, dtype=torch.bfloat16)
-    contexts = torch.tensor(lengths, device=device, dtype=torch.int32)
-    attend = DecodeAttention(shape, rows, device, overlaps_launches(), choose=choose)
-    return graph_seconds(lambda number: attend(q, cache, number % layers, table, contexts), repeats=2 * layers)
+    return replace(plan, units=0, splits=max(1, plan.units // rows))
 
 
 def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:

@@ -11,7 +11,7 @@ from costs.roofline import CPU, ModelSizes, Roofline
 from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
-from engine.cuda_graphs import graph_contexts, graph_sizes
+from engine.cuda_graphs import graph_sizes
 from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepLimits, StepPacker
 from engine.step_sections import StepSizes
@@ -51,7 +51,6 @@ class NoEngine:
         self._words = np.zeros(1 << 20, dtype=np.int64)
         self._params = np.zeros((STEP_TOKENS, PARAMS))
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
-        self._contexts = sorted(graph_contexts(MODEL.max_context))
 
     def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -75,9 +74,8 @@ class NoEngine:
         return result
 
     def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
-        """Steps that only decode are packed for a graph: for as many rows and pages as that has."""
+        """Steps that only decode are packed for a graph: for as many rows as that has, of any context."""
         if batch.chunks:
             return sizes
         rows = next(size for size in graph_sizes(self.requests) if size >= sizes.rows)
-        context = next(context for context in self._contexts if context >= batch.tokens.columns.longest)
-        return StepSizes(rows, rows, self._packer.limits.pages_of(context), rows)
+        return StepSizes(rows, rows, self._packer.limits.pages_of(MODEL.max_context), rows)

@@ -1,8 +1,8 @@
 """Find the plans of decode attention on this GPU: `python -m benchmarks.tune_attention [--quick] [--save]`.
 
-Every plan of a short list runs at every size in a CUDA graph whose calls walk through more cache than L2 holds. Figures
-are bytes of keys and values over time, and their share of the copy bandwidth measured in the same run. The best plans
-run once more with overlapped launches, as the engine does. The last line is one JSON object.
+Every plan of a short list runs at every size in a CUDA graph whose calls walk through more cache than L2 holds: rows of
+one length, of lognormal lengths, as conversations have them, and one long row among short ones. Figures are bytes of
+keys and values over time, as shares of the copy bandwidth measured in the same run. The last line is one JSON object.
 """
 
 import argparse
@@ -12,29 +12,36 @@ from dataclasses import asdict
 
 import torch
 
-from benchmarks.attention_timing import DEVICE, Size, in_parallel, make_inputs, measure, plans, rank, tiles
+from benchmarks.attention_timing import Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
 from benchmarks.ceilings import copy_bandwidth
 from benchmarks.command_line import need_gpu
 from benchmarks.results import run_facts, save_result
-from engine.kernels.triton_attention import DecodeAttention, Plan
+from engine.kernels.base import AttentionShape
+from engine.kernels.triton_attention import Plan
 from engine.models.shapes import shape_config, shape_names
 
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
-WORKLOADS = ((64, 2048), (128, 4096), (1, 32768), (1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 1024))
+EQUAL = ((1, 1024), (1, 32768), (8, 1024), (12, 2048), (32, 1024), (64, 2048), (128, 1024), (128, 4096), (256, 1024))
 """Rows and context of each."""
+UNEVEN = ((4, 2048), (12, 2048), (24, 2048), (33, 2048), (44, 2048), (128, 2048), (256, 1024))
+"""Rows and their mean context."""
+LONG = ((12, 32768, 1024), (128, 32768, 1024))
+"""Rows, the context of one, and of each other."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
+    parser.add_argument("--rows", nargs="+", type=int, default=[], help="sizes of so many rows alone")
     parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
     arguments = parser.parse_args()
     need_gpu()
-    copy = copy_bandwidth() / 1e9
-    print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s")
-    found = tune(sizes_of(arguments.models), copy, arguments.quick)
-    result = {"copy_gb_per_s": copy, "attention": found, "models": arguments.models, "dtype": "bfloat16"}
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s")
+    sizes = [size for size in sizes_of(arguments.models) if not arguments.rows or len(size.lengths) in arguments.rows]
+    found = tune(sizes, copy, arguments.quick)
+    result = {"copy_gb_per_s": copy / 1e9, "attention": found, "models": arguments.models, "dtype": "bfloat16"}
     result |= run_facts("cuda")
     if arguments.save:
         print("saved", save_result("tune-attention", result))
@@ -43,48 +50,44 @@ def main() -> None:
 
 def sizes_of(models: Sequence[str]) -> list[Size]:
     """Every workload with the heads of each model; models of the same heads count once."""
-    shapes = [shape_config(name) for name in models]
-    heads = dict.fromkeys((shape.heads, shape.kv_heads, shape.head_dim) for shape in shapes)
-    return [Size(rows, context, *each) for each in heads for rows, context in WORKLOADS]
+    configs = [shape_config(name) for name in models]
+    heads = dict.fromkeys((config.heads, config.kv_heads, config.head_dim) for config in configs)
+    shapes = [AttentionShape(*each, each[-1] ** -0.5) for each in heads]
+    lengths = {f"{rows}x{context}": (context,) * rows for rows, context in EQUAL}
+    lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
+    lengths |= {f"{rows}x{rest} and {long}": (*(rest,) * (rows - 1), long) for rows, long, rest in LONG}
+    return [
+        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", each, shape)
+        for shape in shapes
+        for name, each in lengths.items()
+    ]
 
 
 def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
-    """Measures and prints every size → for JSON. `copy`: the copy bandwidth in GB/s."""
+    """Measures and prints every size → for JSON. `copy`: the copy bandwidth in byte/s."""
     if not quick:
-        distinct = {size.shape: size for size in sizes}
-        in_parallel([(plan, size, False, False) for size in distinct.values() for plan in tiles()])
+        in_parallel(sizes)
     return {size.name: _tune_one(size, copy, quick) for size in sizes}
 
 
 def _tune_one(size: Size, copy: float, quick: bool) -> dict[str, object]:
-    inputs = make_inputs(size)
-    own = DecodeAttention(size.shape, size.rows, DEVICE, pdl=False)
-    own(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
-    chosen: Plan = next(iter(own._plans.values()))
-    tried = [chosen] if quick else [chosen, *(plan for plan in plans(size) if plan != chosen)]
-    ranked = rank(tried, size, inputs)
-    for place, (seconds, plan) in enumerate(ranked[: 1 if quick else 3]):
-        print(f"{size.name:24} {'best' if place == 0 else '':5}{_figures(size, seconds, copy)} {plan}", flush=True)
-    engine_seconds = next(seconds for seconds, plan in ranked if plan == chosen)
-    print(f"{size.name:24} now  {_figures(size, engine_seconds, copy)} {chosen}")
-    best = ranked[0][1]
-    in_parallel([(best, size, True, False), (best, size, True, True)])
-    overlapped, early = (measure(best, size, inputs, pdl=True, early=early) for early in (False, True))
-    print(f"{size.name:24} pdl  {_figures(size, overlapped, copy)}, read early {_figures(size, early, copy)}")
+    own = own_plan(size)
+    ranked = rank([own] if quick else plans(size), size, make_inputs(size))
+    shares = [(round(size.bytes / seconds / copy, 4), plan) for seconds, plan in ranked]
+    share_of_own = next(share for share, plan in shares if plan == own)
+    best = ", ".join(f"{share:.3f} {_brief(plan)}" for share, plan in shares[:4])
+    print(f"{size.name:36} engine {share_of_own:.3f} {_brief(own)}; {best}", flush=True)
     return {
-        "best": asdict(best),
-        "microseconds": ranked[0][0] * 1e6,
-        "overlapped_microseconds": overlapped * 1e6,
-        "early_microseconds": early * 1e6,
-        "engine_microseconds": engine_seconds * 1e6,
-        "ratio": size.bytes / ranked[0][0] / 1e9 / copy,
-        "engine_ratio": size.bytes / engine_seconds / 1e9 / copy,
+        "engine": asdict(own),
+        "engine_share": share_of_own,
+        "engine_microseconds": round(size.bytes / share_of_own / copy * 1e6, 2),
+        "shares": {_brief(plan): share for share, plan in shares},
     }
 
 
-def _figures(size: Size, seconds: float, copy: float) -> str:
-    rate = size.bytes / seconds / 1e9
-    return f"{seconds * 1e6:8.2f} us {rate:6.0f} GB/s {rate / copy:5.3f}"
+def _brief(plan: Plan) -> str:
+    cut = f"{plan.units} units" if plan.units else f"{plan.splits} splits"
+    return f"{plan.block_tokens}/{plan.warps}/{plan.stages} {cut}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from costs.step_grid import TILE_TOKENS, answer_slots
 from engine.batch import StepBatch
-from engine.cuda_graphs import SHORT_CONTEXT
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.model_sizes import layer_weights
@@ -27,6 +26,8 @@ _LEAST_PROMPT = 32
 """Fewest of them that prompts get."""
 _ROWS = 8
 """Prompts of a step."""
+MOST_CONTEXT = 8192
+"""Tokens of the longest row of a step."""
 _LONGEST_LAYER_S = 1.5e-3
 """Of the device's time for a layer. The host takes 0.45 ms to launch one, twice of that beside a busy event loop; and
 gaps between its kernels cost 45 us, 3 % of such a layer."""
@@ -54,7 +55,7 @@ class PromptGraphs:
         self._forward = forward
         self._drawn = drawn
         self._pool = pool
-        self._context = min(packer.limits.max_context, SHORT_CONTEXT)
+        self._context = min(packer.limits.max_context, MOST_CONTEXT)
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
@@ -96,7 +97,7 @@ class PromptGraphs:
             assert logits is not None
             return logits
 
-        return capture_step(compute, words, sizes, context=self._context, pool=self._pool, chunks_at=size.answers)
+        return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
 
 
 def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:

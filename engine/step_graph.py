@@ -17,12 +17,11 @@ Pool = Any
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """A step of up to `sizes` and `context` tokens a row. Its tensors are where the next replay reads and writes;
-    `logits` lie where every graph has its own, see `engine/cuda_graphs.py`.
+    """A step of up to `sizes`. Its tensors are where the next replay reads and writes; `logits` lie where every graph
+    has its own, see `engine/cuda_graphs.py`.
     """
 
     sizes: StepSizes
-    context: int
     words: Tensor
     graph: torch.cuda.CUDAGraph
     logits: Tensor
@@ -56,7 +55,6 @@ def capture_step(
     words: Tensor,
     sizes: StepSizes,
     *,
-    context: int,
     pool: Pool,
     chunks_at: int | None = None,
 ) -> StepGraph:
@@ -67,7 +65,7 @@ def capture_step(
     with torch.cuda.graph(graph, pool=pool):
         logits = compute()
     # The tensor itself would keep its memory from the graphs captured after this one.
-    return StepGraph(sizes, context, words, graph, borrow(logits), chunks_at)
+    return StepGraph(sizes, words, graph, borrow(logits), chunks_at)
 
 
 class _Borrowed:

@@ -47,14 +47,12 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
     """
     facts = [device_name, *map(_version, _PACKAGES), *((job.function.__qualname__, job.arguments) for job in jobs)]
     mark = folder / hashlib.sha256(repr(facts).encode()).hexdigest()
-    if mark.exists():
-        return _nothing
-    children = [_begin(job) for job in jobs]
+    children = [] if mark.exists() else [_begin(job) for job in jobs]
     deadline = time.monotonic() + _PATIENCE_S
 
     def wait() -> None:
         ends = [_ends_well(child, deadline) for child in children]
-        if all(ends):
+        if children and all(ends):
             mark.touch()
 
     return wait
@@ -90,10 +88,6 @@ def _ends_well(child: "subprocess.Popen[bytes] | None", deadline: float) -> bool
     if code:
         log.debug("a process that compiles a library's kernels ended with %d", code)
     return code == 0
-
-
-def _nothing() -> None:
-    """To wait for."""
 
 
 def _version(package: str) -> str:

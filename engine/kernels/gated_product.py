@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Linear
-from engine.kernels.fallback import failure_of
+from engine.kernels.fallback import failure_of, why_not_imported
 from engine.kernels.triton_activation import silu_mul
 
 log = logging.getLogger(__name__)
@@ -78,16 +78,12 @@ def _why_not_fused(device: torch.device, dtype: torch.dtype, hidden: int, interm
     for width in (hidden, intermediate):
         if width % _ALIGNED:
             return f"a width of {width} is no multiple of {_ALIGNED}"
-    return "" if import_fused() else "the package quack-kernels is not installed"
+    return why_no_library()
 
 
-def import_fused() -> bool:
-    """Whether the fused product's library is there. Its import takes seconds."""
-    try:
-        import quack.gemm_interface  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def why_no_library() -> str:
+    """Empty once the fused product's library is imported, which takes seconds."""
+    return why_not_imported("quack.gemm_interface", "quack-kernels")
 
 
 class PlainGated:

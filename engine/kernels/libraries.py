@@ -10,7 +10,7 @@ import torch
 from engine.compiled_folder import compiled_folder
 from engine.kernels.base import AttentionShape
 from engine.kernels.compile_apart import Job, compile_apart
-from engine.kernels.gated_product import GatedProduct, choose_gated_product, import_fused
+from engine.kernels.gated_product import GatedProduct, choose_gated_product, why_no_library
 from engine.kernels.prefill_attention import COMPILED_LENGTHS, PrefillAttention, choose_prefill_attention, compiled
 from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
@@ -45,8 +45,7 @@ class Libraries:
 
     def __init__(self, wanted: Wanted) -> None:
         """Begins at once, in a thread, and on a GPU in processes of its own; what is chosen is named in the log."""
-        apart = wanted.device.type == "cuda" and wanted.dtype != torch.float32  # which no library computes
-        wait = _begin(wanted) if apart else _nothing
+        wait = _begin(wanted)
         thread = ThreadPoolExecutor(1, "libraries", initializer=_use, initargs=(wanted.device,))
         self.attention: Future[PrefillAttention] = thread.submit(_attention, wanted, wait)
         self.gated_product: Future[GatedProduct] = thread.submit(wanted.gated_product)
@@ -63,17 +62,24 @@ def keep_compiled() -> None:
 
 
 def _begin(wanted: Wanted) -> Callable[[], None]:
+    """→ what waits until the libraries have compiled what they were told of."""
+    if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
+        return lambda: None
     keep_compiled()
     jobs = [Job(_compile_attention, (wanted, length)) for length in COMPILED_LENGTHS]
     jobs.append(Job(_compile_product, (wanted,)))
-    return compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
+    compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
+
+    def wait() -> None:
+        why_no_library()  # while the processes compile; not beside the other import: both import the same packages
+        compiled_all()
+
+    return wait
 
 
 def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     chosen = wanted.attention()
-    if wait is not _nothing:
-        import_fused()  # while the processes compile; not beside the other import, as both import the same packages
-        wait()
+    wait()
     return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
 
 
@@ -93,7 +99,3 @@ def _use(device: torch.device) -> None:
     """Of a thread or process: its current device, which is another one than its starter's unless it is told."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _nothing() -> None:
-    """To wait for."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape, StepLayout
-from engine.kernels.fallback import failure_of
+from engine.kernels.fallback import failure_of, why_not_imported
 from engine.kernels.reference import gather_row, visible
 from engine.kernels.triton_tails import clear_value_tails
 from wire.ending import pages_for
@@ -81,11 +81,7 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
         return "flash-attn-4 needs a GPU of compute capability 9.0"
     if head_dim not in _FLASH_DIMS:
         return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
-    try:
-        import flash_attn.cute  # noqa: F401
-    except ImportError:
-        return "the package flash-attn-4 is not installed"
-    return ""
+    return why_not_imported("flash_attn.cute", "flash-attn-4")
 
 
 class FlashPrefill:

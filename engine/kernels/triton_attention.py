@@ -1,24 +1,26 @@
 """Decode attention over the paged cache: one query a row, split over the context, in one launch.
 
-Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one row, one key head and one stretch of the
-row's context, and holds all query heads that share the key head as the rows of one tile, so that every key and value is
-read from memory once. The grid depends on the number of rows alone, as CUDA graphs want it: how long a stretch is, and
-which row's a program has, follows on the device from the rows' contexts. Rows too few to fill the GPU share programs by
-their context, so that none is held up by the longest; float32 rows have programs of their own. The last program of a
-row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs
-give the same bits.
+Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a stretch of the tokens that
+rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
+from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths: as many as
+there are programs that run at a time, so that no program waits for another's end and none is held up by a long row. A
+single row, and those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs
+want it: how long a stretch is, and which rows it meets, follows on the device from the rows' contexts. The last program
+of a row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same
+inputs give the same bits.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention_kernel import decode_attention_kernel
+from engine.kernels.triton_attention_kernels import split_attention_kernel, walking_attention_kernel
 from engine.kernels.triton_launch import INTERPRETED, share_memory_evenly
 
 LEAST_DOT = 16
@@ -31,11 +33,9 @@ INTERPRETER_SMS = 8
 """Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
 
 PROGRAMS_PER_SM = 2
-"""Programs that rows are split to fill; more only add partial results to merge."""
+"""Programs among which rows are divided; more do not run at a time."""
 MOST_SPLITS = 32
-"""More make a single row no faster, as its last program has to merge them."""
-LONG_TOKENS, LONG_SPLITS = 8192, 4
-"""A row this long holds up the others even where they fill the GPU, and is split so often."""
+"""More make a row no faster, as its last program has to merge them."""
 ROWS_TILE = 32
 """Rows whose contexts a program looks at together: one warp's."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
@@ -44,32 +44,27 @@ EXACT_SPLITS, EXACT_TOKENS = 8, 512
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a call is cut up: tokens of a tile, warps, pipeline stages, programs a row, tiles of the shortest stretch."""
+    """How a call is cut up: tokens of a tile, warps, pipeline stages, and either `units` or `splits`."""
 
     block_tokens: int
     warps: int
     stages: int
-    splits: int
-    least_tiles: int
-    slots: int = 0
-    """Programs that all rows share, beside one for each; 0 = each row has `splits`."""
+    units: int = 0
+    """Programs that walk over all rows; 0 = each row has its own."""
+    splits: int = 1
+    """Programs of each row."""
+    least_tiles: int = 1
+    """Tiles of the shortest stretch of a row that is split."""
     overlaps: bool = False
     """Whether it shares multiprocessors with the kernels before and after it (see `share_memory_evenly`)."""
 
 
-SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, splits=1, least_tiles=1, overlaps=True)
-"""Few rows: many small programs share the bandwidth soonest, and the kernels around them count."""
-LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2, splits=1, least_tiles=1)
-"""Rows that fill the GPU: they need all of its shared memory."""
-NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3, splits=1, least_tiles=1)
-"""Rows that fill the GPU with small heads: four programs a multiprocessor, where larger tiles leave the last round of
-programs half empty.
-"""
-NARROW_TILE_DIMS = 64
+SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, overlaps=True)
+"""Few rows: small tiles are on their way soonest, and the kernels around them count."""
+LARGE_TILE = Plan(block_tokens=64, warps=4, stages=3)
+"""Many rows: they need all of a multiprocessor's shared memory."""
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
-LONG_TILE = Plan(block_tokens=32, warps=4, stages=4, splits=LONG_SPLITS, least_tiles=LONG_TOKENS // LONG_SPLITS // 32)
-"""Rows that fill the GPU; further programs are for a long row among short ones."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`make_plan` or a stand-in for it."""
@@ -84,16 +79,12 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
         block = LEAST_DOT
         splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    lanes, programs = rows * kv_heads, PROGRAMS_PER_SM * sms
-    splits = min(MOST_SPLITS, programs // lanes, -(-capacity // SMALL_TILE.block_tokens))
-    if splits >= 2:
-        # As many as rows of one length would have, so that these are cut evenly.
-        return replace(SMALL_TILE, splits=splits) if rows == 1 else replace(SMALL_TILE, slots=rows * splits)
-    if capacity > LONG_TOKENS:
-        return LONG_TILE
-    if lanes <= programs or head_dim > LARGE_TILE_DIMS:
-        return SMALL_TILE
-    return NARROW_TILE if head_dim <= NARROW_TILE_DIMS else LARGE_TILE
+    resident = max(1, PROGRAMS_PER_SM * sms // kv_heads)
+    tile = LARGE_TILE if rows > resident and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
+    most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
+    if rows == 1:
+        return replace(tile, splits=min(resident, most))
+    return replace(tile, units=min(resident, rows * most))
 
 
 class DecodeAttention:
@@ -110,9 +101,6 @@ class DecodeAttention:
                the L2 cache, while the kernel before still runs
     choose     the plan of a call; tuning and tests pass their own
     """
-
-    kernel = decode_attention_kernel
-    """Another one takes the same arguments."""
 
     def __init__(
         self,
@@ -156,7 +144,14 @@ class DecodeAttention:
         page_tokens = cache.shape[4]
         chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
-        compiled = self.kernel[self._grid(chosen, rows)](
+        kernel: Any
+        if chosen.units:
+            kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
+            cut = {"rows": rows, "ROWS_TILE": ROWS_TILE}
+        else:
+            kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
+            cut = {"least_tiles": chosen.least_tiles}
+        compiled = kernel(
             q,
             cache,
             page_table,
@@ -170,13 +165,9 @@ class DecodeAttention:
             cache.stride(1) * layer,
             cache.stride(0),
             page_table.stride(0),
-            chosen.least_tiles,
-            rows,
-            chosen.slots,
             shape.scale * math.log2(math.e),
+            **cut,
             **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
-            SHARED=chosen.slots > 0,
-            ROWS_TILE=ROWS_TILE,
             PDL=self._pdl,
             EARLY=self._early,
             WIDE_DOT=INTERPRETED,
@@ -187,10 +178,6 @@ class DecodeAttention:
         if self._pdl and chosen.overlaps and compiled is not None:  # None: see `engine.compile_ahead.Trial`
             share_memory_evenly(compiled)
         return out
-
-    def _grid(self, chosen: Plan, rows: int) -> tuple[int, int, int]:
-        heads = self._shape.kv_heads
-        return (heads, rows + chosen.slots, 1) if chosen.slots else (heads, rows, chosen.splits)
 
     def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:
         shape = self._shape
@@ -224,4 +211,4 @@ class DecodeAttention:
         shape, endless = self._shape, 1 << 30
         dtypes = (torch.bfloat16, torch.float16, torch.float32)
         plans = [self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms) for dtype in dtypes]
-        return max(rows + plan.slots if plan.slots else rows * plan.splits for plan in plans)
+        return max(rows + plan.units if plan.units else rows * plan.splits for plan in plans)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.kernels import gated_product, prefill_attention
-from engine.kernels.fallback import failure_of
+from engine.kernels.fallback import failure_of, why_not_imported
 from engine.kernels.gated_product import PlainGated, choose_gated_product
 from engine.kernels.libraries import keep_compiled
 from engine.kernels.prefill_attention import SdpaPrefill, compiled
@@ -43,6 +43,26 @@ def test_what_the_environment_says_stands() -> None:
 def test_a_failure_is_one_line() -> None:
     assert failure_of(lambda: None) == ""
     assert failure_of(Mock(side_effect=TypeError("no key for\nthis"))) == "TypeError: no key for this"
+
+
+def test_a_library_that_is_there_is_imported() -> None:
+    assert why_not_imported("json.decoder", "json") == ""
+
+
+def test_a_library_that_is_not_there_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    assert why_not_imported("no_such_library.part", "its-name") == "the package its-name is not installed"
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("text", ["import json; json.no_such_part", "import no_such_need", "raise SystemError('old')"])
+def test_a_library_that_cannot_be_imported_is_warned_of(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken_library.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    reason = why_not_imported("broken_library", "its-name")
+    assert reason.startswith("its-name cannot be imported: ")
+    assert caplog.messages == [reason]
 
 
 def test_running_out_of_memory_is_no_failure_of_a_library() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_attention import DecodeAttention, Plan
+from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step
@@ -72,9 +72,9 @@ def check(step: Step, dtype: torch.dtype, **options: Any) -> None:
     assert_as_good(ours, torch_of(step, dtype), torch_of(step, torch.float64))
 
 
-def fixed(splits: int, least_tiles: int = 1, block_tokens: int = 32) -> Any:
+def fixed(units: int = 0, splits: int = 1) -> PlanFunction:
     """A stand-in for the plan function: always the same plan."""
-    return lambda *_: Plan(block_tokens, warps=4, stages=2, splits=splits, least_tiles=least_tiles)
+    return lambda *_: Plan(block_tokens=32, warps=4, stages=2, units=units, splits=splits)
 
 
 @pytest.mark.parametrize("page_tokens", [16, 48, 128])
@@ -100,17 +100,23 @@ def test_a_large_batch_of_short_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 7, 40])
 @pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
 def test_any_number_of_splits(shape: AttentionShape, splits: int, dtype: torch.dtype) -> None:
-    check(decode_step([1, 33, 700], shape, page_tokens=64), dtype, choose=fixed(splits))
+    check(decode_step([1, 33, 700], shape, page_tokens=64), dtype, choose=fixed(splits=splits))
 
 
-@pytest.mark.parametrize("slots", [1, 3, 40])
+@pytest.mark.parametrize("units", [1, 12, 60])
 @pytest.mark.parametrize("shape", [SHAPES["mqa"], SHAPES["window"]], ids=["mqa", "window"])
-def test_rows_share_programs_by_their_context(shape: AttentionShape, slots: int) -> None:
-    """One long row among short ones, of more rows than a program looks at together."""
-    lengths = [1, 700, *[5, 33] * 16, 129]
-    step = decode_step(lengths, shape, 16)
-    choose: Any = lambda *_: Plan(32, warps=4, stages=2, splits=1, least_tiles=1, slots=slots)  # noqa: E731
-    check(step, torch.float16, choose=choose)
+def test_programs_walk_over_rows_of_all_lengths(shape: AttentionShape, units: int) -> None:
+    """More rows than a program looks at together."""
+    check(decode_step([1, 300, *[5, 33] * 16, 129], shape, 16), torch.float16, choose=fixed(units))
+
+
+def test_rows_of_one_length_have_programs_of_their_own() -> None:
+    step = decode_step([256] * 5, SHAPES["gqa"], 64)
+    attention = attention_of(step, choose=fixed(units=5))
+    attention._partials.fill_(float("nan"))
+    attention._partial_lse.fill_(float("nan"))
+    assert_as_good(run(attention, step, torch.float16), torch_of(step, torch.float16), torch_of(step, torch.float64))
+    assert attention._partials.isnan().all(), "nothing was there to merge"
 
 
 def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
@@ -123,6 +129,7 @@ def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
 
 def test_layout_read_early(dtype: torch.dtype) -> None:
     check(decode_step(LENGTHS, SHAPES["gqa"], page_tokens=48), dtype, early=True)
+    check(decode_step(LENGTHS[3:], SHAPES["gqa"], page_tokens=48), dtype, early=True)
 
 
 @pytest.mark.skipif(ON_GPU, reason="judged exactly there")
@@ -132,14 +139,15 @@ def test_bfloat16_in_the_interpreter() -> None:
     torch.testing.assert_close(ours.double(), torch_of(step, torch.float64), atol=0.03, rtol=0.02)
 
 
-def test_padded_rows_read_nothing_and_give_zeros(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("units", [None, 1, 2, 7])
+def test_padded_rows_read_nothing_and_give_zeros(dtype: torch.dtype, units: int | None) -> None:
     lengths = [129, 17]
     step = decode_step(lengths, SHAPES["gqa"], page_tokens=16)
     layout, padding = step.layout, 2
     table = torch.cat((layout.page_table, torch.full((padding, layout.page_table.shape[1]), NO_PAGE).int()))
     contexts = torch.cat((layout.context_lens, torch.zeros(padding).int()))
     q = torch.cat((step.q, torch.full_like(step.q[:padding], float("nan")))).to(DEVICE, dtype)
-    attention = attention_of(step)
+    attention = attention_of(step) if units is None else attention_of(step, choose=fixed(units))
     out = attention(q, step.cache_as(dtype).to(DEVICE), LAYER, table.to(DEVICE), contexts.to(DEVICE)).cpu()
     assert not out[len(lengths) :].any()
     assert_as_good(out[: len(lengths)], torch_of(step, dtype), torch_of(step, torch.float64))
@@ -158,9 +166,10 @@ def test_queries_inside_a_stacked_product(dtype: torch.dtype) -> None:
     assert torch.equal(attention(q, *arguments), attention(q.contiguous(), *arguments))
 
 
-def test_repeated_calls_give_the_same_bits(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("choose", [fixed(units=7), fixed(splits=8)], ids=["units", "splits"])
+def test_repeated_calls_give_the_same_bits(dtype: torch.dtype, choose: PlanFunction) -> None:
     step = decode_step([700, 33], SHAPES["gqa"], page_tokens=16)
-    attention = attention_of(step, choose=fixed(splits=8))
+    attention = attention_of(step, choose=choose)
     first = run(attention, step, dtype)
     for _ in range(50 if ON_GPU else 2):
         assert torch.equal(run(attention, step, dtype), first)
@@ -211,6 +220,18 @@ def test_one_graph_serves_every_length() -> None:
         contexts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
         assert torch.equal(out, attention(q, cache, LAYER, table, contexts))
+
+
+@pytest.mark.parametrize(("rows", "units"), [(2, 33), (33, 33), (44, 33), (256, 33)])
+def test_as_many_programs_as_run_at_a_time(rows: int, units: int) -> None:
+    plan = make_plan(rows, 8, 128, 8192, torch.bfloat16, 132)
+    assert (plan.units, plan.splits) == (units, 1)
+
+
+def test_no_row_is_cut_into_more_than_can_be_merged() -> None:
+    assert make_plan(1, 1, 128, 1 << 17, torch.bfloat16, 132).splits == 32
+    assert make_plan(3, 1, 128, 1 << 17, torch.bfloat16, 132).units == 96
+    assert make_plan(1, 8, 128, 100, torch.bfloat16, 132).splits == 4
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 100])

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import served_model
 from benchmarks.command_line import errors_in_words
-from benchmarks.tune_attention import WORKLOADS, sizes_of
+from benchmarks.tune_attention import sizes_of
 from wire.errors import InvalidArgument
 
 
@@ -59,5 +59,16 @@ def test_an_error_ends_with_its_message() -> None:
 
 def test_models_of_the_same_heads_are_measured_once() -> None:
     sizes = sizes_of(["llama-3-8b", "qwen3-8b", "llama-3.2-1b"])
-    assert [(size.rows, size.context) for size in sizes] == [*WORKLOADS, *WORKLOADS]
-    assert {(size.heads, size.kv_heads, size.head_dim) for size in sizes} == {(32, 8, 128), (32, 8, 64)}
+    assert {(size.shape.heads, size.shape.kv_heads, size.shape.head_dim) for size in sizes} == {
+        (32, 8, 128),
+        (32, 8, 64),
+    }
+    assert len({size.name for size in sizes}) == len(sizes)
+
+
+def test_rows_of_all_kinds_are_measured() -> None:
+    lengths = {size.name: size.lengths for size in sizes_of(["llama-3-8b"])}
+    assert lengths["64x2048 h32/8 d128"] == (2048,) * 64
+    assert len(set(lengths["44x2048 uneven h32/8 d128"])) == 44
+    assert abs(sum(lengths["44x2048 uneven h32/8 d128"]) / 44 - 2048) < 1
+    assert sorted(lengths["12x1024 and 32768 h32/8 d128"]) == [*[1024] * 11, 32768]

@@ -6,13 +6,12 @@ from typing import Any, cast
 import pytest
 
 from engine.batch import Draw, StepBatch, StepRow
-from engine.cuda_graphs import SHORT_CONTEXT, DecodeGraphs, graph_contexts, graph_sizes
+from engine.cuda_graphs import DecodeGraphs, graph_sizes
 from engine.step_graph import StepGraph
 from engine.step_sections import StepSizes
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)
-LONG_CONTEXT = 4 * SHORT_CONTEXT
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 30, 64, 100, 256, 257, 400, 1000])
@@ -29,53 +28,29 @@ def test_padding_stays_small() -> None:
     assert graph_sizes(600)[-6:] == [320, 384, 448, 512, 576, 600]
 
 
-def test_long_contexts_have_graphs_of_their_own() -> None:
-    assert graph_contexts(LONG_CONTEXT) == [LONG_CONTEXT, SHORT_CONTEXT]
-    assert graph_contexts(SHORT_CONTEXT) == [SHORT_CONTEXT]
-    assert graph_contexts(1000) == [1000]
-
-
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> DecodeGraphs:
-    """Of 1, 4 and 8 rows, each for short and for long contexts, in the order in which `capture` leaves them."""
+    """Of 1, 4 and 8 rows, in the order in which `capture` leaves them."""
     nothing = cast(Any, None)
     made = DecodeGraphs(nothing, nothing, nothing, nothing, (0, 0))
 
-    def captured(rows: int, context: int) -> StepGraph:
-        return StepGraph(StepSizes(tokens=rows, rows=rows, width=1, drawn=rows), context, nothing, nothing, nothing)
+    def captured(rows: int) -> StepGraph:
+        return StepGraph(StepSizes(tokens=rows, rows=rows, width=1, drawn=rows), nothing, nothing, nothing)
 
     monkeypatch.setattr(made, "_capture", captured)
-    monkeypatch.setattr(made, "_packer", cast(Any, Packer))
     made.capture([1, 4, 8])
     return made
-
-
-class Packer:
-    class limits:
-        max_context = LONG_CONTEXT
 
 
 def decoding(*starts: int) -> StepBatch:
     return StepBatch([StepRow([5], start, range(9), DRAW) for start in starts])
 
 
-@pytest.mark.parametrize(
-    ("starts", "rows", "context"),
-    [
-        ([0], 1, SHORT_CONTEXT),
-        ([3] * 4, 4, SHORT_CONTEXT),
-        ([3] * 5, 8, SHORT_CONTEXT),
-        ([3, SHORT_CONTEXT - 1], 4, SHORT_CONTEXT),
-        ([3, SHORT_CONTEXT], 4, LONG_CONTEXT),
-        ([LONG_CONTEXT - 1], 1, LONG_CONTEXT),
-    ],
-)
-def test_the_smallest_graph_that_holds_all_rows(
-    graphs: DecodeGraphs, starts: list[int], rows: int, context: int
-) -> None:
+@pytest.mark.parametrize(("starts", "rows"), [([0], 1), ([3] * 4, 4), ([3] * 5, 8), ([3, 100_000], 4), ([100_000], 1)])
+def test_the_smallest_graph_that_holds_all_rows(graphs: DecodeGraphs, starts: list[int], rows: int) -> None:
     graph = graphs.fitting(decoding(*starts))
     assert graph is not None
-    assert (graph.sizes.rows, graph.context) == (rows, context)
+    assert graph.sizes.rows == rows
 
 
 def test_a_step_that_no_graph_computes(graphs: DecodeGraphs) -> None:

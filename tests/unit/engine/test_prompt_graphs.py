@@ -6,15 +6,14 @@ import pytest
 
 from costs.step_grid import TILE_TOKENS, slots_of, unpadded_prompts
 from engine.batch import Draw, StepBatch, StepRow
-from engine.cuda_graphs import SHORT_CONTEXT
 from engine.models.shapes import shape_config
-from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
+from engine.prompt_graphs import MOST_CONTEXT, PromptGraphs, PromptSize, prompt_graph_sizes
 from engine.step_graph import StepGraph
 from engine.step_packer import StepLimits, StepPacker
 from engine.step_sections import StepSizes
 from wire.messages import SamplingParams
 
-LIMITS = StepLimits(vocab_size=50, max_context=4 * SHORT_CONTEXT, pages=9000, page_tokens=16)
+LIMITS = StepLimits(vocab_size=50, max_context=4 * MOST_CONTEXT, pages=9000, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)
 
 
@@ -25,8 +24,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
 
     def captured(size: PromptSize) -> StepGraph:
         rows = size.answers + 8
-        sizes = StepSizes(size.answers + size.tokens, rows, LIMITS.pages_of(SHORT_CONTEXT), rows)
-        return StepGraph(sizes, SHORT_CONTEXT, *[nothing] * 3, chunks_at=size.answers)
+        sizes = StepSizes(size.answers + size.tokens, rows, LIMITS.pages_of(MOST_CONTEXT), rows)
+        return StepGraph(sizes, *[nothing] * 3, chunks_at=size.answers)
 
     monkeypatch.setattr(made, "_capture", captured)
     made.capture([PromptSize(*each) for each in ((0, 64), (0, 512), (0, 128), (16, 64), (64, 64), (64, 512))])
@@ -58,17 +57,17 @@ def test_the_smallest_that_holds_all_tokens(graphs: PromptGraphs) -> None:
     assert tokens_of(graphs, chunk(64)) == 64
     assert tokens_of(graphs, chunk(60), chunk(5)) == 128
     assert tokens_of(graphs, *[chunk(64)] * 8) == 512
-    assert tokens_of(graphs, chunk(100, SHORT_CONTEXT - 100)) == 128
+    assert tokens_of(graphs, chunk(100, MOST_CONTEXT - 100)) == 128
 
 
 def test_steps_that_none_takes(graphs: PromptGraphs) -> None:
     assert tokens_of(graphs, chunk(513)) is None
     assert tokens_of(graphs, *[chunk(2)] * 9) is None
-    assert tokens_of(graphs, chunk(100, SHORT_CONTEXT - 99)) is None
+    assert tokens_of(graphs, chunk(100, MOST_CONTEXT - 99)) is None
     assert tokens_of(graphs, chunk(1)) is None, "a row that decodes"
     assert tokens_of(graphs, *[answer()] * 65, chunk(64)) is None
     assert tokens_of(graphs, answer(), chunk(513)) is None
-    assert tokens_of(graphs, answer(SHORT_CONTEXT), chunk(64)) is None
+    assert tokens_of(graphs, answer(MOST_CONTEXT), chunk(64)) is None
 
 
 def test_answers_beside_prompts(graphs: PromptGraphs) -> None:

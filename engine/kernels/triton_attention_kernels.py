@@ -1,17 +1,99 @@
-"""A way to cut decode attention that the engine does not take yet: programs that walk over the ends of rows.
-
-The engine's programs each have one row. Where rows fill the GPU each row has one program, and the longest of uneven
-rows holds up all; where rows share programs, there is a program more for each row, so that many rows have more programs
-than the GPU holds at a time. Here all rows' tiles lie in one line, cut into `Plan.slots` stretches of one length, and a
-program takes whatever rows its stretch meets, one after another.
+"""The kernels of `triton_attention.DecodeAttention`; their arguments are named there, their steps are those of
+`triton_attention_tiles`.
 """
 
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_attention import DecodeAttention, Plan
-from engine.kernels.triton_attention_kernel import attend, deliver, fetch_tile, page_of_tile, tiles_of
+from engine.kernels.triton_attention_tiles import attend, deliver, fetch_tile, page_of_tile, tiles_of
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "least_tiles"],
+    do_not_specialize_on_alignment=["page_table", "context_lens"],
+)
+def split_attention_kernel(
+    q,
+    cache,
+    page_table,
+    context_lens,
+    out,
+    partials,
+    partial_lse,
+    counters,
+    q_row_stride,
+    q_head_stride,
+    layer_offset,
+    page_stride,
+    table_stride,
+    log2_scale,
+    least_tiles,
+    GROUP: tl.constexpr,
+    GROUP_TILE: tl.constexpr,
+    GROUP_PADDED: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    PAGE_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MERGED_SPLITS: tl.constexpr,
+    LINES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr,
+    WIDE_DOT: tl.constexpr,
+):
+    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits.
+
+    One tile always has a visible position, so the running maximum is finite after it.
+    """
+    launch_dependents(PDL)
+    kv_head = tl.program_id(0)
+    head = tl.arange(0, GROUP_TILE)
+    dim = tl.arange(0, DIM_PADDED)
+    held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    if not EARLY:
+        wait_for_inputs(PDL)
+
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
+    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
+    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
+    table = page_table + row * table_stride
+    context = tl.load(context_lens + row)
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(context - WINDOW, 0)
+    first_tile = begin // BLOCK_TOKENS
+    tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
+    stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
+    # A padded row has no tile; its first program still writes the zeros.
+    active = tl.maximum(tl.cdiv(tiles, stretch), 1)
+    start = first_tile + split * stretch
+    end = tl.minimum(start + stretch, first_tile + tiles)
+    page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
+    if EARLY:
+        if PDL:
+            fetch_tile(
+                cache, keys, values, page, start, begin, context, page_stride,
+                HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
+            )  # fmt: skip
+        wait_for_inputs(PDL)
+    # Not before the page id is asked for: the query goes to shared memory at once, and nothing is asked for meanwhile.
+    query = tl.load(q + q_cells, mask=held, other=0.0)
+
+    if split < active:
+        lane = row * KV_HEADS + kv_head
+        highest, total, mixed = attend(
+            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
+            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
+        )  # fmt: skip
+        deliver(
+            highest, total, mixed, lane, split, active, lane * tl.num_programs(2), out, partials, partial_lse, counters,
+            GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -25,7 +107,7 @@ def _weights_of(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: t
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "least_tiles", "rows", "slots"],
+    do_not_specialize=["table_stride", "rows"],
     do_not_specialize_on_alignment=["page_table", "context_lens"],
 )
 def walking_attention_kernel(
@@ -42,10 +124,8 @@ def walking_attention_kernel(
     layer_offset,
     page_stride,
     table_stride,
-    least_tiles,
-    rows,
-    slots,
     log2_scale,
+    rows,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
     GROUP_PADDED: tl.constexpr,
@@ -57,14 +137,15 @@ def walking_attention_kernel(
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
     WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
     ROWS_TILE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit). The partial results of a row and key head lie side by side, the row's number behind the
-    unit's.
+    """Program (key head, unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. It
+    takes whatever rows its stretch meets, one after another, so none is held up by the longest.
+
+    The partial results of a row and key head lie side by side, the row's number behind the unit's.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -78,7 +159,8 @@ def walking_attention_kernel(
     total = 0
     for first in tl.range(0, rows, ROWS_TILE):
         total += tl.sum(_weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE))
-    stretch = tl.maximum(tl.cdiv(total, slots), least_tiles)
+    units = tl.num_programs(1)
+    stretch = tl.cdiv(total, units)
     start_tile = unit * stretch
     end_tile = tl.minimum(start_tile + stretch, total)
     first_row = 0
@@ -134,20 +216,7 @@ def walking_attention_kernel(
         )  # fmt: skip
         deliver(
             highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,
-            kv_head * (slots + rows) + first_unit + row, out, partials, partial_lse, counters,
+            kv_head * (units + rows) + first_unit + row, out, partials, partial_lse, counters,
             GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
         )  # fmt: skip
         flat += weight
-
-
-class WalkingAttention(DecodeAttention):
-    """`DecodeAttention` by programs that walk: `choose` gives plans with `slots`, which are all the programs a key head
-    has.
-    """
-
-    kernel = walking_attention_kernel
-
-    def _grid(self, chosen: Plan, rows: int) -> tuple[int, int, int]:
-        if not chosen.slots:
-            raise ValueError(f"{chosen} has no number of programs for {rows} rows to share")
-        return self._shape.kv_heads, chosen.slots, 1

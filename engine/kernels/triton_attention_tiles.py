@@ -1,13 +1,13 @@
-"""The device code of `triton_attention.DecodeAttention`; its arguments are named there.
+"""Steps of decode attention on the device: tiles of a row's keys and values, what a query gets of them, and where that
+goes.
 
 Tiles of BLOCK_TOKENS positions are counted from position 0. Where a page holds whole tiles, a tile's keys are one
 contiguous range behind one page id; else each token's page is looked up. Page ids are read one tile ahead of their use.
+Scores are in units of log2.
 """
 
 import triton
 import triton.language as tl
-
-from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
 @triton.jit
@@ -17,42 +17,6 @@ def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
     if WINDOW > 0:
         tiles -= tl.maximum(context - WINDOW, 0) // BLOCK_TOKENS
     return tiles
-
-
-@triton.jit
-def _share_of(
-    unit,
-    context_lens,
-    rows,
-    slots,
-    least_tiles,
-    WINDOW: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-):
-    """Which row, which of its stretches, and how many tiles a stretch has, if all rows' tiles are shared by `slots`
-    programs and each row's last stretch may be short: no more than `rows` + `slots` programs in all. Those beyond have
-    a stretch that the last row does not.
-    """
-    number = tl.arange(0, ROWS_TILE)
-    total = 0
-    for first in tl.range(0, rows, ROWS_TILE):
-        context = tl.load(context_lens + first + number, mask=first + number < rows, other=0)
-        total += tl.sum(tiles_of(context, WINDOW, BLOCK_TOKENS))
-    stretch = tl.maximum(tl.cdiv(total, slots), least_tiles)
-    row = 0
-    before = 0
-    programs = 0
-    for first in tl.range(0, rows, ROWS_TILE):
-        present = first + number < rows
-        context = tl.load(context_lens + first + number, mask=present, other=0)
-        count = tl.where(present, tl.maximum(tl.cdiv(tiles_of(context, WINDOW, BLOCK_TOKENS), stretch), 1), 0)
-        passed = present & (programs + tl.cumsum(count, 0) <= unit)
-        row += tl.sum(passed.to(tl.int32))
-        before += tl.sum(tl.where(passed, count, 0))
-        programs += tl.sum(count)
-    split = tl.where(unit < programs, unit - before, rows + slots)
-    return tl.minimum(row, rows - 1), split, stretch
 
 
 @triton.jit
@@ -265,103 +229,3 @@ def deliver(
             merged_cells = member[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out_row + merged_cells, merged.to(out.dtype.element_ty), mask=kept)
             tl.store(counters + lane, 0)
-
-
-@triton.jit(
-    do_not_specialize=["table_stride", "least_tiles", "rows", "slots"],
-    do_not_specialize_on_alignment=["page_table", "context_lens"],
-)
-def decode_attention_kernel(
-    q,
-    cache,
-    page_table,
-    context_lens,
-    out,
-    partials,
-    partial_lse,
-    counters,
-    q_row_stride,
-    q_head_stride,
-    layer_offset,
-    page_stride,
-    table_stride,
-    least_tiles,
-    rows,
-    slots,
-    log2_scale,
-    GROUP: tl.constexpr,
-    GROUP_TILE: tl.constexpr,
-    GROUP_PADDED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PADDED: tl.constexpr,
-    PAGE_TOKENS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    MERGED_SPLITS: tl.constexpr,
-    LINES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
-    PDL: tl.constexpr,
-    EARLY: tl.constexpr,
-    WIDE_DOT: tl.constexpr,
-):
-    """Program (key head, row, split); a stretch is `least_tiles` tiles or what divides the row over all splits. If
-    SHARED, program (key head, unit), and a stretch is what divides all rows over `slots`.
-
-    Tiles are counted from position 0, scores are in units of log2, and one tile always has a visible position, so the
-    running maximum is finite after it.
-    """
-    launch_dependents(PDL)
-    kv_head = tl.program_id(0)
-    head = tl.arange(0, GROUP_TILE)
-    dim = tl.arange(0, DIM_PADDED)
-    held = (head < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    if not EARLY:
-        wait_for_inputs(PDL)
-
-    if SHARED:
-        unit = tl.program_id(1)
-        row, split, stretch = _share_of(unit, context_lens, rows, slots, least_tiles, WINDOW, BLOCK_TOKENS, ROWS_TILE)
-        first_partial = kv_head * tl.num_programs(1) + unit - split
-    else:
-        row = tl.program_id(1)
-        split = tl.program_id(2)
-        first_partial = (row * KV_HEADS + kv_head) * tl.num_programs(2)
-    q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
-    keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
-    values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
-    table = page_table + row * table_stride
-    context = tl.load(context_lens + row)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context - WINDOW, 0)
-    first_tile = begin // BLOCK_TOKENS
-    tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-    if not SHARED:
-        stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
-    # A padded row has no tile; its first program still writes the zeros.
-    active = tl.maximum(tl.cdiv(tiles, stretch), 1)
-    start = first_tile + split * stretch
-    end = tl.minimum(start + stretch, first_tile + tiles)
-    page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
-    if EARLY:
-        if PDL:
-            fetch_tile(
-                cache, keys, values, page, start, begin, context, page_stride,
-                HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, LINES,
-            )  # fmt: skip
-        wait_for_inputs(PDL)
-    # Not before the page id is asked for: the query goes to shared memory at once, and nothing is asked for meanwhile.
-    query = tl.load(q + q_cells, mask=held, other=0.0)
-
-    if split < active:
-        highest, total, mixed = attend(
-            query, keys, values, table, page, start, end, begin, context, page_stride, log2_scale,
-            GROUP_TILE, HEAD_DIM, DIM_PADDED, PAGE_TOKENS, BLOCK_TOKENS, WINDOW, WIDE_DOT,
-        )  # fmt: skip
-        deliver(
-            highest, total, mixed, row * KV_HEADS + kv_head, split, active, first_partial,
-            out, partials, partial_lse, counters,
-            GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
-        )  # fmt: skip
