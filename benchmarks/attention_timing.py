@@ -91,7 +91,7 @@ def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float,
     expected = None
     ranked = []
     for plan in plans:
-        result = _attention(size, always(plan))(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
+        result = _begun(size, inputs, always(plan))(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
         expected = result if expected is None else expected
         error = (result.float() - expected.float()).abs().max().item()
         if error < _TOLERANCE:
@@ -103,7 +103,7 @@ def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float,
 
 def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> float:
     """Seconds of one call among others in a graph."""
-    attention = _attention(size, choose)
+    attention = _begun(size, inputs, choose)
     layers = inputs.cache.shape[1]
 
     def call(number: int) -> None:
@@ -123,11 +123,12 @@ def in_parallel(sizes: Sequence[Size]) -> None:
 
     def run(variant: tuple[AttentionShape, Plan]) -> None:
         shape, plan = variant
-        small = Size("", (PAGE_TOKENS,) * 2, shape)
+        small = Size("", (1, 1), shape)
         cache = torch.zeros(1, 1, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE)
         q = torch.zeros(2, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
         none = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
-        _attention(small, always(plan))(q, cache, 0, none, none[:, 0])
+        inputs = Inputs(q, cache, none, none[:, 0])
+        _begun(small, inputs, always(plan))(q, cache, 0, none, inputs.contexts)
 
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(run, variants))
@@ -160,8 +161,11 @@ def plans(size: Size) -> list[Plan]:
     return [own, *(plan for plan in tried if plan != own)]
 
 
-def _attention(size: Size, choose: PlanFunction) -> DecodeAttention:
-    return DecodeAttention(size.shape, len(size.lengths), DEVICE, overlaps_launches(), early=True, choose=choose)
+def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
+    """In a step of these rows."""
+    made = DecodeAttention(size.shape, len(size.lengths), DEVICE, overlaps_launches(), early=True, choose=choose)
+    made.begin_step(inputs.cache, inputs.table, inputs.contexts)
+    return made
 
 
 def _multiprocessors() -> int:

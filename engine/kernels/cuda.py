@@ -40,9 +40,12 @@ class CudaKernels(Kernels):
         self._device = device
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
-        self._decode: dict[AttentionShape, DecodeAttention] = {}
+        wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
+        self._decode = {
+            shape: DecodeAttention(shape, max_decode_rows, device, self._pdl, early=True) for shape in wanted.shapes
+        }
         # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
-        libraries = Libraries(Wanted(model, device, dtype, page_tokens, self._pdl))
+        libraries = Libraries(wanted)
         self._prefill_soon, self._gated_soon = libraries.attention, libraries.gated_product
 
     @cached_property
@@ -63,6 +66,9 @@ class CudaKernels(Kernels):
         single = self._single_rows(layout)
         if single < len(layout.context_lens):
             self._prefill.begin_step(cache, layout, single)
+        if single:
+            for attention in self._decode.values():
+                attention.begin_step(cache, layout.page_table[:single], layout.context_lens[:single])
 
     def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
         sources, drawn = (None, None) if feed is None else (feed.sources, feed.drawn)
@@ -114,7 +120,7 @@ class CudaKernels(Kernels):
         rows, single = len(layout.context_lens), self._single_rows(layout)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
-        decoded = self._decode_attention(shape)(
+        decoded = self._decode[shape](
             q[:single], cache, layer, layout.page_table[:single], layout.context_lens[:single]
         )
         if single == rows:
@@ -124,11 +130,6 @@ class CudaKernels(Kernels):
     def _single_rows(self, layout: StepLayout) -> int:
         """Rows at the front that are decode attention's; the others are prefill attention's."""
         return min(layout.single_rows, self._max_decode_rows)
-
-    def _decode_attention(self, shape: AttentionShape) -> DecodeAttention:
-        if shape not in self._decode:
-            self._decode[shape] = DecodeAttention(shape, self._max_decode_rows, self._device, self._pdl, early=True)
-        return self._decode[shape]
 
 
 def _product(x: Tensor, linear: Linear) -> Tensor:

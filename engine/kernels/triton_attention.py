@@ -5,13 +5,13 @@ rows see, and holds all query heads that share the key head as the rows of one t
 from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths: as many as
 there are programs that run at a time, so that no program waits for another's end and none is held up by a long row. A
 single row, and those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs
-want it: how long a stretch is, and which rows it meets, follows on the device from the rows' contexts. The last program
-of a row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same
-inputs give the same bits.
+want it: how long a stretch is, and which rows it meets, follows on the device from the rows' contexts, once a step. The
+last program of a row and key head to finish merges the partial results in the order of the stretches, whoever that is,
+so the same inputs give the same bits.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,11 @@ import triton
 from torch import Tensor
 
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention_kernels import split_attention_kernel, walking_attention_kernel
+from engine.kernels.triton_attention_kernels import (
+    plan_walks_kernel,
+    split_attention_kernel,
+    walking_attention_kernel,
+)
 from engine.kernels.triton_launch import INTERPRETED, share_memory_evenly
 
 LEAST_DOT = 16
@@ -32,8 +36,8 @@ LINE_BYTES = 128
 INTERPRETER_SMS = 8
 """Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
 
-PROGRAMS_PER_SM = 2
-"""Programs among which rows are divided; more do not run at a time."""
+PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
+"""Programs among which rows are divided, the second with narrow heads; more do not run at a time."""
 MOST_SPLITS = 32
 """More make a row no faster, as its last program has to merge them."""
 ROWS_TILE = 32
@@ -65,6 +69,10 @@ LARGE_TILE = Plan(block_tokens=64, warps=4, stages=3)
 """Many rows: they need all of a multiprocessor's shared memory."""
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
+NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
+"""The same of narrow heads, whose tiles are smaller."""
+NARROW_DIMS = 64
+"""Largest head dim of narrow heads."""
 
 PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
 """`make_plan` or a stand-in for it."""
@@ -79,8 +87,11 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
         block = LEAST_DOT
         splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    resident = max(1, PROGRAMS_PER_SM * sms // kv_heads)
-    tile = LARGE_TILE if rows > resident and head_dim <= LARGE_TILE_DIMS else SMALL_TILE
+    narrow = head_dim <= NARROW_DIMS
+    resident = max(1, (NARROW_PROGRAMS_PER_SM if narrow else PROGRAMS_PER_SM) * sms // kv_heads)
+    tile = SMALL_TILE
+    if rows * kv_heads > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS:
+        tile = NARROW_TILE if narrow else LARGE_TILE
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:
         return replace(tile, splits=min(resident, most))
@@ -88,7 +99,8 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
 
 
 class DecodeAttention:
-    """Attention of rows with one token each. Owns scratch that all calls share, so calls must not overlap.
+    """Attention of rows with one token each: `begin_step`, then a call for each layer. Owns scratch that all calls
+    share, so calls must not overlap.
 
     Calls of one stream never overlap, with or without programmatic dependent launch. The scratch is some MiB: partial
     results in float32 for `max_rows` rows, and a counter for each row and key head, 0 between calls.
@@ -122,11 +134,35 @@ class DecodeAttention:
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        stretches = max(self._most_stretches(rows) for rows in range(1, max_rows + 1)) * shape.kv_heads
+        plans = list(self._possible_plans())
+        stretches = (
+            max(rows + plan.units if plan.units else rows * plan.splits for rows, plan in plans) * shape.kv_heads
+        )
         group = shape.heads // shape.kv_heads
         self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+        self._walks = torch.zeros(max(plan.units for _, plan in plans), 4, dtype=torch.int32, device=device)
+        self._begun: Plan | None = None
+
+    def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
+        """Once before the calls of a step, whose arguments these will be. Its launch overlaps no other, nor may the
+        next one's: all later kernels see what it writes.
+        """
+        rows = len(context_lens)
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
+        self._begun = self._plan(rows, page_table.shape[1] * cache.shape[4], cache.dtype)
+        if self._begun.units:
+            plan_walks_kernel[self._begun.units,](
+                context_lens,
+                self._walks,
+                rows,
+                WINDOW=self._shape.window or 0,
+                BLOCK_TOKENS=self._begun.block_tokens,
+                ROWS_TILE=ROWS_TILE,
+                num_warps=1,
+            )
 
     def __call__(self, q: Tensor, cache: Tensor, layer: int, page_table: Tensor, context_lens: Tensor) -> Tensor:
         """Attention of each row's query to positions context - window .. context - 1 of its pages.
@@ -135,19 +171,19 @@ class DecodeAttention:
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous, dtype of q
         page_table   [R, W] int32; entries behind a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
-        → [R, heads·head_dim], dtype of q; ValueError for more than `max_rows` rows
+        → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
         rows, heads, head_dim = q.shape
-        if rows > self._max_rows:
-            raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
         shape = self._shape
         page_tokens = cache.shape[4]
         chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
+        if chosen is not self._begun:
+            raise ValueError(f"{rows} rows of a step that began with others")
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
         kernel: Any
         if chosen.units:
             kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
-            cut = {"rows": rows, "ROWS_TILE": ROWS_TILE}
+            cut = {"walks": self._walks, "rows": rows}
         else:
             kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
             cut = {"least_tiles": chosen.least_tiles}
@@ -206,9 +242,9 @@ class DecodeAttention:
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, dtype, self._sms)
         return self._plans[key]
 
-    def _most_stretches(self, rows: int) -> int:
-        """Of one key head's `rows` rows with tables of any size and any dtype."""
+    def _possible_plans(self) -> Iterator[tuple[int, Plan]]:
+        """Of any number of rows, with tables of any size and of any dtype."""
         shape, endless = self._shape, 1 << 30
-        dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        plans = [self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms) for dtype in dtypes]
-        return max(rows + plan.units if plan.units else rows * plan.splits for plan in plans)
+        for rows in range(1, self._max_rows + 1):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                yield rows, self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms)

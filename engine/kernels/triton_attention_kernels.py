@@ -106,6 +106,45 @@ def _weights_of(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: t
     return tl.where(number < rows, tl.maximum(tiles_of(context, WINDOW, BLOCK_TOKENS), 1), 0)
 
 
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["context_lens"])
+def plan_walks_kernel(
+    context_lens,
+    walks,
+    rows,
+    WINDOW: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS_TILE: tl.constexpr,
+):
+    """Program (unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. → walks
+    [units, 4] int32: the first row that a program's stretch meets, the row behind its last one, the tiles before the
+    first, and the tiles of a stretch.
+    """
+    unit = tl.program_id(0)
+    total = 0
+    for first in tl.range(0, rows, ROWS_TILE):
+        total += tl.sum(_weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE))
+    stretch = tl.cdiv(total, tl.num_programs(0))
+    start = unit * stretch
+    end = tl.minimum(start + stretch, total)
+    first_row = 0
+    last_row = 0
+    before = 0
+    passed = 0
+    for first in tl.range(0, rows, ROWS_TILE):
+        weights = _weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
+        ends = passed + tl.cumsum(weights, 0)
+        ended = (weights > 0) & (ends <= start)
+        first_row += tl.sum(ended.to(tl.int32))
+        before += tl.sum(tl.where(ended, weights, 0))
+        last_row += tl.sum(((weights > 0) & (ends - weights < end)).to(tl.int32))
+        passed += tl.sum(weights)
+    walk = walks + unit * 4
+    tl.store(walk, first_row)
+    tl.store(walk + 1, last_row)
+    tl.store(walk + 2, before)
+    tl.store(walk + 3, stretch)
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "rows"],
     do_not_specialize_on_alignment=["page_table", "context_lens"],
@@ -125,6 +164,7 @@ def walking_attention_kernel(
     page_stride,
     table_stride,
     log2_scale,
+    walks,
     rows,
     GROUP: tl.constexpr,
     GROUP_TILE: tl.constexpr,
@@ -137,15 +177,13 @@ def walking_attention_kernel(
     MERGED_SPLITS: tl.constexpr,
     LINES: tl.constexpr,
     WINDOW: tl.constexpr,
-    ROWS_TILE: tl.constexpr,
     PDL: tl.constexpr,
     EARLY: tl.constexpr,
     WIDE_DOT: tl.constexpr,
 ):
-    """Program (key head, unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. It
-    takes whatever rows its stretch meets, one after another, so none is held up by the longest.
-
-    The partial results of a row and key head lie side by side, the row's number behind the unit's.
+    """Program (key head, unit) takes whatever rows its stretch meets, one after another, so none is held up by the
+    longest; see `plan_walks_kernel`. The partial results of a row and key head lie side by side, the row's number
+    behind the unit's.
     """
     launch_dependents(PDL)
     kv_head = tl.program_id(0)
@@ -156,25 +194,13 @@ def walking_attention_kernel(
     if not EARLY:
         wait_for_inputs(PDL)
 
-    total = 0
-    for first in tl.range(0, rows, ROWS_TILE):
-        total += tl.sum(_weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE))
-    units = tl.num_programs(1)
-    stretch = tl.cdiv(total, units)
+    walk = walks + unit * 4
+    first_row = tl.load(walk)
+    last_row = tl.load(walk + 1)
+    before = tl.load(walk + 2)
+    stretch = tl.load(walk + 3)
     start_tile = unit * stretch
-    end_tile = tl.minimum(start_tile + stretch, total)
-    first_row = 0
-    last_row = 0
-    before = 0
-    passed = 0
-    for first in tl.range(0, rows, ROWS_TILE):
-        weights = _weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
-        ends = passed + tl.cumsum(weights, 0)
-        ended = (weights > 0) & (ends <= start_tile)
-        first_row += tl.sum(ended.to(tl.int32))
-        before += tl.sum(tl.where(ended, weights, 0))
-        last_row += tl.sum(((weights > 0) & (ends - weights < end_tile)).to(tl.int32))
-        passed += tl.sum(weights)
+    end_tile = start_tile + stretch
 
     keys = cache + layer_offset + kv_head * (PAGE_TOKENS * HEAD_DIM)
     values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
@@ -216,7 +242,7 @@ def walking_attention_kernel(
         )  # fmt: skip
         deliver(
             highest, mass, mixed, row * KV_HEADS + kv_head, unit - first_unit, active,
-            kv_head * (units + rows) + first_unit + row, out, partials, partial_lse, counters,
+            kv_head * (tl.num_programs(1) + rows) + first_unit + row, out, partials, partial_lse, counters,
             GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
         )  # fmt: skip
         flat += weight

@@ -18,6 +18,9 @@ def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, ta
     The id of token t is previous[sources[t]] where sources[t] ≥ 0, that is, the id that an earlier step has drawn and
     the host has not read yet; elsewhere token_ids[t]. token_ids [T] int64, sources [T] int32, previous int64 of
     any length; without `sources` and `previous` all ids are those of the host.
+
+    It begins a step: its own launch overlaps none, so that whatever prepared the step has ended for all kernels after
+    it, even those that read before they wait; with `pdl` the next one's overlaps it.
     """
     tokens, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty(tokens, width)
@@ -34,7 +37,6 @@ def embed(token_ids: Tensor, sources: Tensor | None, previous: Tensor | None, ta
         BLOCK=block,
         PDL=pdl,
         num_warps=max(block // ELEMENTS_PER_WARP, 1),
-        launch_pdl=pdl,
     )
     return out
 

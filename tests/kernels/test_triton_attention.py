@@ -54,10 +54,16 @@ def attention_of(step: Step, max_rows: int = 8, **options: Any) -> DecodeAttenti
     return DecodeAttention(step.shape, max(max_rows, len(step.rows)), DEVICE, pdl=overlaps_launches(), **options)
 
 
+def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
+    """`rows`: their page tables and contexts."""
+    attention.begin_step(cache, *rows)
+    return attention(q, cache, layer, *rows)
+
+
 def run(attention: DecodeAttention, step: Step, dtype: torch.dtype) -> Tensor:
     layout = step.layout
     table, contexts = layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE)
-    out = attention(step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, table, contexts)
+    out = attend(attention, step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, table, contexts)
     assert out.dtype == dtype
     assert not attention._counters.any()
     return out.cpu()
@@ -148,7 +154,7 @@ def test_padded_rows_read_nothing_and_give_zeros(dtype: torch.dtype, units: int 
     contexts = torch.cat((layout.context_lens, torch.zeros(padding).int()))
     q = torch.cat((step.q, torch.full_like(step.q[:padding], float("nan")))).to(DEVICE, dtype)
     attention = attention_of(step) if units is None else attention_of(step, choose=fixed(units))
-    out = attention(q, step.cache_as(dtype).to(DEVICE), LAYER, table.to(DEVICE), contexts.to(DEVICE)).cpu()
+    out = attend(attention, q, step.cache_as(dtype).to(DEVICE), LAYER, table.to(DEVICE), contexts.to(DEVICE)).cpu()
     assert not out[len(lengths) :].any()
     assert_as_good(out[: len(lengths)], torch_of(step, dtype), torch_of(step, torch.float64))
 
@@ -163,7 +169,7 @@ def test_queries_inside_a_stacked_product(dtype: torch.dtype) -> None:
     layout = step.layout
     arguments = (step.cache_as(dtype).to(DEVICE), LAYER, layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE))
     attention = attention_of(step)
-    assert torch.equal(attention(q, *arguments), attention(q.contiguous(), *arguments))
+    assert torch.equal(attend(attention, q, *arguments), attend(attention, q.contiguous(), *arguments))
 
 
 @pytest.mark.parametrize("choose", [fixed(units=7), fixed(splits=8)], ids=["units", "splits"])
@@ -185,7 +191,7 @@ def test_a_float32_row_is_the_same_alone_and_in_any_batch(shape: AttentionShape)
     for row, length in enumerate(lengths):
         table = step.layout.page_table[row : row + 1, : -(-length // 16)].to(DEVICE)
         context = step.layout.context_lens[row : row + 1].to(DEVICE)
-        alone = attention(step.q[row : row + 1].to(DEVICE, torch.float32), cache, LAYER, table, context)
+        alone = attend(attention, step.q[row : row + 1].to(DEVICE, torch.float32), cache, LAYER, table, context)
         assert torch.equal(alone.cpu()[0], together[row])
 
 
@@ -202,7 +208,8 @@ def test_a_cache_of_more_elements_than_int32_counts() -> None:
     contexts = torch.tensor([300], dtype=torch.int32, device=DEVICE)
     attention = DecodeAttention(shape, 1, DEVICE, pdl=overlaps_launches())
     table = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=DEVICE)
-    assert torch.equal(attention(q, cache, 3, table + pages - 3, contexts), attention(q, small, 3, table, contexts))
+    far = attend(attention, q, cache, 3, table + pages - 3, contexts)
+    assert torch.equal(far, attend(attention, q, small, 3, table, contexts))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs are a GPU's")
@@ -212,20 +219,24 @@ def test_one_graph_serves_every_length() -> None:
     attention = attention_of(step)
     q, cache = step.q.to(DEVICE, torch.float16), step.cache_as(torch.float16).to(DEVICE)
     table, contexts = step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
-    attention(q, cache, LAYER, table, contexts)
+    attend(attention, q, cache, LAYER, table, contexts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = attention(q, cache, LAYER, table, contexts)
+        out = attend(attention, q, cache, LAYER, table, contexts)
     for lengths in ([4000, 2000, 5], [1, 129, 0], [2048, 0, 3]):
         contexts.copy_(torch.tensor(lengths, dtype=torch.int32))
         graph.replay()
-        assert torch.equal(out, attention(q, cache, LAYER, table, contexts))
+        assert torch.equal(out, attend(attention, q, cache, LAYER, table, contexts))
 
 
 @pytest.mark.parametrize(("rows", "units"), [(2, 33), (33, 33), (44, 33), (256, 33)])
 def test_as_many_programs_as_run_at_a_time(rows: int, units: int) -> None:
     plan = make_plan(rows, 8, 128, 8192, torch.bfloat16, 132)
     assert (plan.units, plan.splits) == (units, 1)
+
+
+def test_narrow_heads_have_more_programs() -> None:
+    assert make_plan(12, 8, 64, 8192, torch.bfloat16, 132).units == 66
 
 
 def test_no_row_is_cut_into_more_than_can_be_merged() -> None:
@@ -246,3 +257,12 @@ def test_too_many_rows_are_refused() -> None:
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     with pytest.raises(ValueError, match="2 rows"):
         run(DecodeAttention(step.shape, 1, DEVICE, pdl=False), step, torch.float32)
+
+
+def test_a_step_begins_before_its_layers() -> None:
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    attention, cache = attention_of(step), step.cache_as(torch.float16).to(DEVICE)
+    table, contexts = step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+    attention.begin_step(cache, table[:1], contexts[:1])
+    with pytest.raises(ValueError, match="2 rows of a step that began with others"):
+        attention(step.q.to(DEVICE, torch.float16), cache, LAYER, table, contexts)
