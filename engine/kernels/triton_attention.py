@@ -37,7 +37,9 @@ INTERPRETER_SMS = 8
 """Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
 
 PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
-"""Programs among which rows are divided, the second with narrow heads; more do not run at a time."""
+"""Programs among which rows are divided, the second with `NARROW_TILE`: as many as have room at a time. With room for
+more, those of the next call would come in before this one's have ended, and leave some multiprocessors with too many.
+"""
 MOST_SPLITS = 32
 """More make a row no faster, as its last program has to merge them."""
 ROWS_TILE = 32
@@ -65,7 +67,7 @@ class Plan:
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, overlaps=True)
 """Few rows: small tiles are on their way soonest, and the kernels around them count."""
-LARGE_TILE = Plan(block_tokens=64, warps=4, stages=3)
+LARGE_TILE = Plan(block_tokens=64, warps=4, stages=4)
 """Many rows: they need all of a multiprocessor's shared memory."""
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
@@ -87,11 +89,12 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
         block = LEAST_DOT
         splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
         return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    narrow = head_dim <= NARROW_DIMS
-    resident = max(1, (NARROW_PROGRAMS_PER_SM if narrow else PROGRAMS_PER_SM) * sms // kv_heads)
-    tile = SMALL_TILE
-    if rows * kv_heads > PROGRAMS_PER_SM * sms and head_dim <= LARGE_TILE_DIMS:
-        tile = NARROW_TILE if narrow else LARGE_TILE
+    tile, programs = SMALL_TILE, PROGRAMS_PER_SM * sms
+    if rows * kv_heads > programs and head_dim <= NARROW_DIMS:
+        tile, programs = NARROW_TILE, NARROW_PROGRAMS_PER_SM * sms
+    elif rows * kv_heads > programs and head_dim <= LARGE_TILE_DIMS:
+        tile = LARGE_TILE
+    resident = max(1, programs // kv_heads)
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:
         return replace(tile, splits=min(resident, most))
@@ -142,7 +145,7 @@ class DecodeAttention:
         self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
-        self._walks = torch.zeros(max(plan.units for _, plan in plans), 4, dtype=torch.int32, device=device)
+        self._walks = torch.zeros(max(plan.units for _, plan in plans), 5, dtype=torch.int32, device=device)
         self._begun: Plan | None = None
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:

@@ -97,13 +97,17 @@ def split_attention_kernel(
 
 
 @triton.jit
-def _weights_of(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS_TILE: tl.constexpr):
-    """Tiles [ROWS_TILE] of rows from `first` on, at least one, as somebody has to write a padded row's zeros; 0 behind
-    the last row.
-    """
+def _tiles_at(context_lens, first, rows, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr, ROWS_TILE: tl.constexpr):
+    """Tiles [ROWS_TILE] of rows from `first` on, 0 of padded rows; and which of them there are."""
     number = first + tl.arange(0, ROWS_TILE)
     context = tl.load(context_lens + number, mask=number < rows, other=0)
-    return tl.where(number < rows, tl.maximum(tiles_of(context, WINDOW, BLOCK_TOKENS), 1), 0)
+    return tiles_of(context, WINDOW, BLOCK_TOKENS), number < rows
+
+
+@triton.jit
+def _place_of(tiles, least):
+    """Tiles that a row of so many takes of the line: one if it is padded, as somebody has to write its zeros."""
+    return tl.where(tiles > 0, tl.maximum(tiles, least), 1)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["context_lens"])
@@ -116,33 +120,50 @@ def plan_walks_kernel(
     ROWS_TILE: tl.constexpr,
 ):
     """Program (unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. → walks
-    [units, 4] int32: the first row that a program's stretch meets, the row behind its last one, the tiles before the
-    first, and the tiles of a stretch.
+    [units, 5] int32: the first row that a program's stretch meets, the row behind its last one, the tiles before the
+    first, the tiles of a stretch, and of the shortest row's place in the line.
     """
     unit = tl.program_id(0)
+    units = tl.num_programs(0)
     total = 0
+    present = 0
+    longest = 0
     for first in tl.range(0, rows, ROWS_TILE):
-        total += tl.sum(_weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE))
-    stretch = tl.cdiv(total, tl.num_programs(0))
+        tiles, _ = _tiles_at(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
+        total += tl.sum(tiles)
+        present += tl.sum((tiles > 0).to(tl.int32))
+        longest = tl.maximum(longest, tl.max(tiles))
+    padded = rows - present
+    # Rows of about one length get places of one length, where whole places, or equal parts of them, fill the programs
+    # to an eighth: no row is cut that need not be.
+    parts = tl.maximum(units // tl.maximum(present, 1), 1)
+    place = tl.cdiv(longest, parts) * parts
+    even = tl.where(present <= units, place // parts, tl.cdiv(present, units) * longest)
+    fits = (8 * even * units <= 9 * total) & (present * place + padded <= even * units)
+    stretch = tl.where(fits, even, tl.cdiv(total + padded, units))
+    least = tl.where(fits, place, 1)
+
     start = unit * stretch
-    end = tl.minimum(start + stretch, total)
+    end = start + stretch
     first_row = 0
     last_row = 0
     before = 0
     passed = 0
     for first in tl.range(0, rows, ROWS_TILE):
-        weights = _weights_of(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
-        ends = passed + tl.cumsum(weights, 0)
-        ended = (weights > 0) & (ends <= start)
+        tiles, there = _tiles_at(context_lens, first, rows, WINDOW, BLOCK_TOKENS, ROWS_TILE)
+        places = tl.where(there, _place_of(tiles, least), 0)
+        ends = passed + tl.cumsum(places, 0)
+        ended = there & (ends <= start)
         first_row += tl.sum(ended.to(tl.int32))
-        before += tl.sum(tl.where(ended, weights, 0))
-        last_row += tl.sum(((weights > 0) & (ends - weights < end)).to(tl.int32))
-        passed += tl.sum(weights)
-    walk = walks + unit * 4
+        before += tl.sum(tl.where(ended, places, 0))
+        last_row += tl.sum((there & (ends - places < end)).to(tl.int32))
+        passed += tl.sum(places)
+    walk = walks + unit * 5
     tl.store(walk, first_row)
     tl.store(walk + 1, last_row)
     tl.store(walk + 2, before)
     tl.store(walk + 3, stretch)
+    tl.store(walk + 4, least)
 
 
 @triton.jit(
@@ -194,11 +215,12 @@ def walking_attention_kernel(
     if not EARLY:
         wait_for_inputs(PDL)
 
-    walk = walks + unit * 4
+    walk = walks + unit * 5
     first_row = tl.load(walk)
     last_row = tl.load(walk + 1)
     before = tl.load(walk + 2)
     stretch = tl.load(walk + 3)
+    least = tl.load(walk + 4)
     start_tile = unit * stretch
     end_tile = start_tile + stretch
 
@@ -227,11 +249,11 @@ def walking_attention_kernel(
             begin = tl.maximum(context - WINDOW, 0)
         first_tile = begin // BLOCK_TOKENS
         tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
-        weight = tl.maximum(tiles, 1)
+        place = _place_of(tiles, least)
         start = first_tile + tl.maximum(start_tile - flat, 0)
         end = first_tile + tl.minimum(end_tile - flat, tiles)
         first_unit = flat // stretch
-        active = (flat + weight - 1) // stretch - first_unit + 1
+        active = (flat + place - 1) // stretch - first_unit + 1
         table = page_table + row * table_stride
         page = page_of_tile(table, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
         q_cells = row * q_row_stride + (kv_head * GROUP + head)[:, None] * q_head_stride + dim[None, :]
@@ -245,4 +267,4 @@ def walking_attention_kernel(
             kv_head * (tl.num_programs(1) + rows) + first_unit + row, out, partials, partial_lse, counters,
             GROUP, GROUP_TILE, GROUP_PADDED, HEAD_DIM, DIM_PADDED, MERGED_SPLITS,
         )  # fmt: skip
-        flat += weight
+        flat += place

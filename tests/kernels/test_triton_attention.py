@@ -60,10 +60,12 @@ def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *ro
     return attention(q, cache, layer, *rows)
 
 
+def rows_of(step: Step) -> tuple[Tensor, Tensor]:
+    return step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+
+
 def run(attention: DecodeAttention, step: Step, dtype: torch.dtype) -> Tensor:
-    layout = step.layout
-    table, contexts = layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE)
-    out = attend(attention, step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, table, contexts)
+    out = attend(attention, step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, *rows_of(step))
     assert out.dtype == dtype
     assert not attention._counters.any()
     return out.cpu()
@@ -116,13 +118,41 @@ def test_programs_walk_over_rows_of_all_lengths(shape: AttentionShape, units: in
     check(decode_step([1, 300, *[5, 33] * 16, 129], shape, 16), torch.float16, choose=fixed(units))
 
 
-def test_rows_of_one_length_have_programs_of_their_own() -> None:
-    step = decode_step([256] * 5, SHAPES["gqa"], 64)
+@pytest.mark.parametrize(
+    ("lengths", "units", "stretches"),
+    [
+        ([256] * 5, 5, [8] * 5),
+        ([256] * 9 + [0], 10, [8] * 9 + [1]),
+        ([256, 250, 200, 256], 4, [8] * 4),
+        ([256] * 8, 3, [24, 24, 16]),
+        ([256] * 2, 9, [2] * 8),
+        ([256] * 5 + [0], 5, [9, 9, 9, 9, 5]),
+        ([256] * 4, 3, [11, 11, 10]),
+        ([256, 32, 32, 32], 4, [3, 3, 3, 2]),
+    ],
+    ids=["one each", "and one padded", "nearly one length", "several each", "parts", "no room", "waste", "uneven"],
+)
+def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, stretches: list[int]) -> None:
+    """Tiles of each program that has any; tiles are of 32 tokens."""
+    step = decode_step(lengths, heads(2, 1, 64), 64)
+    attention = attention_of(step, choose=fixed(units))
+    attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
+    *_, before, stretch, least = attention._walks.T.tolist()
+    assert len(set(stretch)) == len(set(least)) == 1
+    line = sum(max(-(-length // 32), least[0]) if length else 1 for length in lengths)
+    assert [min(stretch[0], line - start) for start in range(0, line, stretch[0])] == stretches
+    assert max(before) <= line <= units * stretch[0]
+    if 0 not in lengths:
+        check(step, torch.float16, choose=fixed(units))
+
+
+def test_rows_that_are_not_cut_need_no_merging() -> None:
+    step = decode_step([256, 200, 250, 256, 199], SHAPES["gqa"], 64)
     attention = attention_of(step, choose=fixed(units=5))
     attention._partials.fill_(float("nan"))
     attention._partial_lse.fill_(float("nan"))
     assert_as_good(run(attention, step, torch.float16), torch_of(step, torch.float16), torch_of(step, torch.float64))
-    assert attention._partials.isnan().all(), "nothing was there to merge"
+    assert attention._partials.isnan().all()
 
 
 def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
@@ -236,7 +266,8 @@ def test_as_many_programs_as_run_at_a_time(rows: int, units: int) -> None:
 
 
 def test_narrow_heads_have_more_programs() -> None:
-    assert make_plan(12, 8, 64, 8192, torch.bfloat16, 132).units == 66
+    assert make_plan(12, 8, 64, 8192, torch.bfloat16, 132).units == 33
+    assert make_plan(44, 8, 64, 8192, torch.bfloat16, 132).units == 66
 
 
 def test_no_row_is_cut_into_more_than_can_be_merged() -> None:
