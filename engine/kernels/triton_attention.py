@@ -67,7 +67,7 @@ class Plan:
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, overlaps=True)
 """Few rows: small tiles are on their way soonest, and the kernels around them count."""
-LARGE_TILE = Plan(block_tokens=64, warps=4, stages=4)
+LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
 """Many rows: they need all of a multiprocessor's shared memory."""
 LARGE_TILE_DIMS = 128
 """Largest head dim whose tile fits into shared memory."""
