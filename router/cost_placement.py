@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from router.candidates import Candidate, Holders, first
+from router.candidates import Candidate, Holders, Takes, first
 from router.cheapest import Cheapest
 from router.fleet import Fleet
 from router.long_gaps import spare_gaps
@@ -22,6 +22,7 @@ from router.placement import (
     takes_decode,
     takes_prefill,
 )
+from router.prompt_room import PromptRoom
 from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast
 
 _BEST = 2
@@ -40,6 +41,7 @@ class CostPlacement(Placement):
         self._mode = mode
         self._best, self._hits = best, hits
         self._answer = _ANSWER_GUESS
+        self._room = PromptRoom()
 
     def choose(self, need: Need, fleet: Fleet) -> Pair | None:
         if not need.decodes:
@@ -53,8 +55,9 @@ class CostPlacement(Placement):
         return pair
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
-        workers = first(fleet.prefills, can_prefill, need, 1)
-        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can_prefill))
+        can = _only(can_prefill, self._room.free) if self._keeps_free(need) else can_prefill
+        workers = first(fleet.prefills, can, need, 1)
+        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can))
         if not prompts:
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
@@ -88,25 +91,47 @@ class CostPlacement(Placement):
 
     def _two_workers(self, need: Need, fleet: Fleet, best: int) -> Pair | None:
         """One for the prompt and one for the answer, who may be the same if the mode says so."""
-        prefills = first(fleet.prefills, takes_prefill, need, best)
+        asked = self._asked(need)
+        free = self._room.look(asked, fleet.live, need.waited_s) if self._keeps_free(need) else frozenset()
+        of_prompts, of_answers = _sides(free)
+        prefills = first(fleet.prefills, of_prompts, need, best)
         if not prefills:
             return None
-        decodes = first(fleet.decodes, takes_decode, need, best)
+        decodes = first(fleet.decodes, of_answers, need, best)
         if not decodes:
             return None
         holders = Holders(need, fleet, self._hits)
-        at, to = holders.beside(prefills, takes_prefill), holders.beside(decodes, takes_decode)
-        local = self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
+        at, to = holders.beside(prefills, of_prompts), holders.beside(decodes, of_answers)
+        local = not free and (self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1)
         if local:
             at += [each for each in to if each not in at and takes_prefill(each[0], need)]
-        asked, cheapest = self._asked(need), Cheapest()
+        cheapest = Cheapest()
         cheapest.together(_prompts(need, at), _answers(asked, to), fleet, local=local)
+        if cheapest.prompt is not None:
+            self._room.note(cheapest.prompt)
         return _pair(cheapest, asked)
+
+    def _keeps_free(self, need: Need) -> bool:
+        return self._mode is Mode.ADAPTIVE and need.slo.has_targets
 
     def _asked(self, need: Need) -> AskedAnswer:
         longest = need.kv_tokens + 1 - need.prompt_tokens
         tokens = min(float(longest), self._answer)
         return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens))
+
+
+def _sides(free: frozenset[int]) -> tuple[Takes, Takes]:
+    """Who takes prompts and who answers, where workers of these numbers are kept free of answers."""
+    if not free:
+        return takes_prefill, takes_decode
+    return _only(takes_prefill, free), lambda worker, need: worker.slot not in free and takes_decode(worker, need)
+
+
+def _only(takes: Takes, free: frozenset[int]) -> Takes:
+    """Prompts go to workers that decode nothing; to all if none is kept free."""
+    if not free:
+        return takes
+    return lambda worker, need: (worker.slot in free or not worker.decodes) and takes(worker, need)
 
 
 def _prompts(need: Need, candidates: list[Candidate]) -> list[PromptForecast]:

@@ -45,8 +45,8 @@ class WorkerBooks:
     """
 
     __slots__ = (
-        "_answers", "_clock", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps",
-        "_prompts", "_queue", "_ready", "_refused_until_s", "_tokens", "cost", "decode_context", "decode_requests",
+        "_answers", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps", "_prompts",
+        "_queue", "_ready", "_refused_until_s", "_tokens", "clock", "cost", "decode_context", "decode_requests",
         "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live",
         "max_batch_requests", "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer",
         "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
@@ -70,7 +70,7 @@ class WorkerBooks:
         """The smallest target between tokens among them, in seconds."""
         self.gap_targets: tuple[float, ...] = ()
         """The targets of their classes, rising."""
-        self._clock = clock
+        self.clock = clock
         self._prompt_steps: PromptSteps | None = None
         self._queue: Run | None = None
         self._prompts: dict[str, PromptWork] = {}
@@ -144,7 +144,7 @@ class WorkerBooks:
 
     def report(self, load: WorkerLoad) -> None:
         """The worker's own word, after a step."""
-        self._load_at = self._clock()
+        self._load_at = self.clock()
         if load.cost != self.cost.parameters:
             self.cost = StepCost(load.cost)
         if load != self._load:
@@ -163,17 +163,17 @@ class WorkerBooks:
 
     def expire(self) -> None:
         """Let go of a report that is too old. Called now and then."""
-        if self._load is not None and self._clock() - self._load_at >= LOAD_FRESH_S:
+        if self._load is not None and self.clock() - self._load_at >= LOAD_FRESH_S:
             self._load = None
             self._settle()
 
     def refuse(self) -> None:
         """It turned a request away: ask others first, for a moment."""
-        self._refused_until_s = self._clock() + REFUSAL_PAUSE_S
+        self._refused_until_s = self.clock() + REFUSAL_PAUSE_S
 
     def note_prompt_steps(self, steps: int, longest_s: float) -> None:
         """So many steps there are going to take up to `longest_s` each, because of a prompt."""
-        now = self._clock()
+        now = self.clock()
         for gaps in self._gaps.values():
             gaps.note(steps, longest_s, now)
 
@@ -191,7 +191,7 @@ class WorkerBooks:
     def long_per_s(self, slo: SloClass) -> float:
         """How many steps a second were too long for that class, of late."""
         gaps = self.gaps(slo)
-        return gaps.per_s(self._clock()) if gaps.passed else 0.0
+        return gaps.per_s(self.clock()) if gaps.passed else 0.0
 
     @property
     def request_ids(self) -> set[str]:
@@ -225,7 +225,7 @@ class WorkerBooks:
     def refusing(self) -> bool:
         """Whether it turned a request away a moment ago, or says that it is not ready."""
         until_s = self._refused_until_s
-        if until_s is not None and self._clock() >= until_s:
+        if until_s is not None and self.clock() >= until_s:
             until_s = self._refused_until_s = None
         return not self._ready or until_s is not None
 

@@ -63,7 +63,7 @@ async def test_each_answer_has_its_number_its_end_and_a_seed_of_its_own(cluster:
         seeds.append([each.sampling.seed for each in cluster.prefill.prefills])
         cluster.prefill.prefills.clear()
     await client.run(ask(7, seed=SEED, temperature=1.0))
-    assert seeds[0] == seeds[1]
+    assert sorted(seeds[0]) == sorted(seeds[1]), "who is asked first of the others is chance"
     assert len(set(seeds[0])) == 3
     assert seeds[0][0] == cluster.prefill.prefills[0].sampling.seed == SEED
     await cluster.settled()
