@@ -6,12 +6,14 @@ import shutil
 import time
 from pathlib import Path
 
+from engine.user_cache import user_cache
+
 KEPT_RUNS = 10
 
 
 def log_root() -> Path:
     """Where the folders of all runs lie; their names are in the order of their beginnings."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "logs"
+    return user_cache("logs")
 
 
 def new_log_folder() -> Path:

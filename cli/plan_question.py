@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
+from engine.config import GPU_PAGE_TOKENS
 from engine.model_sizes import layer_weights
 from engine.models.config import ModelConfig
 from planner.decision import Limits, Range, Split
@@ -13,7 +14,7 @@ from planner.memory import GIB, Memory
 from planner.policy import ROOM
 from planner.sizing import Sizing
 from planner.strain import WorkerFacts
-from simulation.hardware import GPU_PAGE_TOKENS, Hardware, kv_bytes, roofline
+from simulation.hardware import Hardware, kv_bytes, roofline
 from simulation.strategy import BATCH_REQUESTS
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument

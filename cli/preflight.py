@@ -6,6 +6,7 @@ from rich.markup import escape
 
 from cli.checks import host_problem, port_problem
 from cluster.config import GIB, ClusterConfig
+from engine.config import GPU_PAGE_TOKENS
 from wire.address import address_of, is_loopback
 from wire.errors import InvalidArgument
 
@@ -100,8 +101,6 @@ def warn_of_slow_pages(config: ClusterConfig) -> None:
     """A line on stderr where GPUs would compute prompts more slowly than with another page size."""
     if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
         return
-    from engine.device import GPU_PAGE_TOKENS
-
     if config.page_tokens != GPU_PAGE_TOKENS:
         Console(stderr=True, highlight=False, soft_wrap=True).print(
             f"[bold]warning: --page-tokens {config.page_tokens} slows prompts down on GPUs; "

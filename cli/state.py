@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 
+from engine.user_cache import user_cache
 from wire.errors import Unavailable
 
 FOLDER_VARIABLE = "TANDEM_STATE_DIR"
@@ -43,7 +44,7 @@ def folder() -> Path:
         return Path(chosen)
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "tandem"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "run"
+    return user_cache("run")
 
 
 def announce(grpc: str, http: str, model: str, controller: str = "", token: str = "", *, metrics: str = "") -> Path:

@@ -4,12 +4,14 @@ import os
 import tempfile
 from pathlib import Path
 
+from engine.user_cache import user_cache
+
 
 def compiled_folder(name: str) -> Path:
-    """A folder that can be written: tandem/kernels/`name` in $XDG_CACHE_HOME or ~/.cache, or a new one for this process
-    where that is read-only.
+    """A folder that can be written: kernels/`name` in the user's cache, or a new one for this process where that is
+    read-only.
     """
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "kernels" / name
+    home = user_cache("kernels") / name
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError:

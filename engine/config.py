@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+CPU_PAGE_TOKENS, GPU_PAGE_TOKENS = 16, 128
+"""Tokens of a KV page unless somebody says otherwise; on GPUs the size that attention of prompts takes fast."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
@@ -15,7 +18,7 @@ class EngineConfig:
     dtype: str = "auto"
     """`auto`, `float32`, `bfloat16` or `float16`, of weights and KV; auto = float32 on CPU, the checkpoint's on GPU."""
     page_tokens: int | None = None
-    """Tokens a KV page holds; None = 16 on CPU, 128 on GPUs."""
+    """Tokens a KV page holds; None = the size that suits the device."""
     kv_cache_bytes: int | None = None
     """Size of the KV page pool and of one page beside it, rounded down to whole pages; None = 1 GiB on CPU, on a GPU
     what is left of `memory_fraction`."""

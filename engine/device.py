@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
 from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels
 from engine.models.config import ModelConfig
@@ -14,9 +14,6 @@ from wire.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_CPU_PAGE_TOKENS = 16
-GPU_PAGE_TOKENS = 128
-"""The size that attention of prompts takes fast."""
 _CAPABILITY = (8, 0)
 """Oldest GPUs served: bfloat16 and asynchronous copies begin here."""
 
@@ -53,7 +50,7 @@ def parse_dtype(config: EngineConfig, device: torch.device, model: ModelConfig) 
 
 def parse_page_tokens(config: EngineConfig, device: torch.device) -> int:
     """InvalidArgument for a page size that is none."""
-    default = _CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
+    default = CPU_PAGE_TOKENS if device.type == "cpu" else GPU_PAGE_TOKENS
     page_tokens = default if config.page_tokens is None else config.page_tokens
     if page_tokens < 1:
         raise InvalidArgument(

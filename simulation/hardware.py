@@ -7,13 +7,13 @@ from pathlib import Path
 from costs.roofline import GPU, Ceilings, ModelSizes, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import TILE_TOKENS
+from engine.config import GPU_PAGE_TOKENS
 from engine.models.config import ModelConfig
 from engine.models.shapes import shape_config
 from simulation.spec import Device
 from wire.errors import InvalidArgument
 from wire.messages import ModelFacts
 
-GPU_PAGE_TOKENS = 128
 _ITEM_BYTES = 2
 _ATTENTION_FLOP = 4
 

@@ -120,8 +120,8 @@ def fitted_of(measured: Any) -> Fitted:
     return found
 
 
-def run(arguments: argparse.Namespace) -> dict[str, object]:
-    """All tables, printed, and what they are made of."""
+def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, object]:
+    """All tables, printed, and what they are made of; with `--fitted` by the costs of a table that was measured."""
     machine = hardware(arguments.shape, arguments.costs, arguments.kv_gib, arguments.misjudged)
     network = Network() if arguments.network is None else Network(**json.loads(arguments.network.read_text()))
     rows = chosen(strategies(arguments.workers), arguments.only)
@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
     stage = Stage(machine, network, arguments.drain_seconds)
     step_s = stage.unloaded_step()
-    told = fitted_of(_read(arguments.against)) if arguments.fitted else {}
+    told = fitted_of(measured_table) if arguments.fitted else {}
     simulated = Simulated(stage, standard_cells(step_s), arguments, told)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}
@@ -160,19 +160,16 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
     }
 
 
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8"))
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, show, compare; JSON last."""
     parsed = parse_arguments(arguments)
     try:
-        result = run(parsed)
+        measured = None if parsed.against is None else json.loads(parsed.against.read_text(encoding="utf-8"))
+        result = run(parsed, measured)
     except TandemError as error:
         raise SystemExit(error.message) from None
     if parsed.against is not None:
-        compared = compare(result, _read(parsed.against))
+        compared = compare(result, measured)
         result["against"] = {"file": parsed.against.name, "figures": compared}
         print("\n".join(as_lines(compared)))
     if parsed.save:

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
 from engine.models.config import parse_model_config
+from engine.user_cache import user_cache
 from engine.weights.checkpoint import Progress, check_model
 from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name
 from engine.weights.safetensors_file import write_float32
@@ -58,8 +58,8 @@ def prepare_model(path: Path, cache_dir: Path | None = None, progress: Progress 
 
 
 def default_cache() -> Path:
-    """Where conversions are kept: $XDG_CACHE_HOME or ~/.cache, then tandem/models."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem" / "models"
+    """Where conversions are kept."""
+    return user_cache("models")
 
 
 def _fingerprint(path: Path) -> str:
