@@ -6,8 +6,9 @@ Why these terms, and what they leave out: docs/decisions/0014-placement.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from router.candidates import Candidate, Holders, Takes, first
+from router.candidates import Candidate, Holders, first
 from router.cheapest import Cheapest
 from router.fleet import Fleet
 from router.long_gaps import spare_gaps
@@ -22,8 +23,9 @@ from router.placement import (
     takes_decode,
     takes_prefill,
 )
-from router.prompt_room import PromptRoom
+from router.prompt_room import NOBODY, PromptRoom
 from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast
+from router.worker_books import WorkerBooks
 
 _BEST = 2
 """Workers of each kind that are looked at because little waits there."""
@@ -48,16 +50,22 @@ class CostPlacement(Placement):
             return self._prompt_alone(need, fleet)
         if self._mode is Mode.COLOCATED and fleet.colocates:
             return self._one_worker(need, fleet)
-        pair = self._two_workers(need, fleet, self._best)
+        free = self._kept_free(need, fleet)
+        pair = self._two_workers(need, fleet, self._best, free)
+        if pair is None and free and not _soon(need, fleet, free):
+            free = NOBODY
+            pair = self._two_workers(need, fleet, self._best, free)
         if pair is None and fleet.misfits:
             # Those that were looked at may be of one release here, of another there.
-            pair = self._two_workers(need, fleet, len(fleet.live))
+            pair = self._two_workers(need, fleet, len(fleet.live), free)
         return pair
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
-        can = _only(can_prefill, self._room.free) if self._keeps_free(need) else can_prefill
-        workers = first(fleet.prefills, can, need, 1)
-        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can))
+        free = self._kept_free(need, fleet) if need.decodes and need.slo.has_targets else NOBODY
+        workers = first(_for_prompts(fleet, free), can_prefill, need, 1)
+        if not workers:
+            workers = first(fleet.prefills, can_prefill, need, 1)
+        prompts = _prompts(need, Holders(need, fleet, 1).beside(workers, can_prefill))
         if not prompts:
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
@@ -89,30 +97,36 @@ class CostPlacement(Placement):
         cheapest.alone(_prompts(need, candidates), _answers(asked, candidates))
         return _pair(cheapest, asked)
 
-    def _two_workers(self, need: Need, fleet: Fleet, best: int) -> Pair | None:
-        """One for the prompt and one for the answer, who may be the same if the mode says so."""
-        asked = self._asked(need)
-        free = self._room.look(asked, fleet.live, need.waited_s) if self._keeps_free(need) else frozenset()
-        of_prompts, of_answers = _sides(free)
-        prefills = first(fleet.prefills, of_prompts, need, best)
+    def _two_workers(self, need: Need, fleet: Fleet, best: int, free: frozenset[int]) -> Pair | None:
+        """One for the prompt and one for the answer, who may be the same if the mode says so. Where workers are kept
+        `free` of answers, prompts with targets go to them, and else only to who holds them.
+        """
+        apart = free if need.slo.has_targets else NOBODY
+        prefills = first(_for_prompts(fleet, apart), takes_prefill, need, best)
         if not prefills:
             return None
-        decodes = first(fleet.decodes, of_answers, need, best)
+        decodes = first((worker for worker in fleet.decodes if worker.slot not in free), takes_decode, need, best)
         if not decodes:
             return None
         holders = Holders(need, fleet, self._hits)
-        at, to = holders.beside(prefills, of_prompts), holders.beside(decodes, of_answers)
-        local = not free and (self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1)
-        if local:
+        at = holders.beside(prefills, takes_prefill)
+        to = [each for each in holders.beside(decodes, takes_decode) if each[0].slot not in free]
+        local = self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
+        if local and not apart:
             at += [each for each in to if each not in at and takes_prefill(each[0], need)]
-        cheapest = Cheapest()
+        asked, cheapest = self._asked(need), Cheapest()
         cheapest.together(_prompts(need, at), _answers(asked, to), fleet, local=local)
         if cheapest.prompt is not None:
             self._room.note(cheapest.prompt)
         return _pair(cheapest, asked)
 
-    def _keeps_free(self, need: Need) -> bool:
-        return self._mode is Mode.ADAPTIVE and need.slo.has_targets
+    def _kept_free(self, need: Need, fleet: Fleet) -> frozenset[int]:
+        """Workers that should decode nothing."""
+        if self._mode is not Mode.ADAPTIVE:
+            return NOBODY
+        if need.slo.has_targets:
+            self._room.look(self._asked(need), fleet.live, need.waited_s)
+        return self._room.free
 
     def _asked(self, need: Need) -> AskedAnswer:
         longest = need.kv_tokens + 1 - need.prompt_tokens
@@ -120,18 +134,24 @@ class CostPlacement(Placement):
         return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens))
 
 
-def _sides(free: frozenset[int]) -> tuple[Takes, Takes]:
-    """Who takes prompts and who answers, where workers of these numbers are kept free of answers."""
+def _for_prompts(fleet: Fleet, free: frozenset[int]) -> Iterable[WorkerBooks]:
+    """Who computes prompts, in order: if workers are kept `free`, these and those that never decode."""
     if not free:
-        return takes_prefill, takes_decode
-    return _only(takes_prefill, free), lambda worker, need: worker.slot not in free and takes_decode(worker, need)
+        return fleet.prefills
+    return (worker for worker in fleet.prefills if worker.slot in free or not worker.decodes)
 
 
-def _only(takes: Takes, free: frozenset[int]) -> Takes:
-    """Prompts go to workers that decode nothing; to all if none is kept free."""
-    if not free:
-        return takes
-    return lambda worker, need: (worker.slot in free or not worker.decodes) and takes(worker, need)
+def _soon(need: Need, fleet: Fleet, free: frozenset[int]) -> bool:
+    """Whether the request has only to wait until fewer prompts do where they are computed: nothing else that keeps it
+    from there will pass so soon.
+    """
+    answers = [worker for worker in fleet.live if worker.slot not in free and takes_decode(worker, need)]
+    return any(
+        fleet.misfits.fit(prompt.peer, answer.peer)
+        for prompt in _for_prompts(fleet, free)
+        if can_prefill(prompt, need)
+        for answer in answers
+    )
 
 
 def _prompts(need: Need, candidates: list[Candidate]) -> list[PromptForecast]:

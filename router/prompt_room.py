@@ -2,12 +2,13 @@
 
 Beside answers that bear little between tokens, prompts get what these leave of a step: less with every answer, and from
 some number on nothing. A choice that looks at one request spreads answers evenly, until all workers are there at once.
-So the fleet is looked at as a whole: where answers spread over all workers would leave less room than prompts need, as
+So the fleet is looked at as a whole: where answers spread over all workers would leave next to no room for prompts, as
 few workers as can compute them take all of them, and no answer.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Sequence
 
@@ -16,35 +17,43 @@ from costs.step_cost import chunk_pairs
 from router.step_forecast import AskedAnswer, PromptForecast
 from router.worker_books import WorkerBooks
 
-HALF_LIFE_S = 10.0
+log = logging.getLogger(__name__)
+
+NOBODY: frozenset[int] = frozenset()
+_HALF_LIFE_S = 10.0
 """Half of what is known of how many prompt tokens come is forgotten after so long."""
-HEADROOM = 2.0
+_WINDOW_S = _HALF_LIFE_S / math.log(2)
+_PLENTY = 2.0
 """Room that is wanted ÷ what comes on average: prompts come by chance, and differ in length."""
-CLEARED_S = 1.0
-"""Within so long what waits should be computed, beside what comes."""
-COLLAPSED = 0.5
+_COLLAPSED = 0.5
 """Room beside answers ÷ what comes, below which workers are kept free. Where steps may be long, room shrinks slowly,
 and workers that do both serve more; where they may not, it is gone at some number of answers.
 """
-CHANCE = 2.0
+_CLEARED_S = 1.0
+"""Within so long what waits should be computed, beside what comes."""
+_MOST_WAITED_S = 2.0
+"""Of a request's age: a retried one is older than what waits."""
+_CHANCE = 2.0
 """Standard deviations of the number of answers: they come and end by chance."""
 _LOOK_S = 0.05
 """How often the fleet is looked at."""
+_HELD_S = 5.0
+"""For how long after the last request of the tightest class nobody else's target counts."""
 _KNOWN_S = 1.0
 """Until so much of the past is known, nothing is kept free."""
-_WINDOW_S = HALF_LIFE_S / math.log(2)
-_NOBODY: frozenset[int] = frozenset()
+_SHORTEST_S = 1e-9
 
 
 class PromptRoom:
-    """Learns from what is placed how many prompt tokens come. Workers count as alike."""
+    """Learns from what is placed how many prompt tokens come. Workers that were measured count as alike."""
 
     def __init__(self) -> None:
-        self.free = _NOBODY
+        self.free = NOBODY
         """Numbers of the workers that are kept free, as of the last look."""
         self._tokens = self._pairs = 0.0
         self._known_s = 0.0
-        self._at_s = self._looked_s = -math.inf
+        self._at_s = self._looked_s = self._asked_s = -math.inf
+        self._target_s = math.inf
 
     def note(self, prompt: PromptForecast) -> None:
         """It was placed."""
@@ -52,49 +61,74 @@ class PromptRoom:
         self._tokens += prompt.computed
         self._pairs += chunk_pairs(prompt.computed, prompt.cached)
 
-    def look(self, asked: AskedAnswer, live: Collection[WorkerBooks], waited_s: float = 0.0) -> frozenset[int]:
-        """Numbers of the workers where no answer of that class should be decoded; mostly none. The request that asks
-        has waited for so long already, and so have others.
-        """
+    def look(self, asked: AskedAnswer, live: Collection[WorkerBooks], waited_s: float = 0.0) -> None:
+        """A request that asks for such an answer has waited for so long, and so have others."""
         now = next(iter(live)).clock() if live else self._looked_s
-        if now - self._looked_s >= _LOOK_S or (self.free and not self.free <= {worker.slot for worker in live}):
-            self._looked_s = now
-            self._forget(now)
-            either = [worker for worker in live if worker.prefills and worker.decodes and not worker.refusing]
-            known = self._known_s >= _KNOWN_S and len(either) > 1
-            self.free = self._choose(asked, either, waited_s) if known else _NOBODY
-        return self.free
+        if now - self._looked_s < _LOOK_S:
+            return
+        measured = sorted(
+            (worker for worker in live if worker.cost.parameters.observed and not worker.info.not_ready),
+            key=lambda worker: worker.idle_step_s,
+        )
+        if not measured:
+            self._keep(NOBODY, live)
+            return
+        like = measured[len(measured) // 2]
+        target_s = like.gap_target(asked.slo)
+        if target_s > self._target_s and now - self._asked_s < _HELD_S:
+            return
+        self._target_s, self._asked_s, self._looked_s = target_s, now, now
+        self._forget(now)
+        chosen = self._choose(like, asked, measured, waited_s) if self._known_s >= _KNOWN_S else NOBODY
+        self._keep(chosen, live)
 
-    def _choose(self, asked: AskedAnswer, workers: Sequence[WorkerBooks], waited_s: float) -> frozenset[int]:
+    def _choose(
+        self, like: WorkerBooks, asked: AskedAnswer, live: Sequence[WorkerBooks], waited_s: float
+    ) -> frozenset[int]:
         """Among those that do either."""
-        like, count = workers[0], len(workers)
-        target_s, pairs = like.gap_target(asked.slo), self._pairs / max(1.0, self._tokens)
+        either = [worker for worker in live if worker.prefills and worker.decodes]
+        decoding = [worker for worker in live if worker.decodes]
+        count, target_s = len(either), self._target_s
+        pairs = self._pairs / max(1.0, self._tokens)
+        alone = _room(like, Beside(0, 0), pairs)
         coming = self._tokens / self._known_s
-        wanted = COLLAPSED * coming
+        elsewhere = alone * sum(not worker.decodes for worker in live)
+        running = 1 + sum(worker.decode_requests for worker in decoding)
+        context = asked.prompt_tokens + int(asked.tokens) // 2 + sum(worker.decode_context for worker in decoding)
+
+        def bear(workers: int) -> bool:
+            """Whether so many could decode what there is."""
+            rows, held, _ = _share(running, context, workers, target_s)
+            return rows <= like.max_batch_requests and like.cost.decode_step_seconds(rows, held) <= target_s
+
+        most = 1 + _CHANCE / math.sqrt(running)
+        spread = elsewhere
+        if decoding:
+            spread += count * _room(like, _share(most * running, most * context, len(decoding), target_s), pairs)
+        wanted = _COLLAPSED * coming
         if self.free:
-            waiting = coming * waited_s + sum(worker.prefill_tokens for worker in workers)
-            wanted = HEADROOM * (coming + waiting / CLEARED_S)
-        running = 1 + sum(worker.decode_requests for worker in workers)
-        context = asked.prompt_tokens + int(asked.tokens) // 2 + sum(worker.decode_context for worker in workers)
-        most = 1 + CHANCE / math.sqrt(running)
-        spread = _room(like, _share(most * running, most * context, count, target_s), pairs)
-        if count * spread >= wanted:
-            return _NOBODY
-        needed = math.ceil(HEADROOM * coming / _room(like, Beside(0, 0), pairs))
-        if self.free:
-            needed = min(needed, count - 1)
-        else:
-            if needed >= count:
-                return _NOBODY
-            rows, held, _ = _share(running, context, count - needed, target_s)
-            if like.cost.decode_step_seconds(rows, held) > target_s:
-                return _NOBODY
+            waiting = coming * min(waited_s, _MOST_WAITED_S) + sum(worker.prefill_tokens for worker in either)
+            wanted = min(_PLENTY * (coming + waiting / _CLEARED_S), elsewhere + len(self.free) * alone)
+        if spread >= wanted:
+            return NOBODY
+        least = 1 if self.free else 0
+        needed = max(least, min(math.ceil((_PLENTY * coming - elsewhere) / alone), len(decoding) - 1))
+        while needed > least and not bear(len(decoding) - needed):
+            needed -= 1
         # Whoever is free stays so, and then who is soonest.
-        order = sorted(workers, key=lambda worker: (worker.slot not in self.free, worker.decode_requests, worker.slot))
-        return frozenset(worker.slot for worker in order[:needed])
+        order = sorted(
+            either, key=lambda worker: (worker.slot not in self.free, worker.decode_requests, worker.peer.worker_id)
+        )
+        return frozenset(worker.slot for worker in order[:needed]) if count > 1 else NOBODY
+
+    def _keep(self, chosen: frozenset[int], live: Collection[WorkerBooks]) -> None:
+        if chosen != self.free:
+            names = sorted(worker.peer.worker_id for worker in live if worker.slot in chosen)
+            log.info("kept free of answers for prompts: %s", ", ".join(names) or "nobody")
+        self.free = chosen
 
     def _forget(self, now: float) -> None:
-        fade = 2.0 ** ((self._at_s - now) / HALF_LIFE_S) if self._at_s < now else 1.0
+        fade = 2.0 ** ((self._at_s - now) / _HALF_LIFE_S) if self._at_s < now else 1.0
         self._tokens *= fade
         self._pairs *= fade
         if self._at_s > -math.inf:
@@ -114,4 +148,4 @@ def _room(worker: WorkerBooks, beside: Beside, pairs: float) -> float:
     step_s = cost.mixed_step_seconds(each.tokens, each.tokens * pairs, rows, context)
     if rows and step_s > targets[0]:
         return 0.0
-    return each.tokens / (step_s + each.pause * cost.decode_step_seconds(rows, context))
+    return each.tokens / max(step_s + each.pause * cost.decode_step_seconds(rows, context), _SHORTEST_S)

@@ -1,5 +1,5 @@
 """Kernels for NVIDIA GPUs: weight-streaming Triton products for few tokens, cuBLAS for many, fused elementwise work,
-split-KV attention over pages for rows of one token and flash-attn-4 for longer ones.
+attention that walks over pages for rows of one token and flash-attn-4 for longer ones.
 """
 
 from functools import cached_property
@@ -37,7 +37,6 @@ class CudaKernels(Kernels):
             raise InvalidArgument(
                 "model", f"has head dim {model.head_dim}; on GPUs {', '.join(map(str, _HEAD_DIMS))} are served."
             )
-        self._device = device
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)

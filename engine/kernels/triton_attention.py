@@ -11,9 +11,10 @@ so the same inputs give the same bits.
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,6 +41,8 @@ PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
 """Programs among which rows are divided, the second with `NARROW_TILE`: as many as have room at a time. With room for
 more, those of the next call would come in before this one's have ended, and leave some multiprocessors with too many.
 """
+NEARLY = 15 / 16
+"""Part of these at which there are as many as divide rows of one length evenly: the others would have nothing to do."""
 MOST_SPLITS = 32
 """More make a row no faster, as its last program has to merge them."""
 ROWS_TILE = 32
@@ -98,7 +101,17 @@ def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: tor
     most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
     if rows == 1:
         return replace(tile, splits=min(resident, most))
-    return replace(tile, units=min(resident, rows * most))
+    whole = resident // rows * rows
+    return replace(tile, units=min(whole if whole >= NEARLY * resident else resident, rows * most))
+
+
+class _Step(NamedTuple):
+    """What a step began with."""
+
+    rows: int
+    capacity: int
+    plan: Plan
+    walks: Tensor
 
 
 class DecodeAttention:
@@ -145,24 +158,27 @@ class DecodeAttention:
         self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
         self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
-        self._walks = torch.zeros(max(plan.units for _, plan in plans), 5, dtype=torch.int32, device=device)
-        self._begun: Plan | None = None
+        self._device = device
+        self._begun = threading.local()
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
-        """Once before the calls of a step, whose arguments these will be. Its launch overlaps no other, nor may the
-        next one's: all later kernels see what it writes.
+        """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
+        `max_rows` rows. Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later
+        kernels see what it writes.
         """
-        rows = len(context_lens)
+        rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
-        self._begun = self._plan(rows, page_table.shape[1] * cache.shape[4], cache.dtype)
-        if self._begun.units:
-            plan_walks_kernel[self._begun.units,](
+        plan = self._plan(rows, capacity, cache.dtype)
+        walks = self._walks(rows, plan.units)
+        self._begun.step = _Step(rows, capacity, plan, walks)
+        if plan.units:
+            plan_walks_kernel[plan.units,](
                 context_lens,
-                self._walks,
+                walks,
                 rows,
                 WINDOW=self._shape.window or 0,
-                BLOCK_TOKENS=self._begun.block_tokens,
+                BLOCK_TOKENS=plan.block_tokens,
                 ROWS_TILE=ROWS_TILE,
                 num_warps=1,
             )
@@ -179,14 +195,15 @@ class DecodeAttention:
         rows, heads, head_dim = q.shape
         shape = self._shape
         page_tokens = cache.shape[4]
-        chosen = self._plan(rows, page_table.shape[1] * page_tokens, q.dtype)
-        if chosen is not self._begun:
+        step: _Step | None = getattr(self._begun, "step", None)
+        if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
             raise ValueError(f"{rows} rows of a step that began with others")
+        chosen = step.plan
         out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
         kernel: Any
         if chosen.units:
             kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
-            cut = {"walks": self._walks, "rows": rows}
+            cut = {"walks": step.walks, "rows": rows}
         else:
             kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
             cut = {"least_tiles": chosen.least_tiles}
@@ -244,6 +261,15 @@ class DecodeAttention:
             seen = capacity if shape.window is None else min(capacity, shape.window)
             self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, dtype, self._sms)
         return self._plans[key]
+
+    def _walks(self, rows: int, units: int) -> Tensor:
+        """Of this thread and so many rows: trials of steps run side by side before a start, and a launch of theirs may
+        be left out. [units, 5] int32, see `plan_walks_kernel`.
+        """
+        known: dict[int, Tensor] = self._begun.__dict__.setdefault("walks", {})
+        if rows not in known:
+            known[rows] = torch.zeros(units, 5, dtype=torch.int32, device=self._device)
+        return known[rows]
 
     def _possible_plans(self) -> Iterator[tuple[int, Plan]]:
         """Of any number of rows, with tables of any size and of any dtype."""

@@ -229,7 +229,7 @@ def walking_attention_kernel(
     if EARLY:
         if PDL:
             row = tl.minimum(first_row, rows - 1)
-            context = tl.load(context_lens + row)
+            context = tl.load(context_lens + row, mask=first_row < last_row, other=0)
             begin = 0
             if WINDOW > 0:
                 begin = tl.maximum(context - WINDOW, 0)

@@ -4,6 +4,7 @@ Without a GPU the kernel runs in Triton's interpreter, which rounds to bfloat16 
 judged on a GPU only.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -57,6 +58,7 @@ def attention_of(step: Step, max_rows: int = 8, **options: Any) -> DecodeAttenti
 def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
     """`rows`: their page tables and contexts."""
     attention.begin_step(cache, *rows)
+    rows[0].clone()  # overlaps no launch, as the embedding between them
     return attention(q, cache, layer, *rows)
 
 
@@ -137,7 +139,7 @@ def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, st
     step = decode_step(lengths, heads(2, 1, 64), 64)
     attention = attention_of(step, choose=fixed(units))
     attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
-    *_, before, stretch, least = attention._walks.T.tolist()
+    *_, before, stretch, least = attention._begun.step.walks.T.tolist()
     assert len(set(stretch)) == len(set(least)) == 1
     line = sum(max(-(-length // 32), least[0]) if length else 1 for length in lengths)
     assert [min(stretch[0], line - start) for start in range(0, line, stretch[0])] == stretches
@@ -259,7 +261,7 @@ def test_one_graph_serves_every_length() -> None:
         assert torch.equal(out, attend(attention, q, cache, LAYER, table, contexts))
 
 
-@pytest.mark.parametrize(("rows", "units"), [(2, 33), (33, 33), (44, 33), (256, 33)])
+@pytest.mark.parametrize(("rows", "units"), [(2, 32), (24, 33), (32, 32), (33, 33), (44, 33), (256, 33)])
 def test_as_many_programs_as_run_at_a_time(rows: int, units: int) -> None:
     plan = make_plan(rows, 8, 128, 8192, torch.bfloat16, 132)
     assert (plan.units, plan.splits) == (units, 1)
@@ -270,7 +272,7 @@ def test_narrow_heads_have_more_programs() -> None:
     assert make_plan(44, 8, 64, 8192, torch.bfloat16, 132).units == 66
 
 
-def test_no_row_is_cut_into_more_than_can_be_merged() -> None:
+def test_few_rows_have_no_more_programs_than_can_be_merged() -> None:
     assert make_plan(1, 1, 128, 1 << 17, torch.bfloat16, 132).splits == 32
     assert make_plan(3, 1, 128, 1 << 17, torch.bfloat16, 132).units == 96
     assert make_plan(1, 8, 128, 100, torch.bfloat16, 132).splits == 4
@@ -288,6 +290,24 @@ def test_too_many_rows_are_refused() -> None:
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     with pytest.raises(ValueError, match="2 rows"):
         run(DecodeAttention(step.shape, 1, DEVICE, pdl=False), step, torch.float32)
+
+
+def test_steps_of_two_threads_do_not_mix() -> None:
+    """As trials of steps do not that are compiled side by side."""
+    attention = attention_of(decode_step([5], SHAPES["gqa"], 16), max_rows=3)
+    few, many = decode_step([70], SHAPES["gqa"], 16), decode_step([5, 90, 33], SHAPES["gqa"], 16)
+    attention.begin_step(many.cache_as(torch.float16).to(DEVICE), *rows_of(many))
+    with ThreadPoolExecutor(1) as other:
+        ours = other.submit(run, attention, few, torch.float16).result()
+    assert_as_good(ours, torch_of(few, torch.float16), torch_of(few, torch.float64))
+    cache = many.cache_as(torch.float16).to(DEVICE)
+    ours = attention(many.q.to(DEVICE, torch.float16), cache, LAYER, *rows_of(many)).cpu()
+    assert_as_good(ours, torch_of(many, torch.float16), torch_of(many, torch.float64))
+
+
+def test_a_part_of_a_row_may_be_empty() -> None:
+    """Places of one length: the last part of a shorter row has nothing to do, and is merged all the same."""
+    check(decode_step([316, 300], heads(2, 1, 64), 64), torch.float16, choose=fixed(units=10))
 
 
 def test_a_step_begins_before_its_layers() -> None:

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from costs.step_cost import StepCost
 from router.cost_placement import CostPlacement
 from router.placement import Mode, Need, Pair
 from router.prompt_room import PromptRoom
 from router.slo import BEST_EFFORT, SloClass
 from router.step_forecast import AskedAnswer, PromptForecast
 from tests.unit.router.fleets import H200, TestFleet, names, need
+from wire.cost_parameters import CostParameters
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
 
@@ -27,11 +29,15 @@ FACTS = {
 }
 
 
-def fleet(workers: int = 2, rows: int = 0, slo: SloClass = TIGHT) -> TestFleet:
+QUICK = replace(COSTS, token_s=1e-5)
+"""One worker computes more prompts than two do beside answers, however few."""
+
+
+def fleet(workers: int = 2, rows: int = 0, slo: SloClass = TIGHT, cost: CostParameters = COSTS) -> TestFleet:
     """Workers that do either, each with so many answers."""
     at = TestFleet()
     for number in range(workers):
-        at.add(f"w{number}", Role.BOTH, cost=COSTS, **FACTS)
+        at.add(f"w{number}", Role.BOTH, cost=cost, **FACTS)
         at.answers(f"w{number}", rows, pages=1, context=1000, slo=slo, spare=5)
     return at
 
@@ -45,10 +51,17 @@ def fed(at: TestFleet, room: PromptRoom, tokens_per_s: int, seconds: int = 5) ->
     return room
 
 
+def fewer(at: TestFleet) -> None:
+    """Four answers of each worker end."""
+    for worker in at.workers.values():
+        for request_id in sorted(worker.request_ids)[:4]:
+            worker.unbook_decode(request_id)
+
+
 def looked(at: TestFleet, room: PromptRoom, slo: SloClass = TIGHT) -> list[str]:
     """Names of the workers that are kept free."""
-    free = room.look(AskedAnswer(1000, 256.0, slo, 2), at.fleet.live)
-    return sorted(name for name, worker in at.workers.items() if worker.slot in free)
+    room.look(AskedAnswer(1000, 256.0, slo, 2), at.fleet.live)
+    return sorted(name for name, worker in at.workers.items() if worker.slot in room.free)
 
 
 @pytest.mark.parametrize(
@@ -95,62 +108,90 @@ def test_answers_spread_again_when_there_is_room() -> None:
     at = fleet(rows=14)
     room = fed(at, PromptRoom(), 8000)
     assert looked(at, room) == ["w0"]
-    for name in at.workers:
-        for request_id in sorted(at.workers[name].request_ids)[:4]:
-            at.workers[name].unbook_decode(request_id)
+    fewer(at)
     at.clock.now += 0.1
     assert looked(at, room) == []
 
 
 def test_what_waits_keeps_a_worker_free() -> None:
-    at = fleet(rows=14)
-    room = fed(at, PromptRoom(), 8000)
+    at = fleet(rows=14, cost=QUICK)
+    room = fed(at, PromptRoom(), 15_000)
     assert looked(at, room) == ["w0"]
-    for name in ("w0", "w1"):
-        for request_id in sorted(at.workers[name].request_ids)[:9]:
-            at.workers[name].unbook_decode(request_id)
+    fewer(at)
     at.prompt("w0", 40_000)
     at.clock.now += 0.1
     assert looked(at, room) == ["w0"]
-    assert looked(at, fed(at, PromptRoom(), 8000)) == [], "who begins anew keeps nobody free for it"
+    assert looked(at, fed(at, PromptRoom(), 15_000)) == [], "who begins anew keeps nobody free for it"
 
 
-def test_what_waits_at_the_router_keeps_a_worker_free() -> None:
-    at = fleet(rows=14)
-    room = fed(at, PromptRoom(), 8000)
+@pytest.mark.parametrize(("waited_s", "kept"), [(0.0, 0), (2.0, 1), (1000.0, 1)])
+def test_what_waits_at_the_router_keeps_a_worker_free(waited_s: float, kept: int) -> None:
+    at = fleet(rows=14, cost=QUICK)
+    room = fed(at, PromptRoom(), 15_000)
     assert looked(at, room) == ["w0"]
-    for name in at.workers:
-        for request_id in sorted(at.workers[name].request_ids)[:4]:
-            at.workers[name].unbook_decode(request_id)
+    fewer(at)
     at.clock.now += 0.1
-    assert room.look(AskedAnswer(1000, 256.0, TIGHT, 2), at.fleet.live, waited_s=5.0) == {at.workers["w0"].slot}
+    room.look(AskedAnswer(1000, 256.0, TIGHT, 2), at.fleet.live, waited_s)
+    assert len(room.free) == kept
 
 
-def test_a_worker_that_refuses_is_not_relied_on() -> None:
+def test_nobody_is_kept_free_where_both_do_more_together() -> None:
+    at = fleet(rows=14)
+    room = fed(at, PromptRoom(), 15_000)
+    assert looked(at, room) == ["w0"]
+    fewer(at)
+    at.prompt("w0", 400_000)
+    at.clock.now += 0.1
+    assert looked(at, room) == []
+
+
+def test_a_refusal_changes_nothing() -> None:
     at = fleet(workers=3, rows=14)
     room = fed(at, PromptRoom(), 8000)
     assert looked(at, room) == ["w0"]
     at.clock.now += 0.1
     at.workers["w0"].refuse()
-    assert looked(at, room) == ["w1"]
+    assert looked(at, room) == ["w0"]
 
 
-def test_the_fleet_is_looked_at_now_and_then() -> None:
+def test_one_worker_does_it_all() -> None:
     at = fleet(rows=14)
     room = fed(at, PromptRoom(), 8000)
     assert looked(at, room) == ["w0"]
     at.remove("w1")
-    assert looked(at, room) == ["w0"]
+    assert looked(at, room) == ["w0"], "the fleet is looked at now and then"
     at.clock.now += 0.1
-    assert looked(at, room) == [], "one worker does it all"
+    assert looked(at, room) == []
 
 
-def test_a_worker_that_is_gone_is_not_waited_for() -> None:
-    at = fleet(workers=3, rows=14)
+def test_others_that_prefill_alone_are_counted_on() -> None:
+    at = fleet(rows=14)
+    at.add("p", Role.PREFILL, cost=COSTS, **FACTS)
+    assert looked(at, fed(at, PromptRoom(), 8000)) == []
+
+
+def test_no_more_are_kept_free_than_leave_the_others_what_they_bear() -> None:
+    at = fleet(workers=4, rows=14)
+    assert len(looked(at, fed(at, PromptRoom(), 90_000))) == 2, "56 rows on one would take 8.5 ms"
+
+
+def test_the_tightest_class_decides() -> None:
+    at = fleet(rows=14)
     room = fed(at, PromptRoom(), 8000)
-    assert looked(at, room) == ["w0"]
-    at.remove("w0")
-    assert looked(at, room) == ["w1"]
+    for _ in range(4):
+        at.clock.now += 0.1
+        assert looked(at, room) == ["w0"]
+        at.clock.now += 0.1
+        assert looked(at, room, LOOSE) == ["w0"]
+    at.clock.now += 6.0
+    assert looked(at, room, LOOSE) == [], "none of that class has come for a while"
+
+
+def test_nobody_is_kept_free_by_guesses() -> None:
+    at = fleet(rows=14)
+    for worker in at.workers.values():
+        worker.learn(StepCost(replace(COSTS, observed=0)))
+    assert looked(at, fed(at, PromptRoom(), 8000)) == []
 
 
 def placing(at: TestFleet, mode: Mode = Mode.ADAPTIVE, seconds: int = 5) -> CostPlacement:
@@ -200,15 +241,56 @@ def test_it_waits_until_the_free_worker_has_room() -> None:
     assert policy.choose(asked(), at.fleet) is None
 
 
-def test_who_asks_for_nothing_goes_anywhere() -> None:
+def test_it_does_not_wait_for_what_does_not_pass() -> None:
+    """A free worker that is too small or gone, others without room for the answer, two releases: anywhere, then."""
     at = fleet(rows=14)
     policy = placing(at)
-    at.prompt(chosen(policy, at).prefill.worker_id, 8000)
-    assert chosen(policy, at, BEST_EFFORT).prefill.worker_id
+    free = chosen(policy, at).prefill.worker_id
+    (other,) = {"w0", "w1"} - {free}
+    long = need(30_000, answer=256, slo=TIGHT)
+    at.workers[free].change(replace(at.workers[free].info, pages_total=1000))
+    assert names(policy.choose(long, at.fleet)) == (other, other)
+    at.workers[free].change(replace(at.workers[free].info, pages_total=100_000))
+    at.answers(other, 1, pages=99_980, context=1000, slo=TIGHT)
+    assert names(policy.choose(asked(), at.fleet)) == (free, free)
 
 
-@pytest.mark.parametrize("mode", [Mode.COLOCATED, Mode.DISAGGREGATED])
-def test_other_modes_keep_nobody_free(mode: Mode) -> None:
+def test_workers_of_two_releases_are_no_pair() -> None:
+    at = fleet(rows=14)
+    policy = placing(at)
+    pair = chosen(policy, at)
+    assert pair.decode is not None
+    at.fleet.misfits.learn(pair.prefill, pair.decode, "two releases")
+    assert chosen(policy, at).local
+
+
+def test_who_asks_for_nothing_is_decoded_elsewhere_too() -> None:
+    at = fleet(rows=14)
+    policy = placing(at)
+    pair = chosen(policy, at)
+    at.prompt(pair.prefill.worker_id, 8000)
+    assert policy.choose(asked(), at.fleet) is None
+    pairs = chosen(policy, at, BEST_EFFORT)
+    assert pairs.decode == pair.decode
+
+
+def test_a_prompt_goes_to_who_holds_it() -> None:
+    at = fleet(rows=2, slo=BEST_EFFORT)
+    at.answers("w0", 12, pages=1, context=1000)
+    at.answers("w1", 12, pages=1, context=1000)
+    policy = placing(at)
+    pair = chosen(policy, at)
+    assert pair.decode is not None
+    digests = tuple(number.to_bytes(16, "little") for number in range(62))
+    at.fleet.prefixes.store(at.workers[pair.decode.worker_id].slot, digests)
+    held = policy.choose(need(1000, answer=256, slo=TIGHT, digests=digests), at.fleet)
+    assert held is not None
+    assert held.prefill == pair.decode
+
+
+@pytest.mark.parametrize(("mode", "local"), [(Mode.COLOCATED, True), (Mode.DISAGGREGATED, False)])
+def test_other_modes_keep_nobody_free(mode: Mode, *, local: bool) -> None:
     at = fleet(rows=14)
     policy = placing(at, mode)
+    assert {chosen(policy, at).local for _ in range(3)} == {local}
     assert policy._room.free == frozenset()
