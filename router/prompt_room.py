@@ -111,9 +111,11 @@ class PromptRoom:
             wanted = min(_PLENTY * (coming + waiting / _CLEARED_S), elsewhere + len(self.free) * alone)
         if spread >= wanted:
             return NOBODY
-        least = 1 if self.free else 0
-        needed = max(least, min(math.ceil((_PLENTY * coming - elsewhere) / alone), len(decoding) - 1))
-        while needed > least and not bear(len(decoding) - needed):
+        needed = max(1, math.ceil((_PLENTY * coming - elsewhere) / alone))
+        if not self.free and (needed >= len(decoding) or not bear(len(decoding) - needed)):
+            return NOBODY
+        needed = max(1, min(needed, len(decoding) - 1))
+        while needed > 1 and not bear(len(decoding) - needed):
             needed -= 1
         # Whoever is free stays so, and then who is soonest.
         order = sorted(

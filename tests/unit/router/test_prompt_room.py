@@ -172,7 +172,10 @@ def test_others_that_prefill_alone_are_counted_on() -> None:
 
 def test_no_more_are_kept_free_than_leave_the_others_what_they_bear() -> None:
     at = fleet(workers=4, rows=14)
-    assert len(looked(at, fed(at, PromptRoom(), 90_000))) == 2, "56 rows on one would take 8.5 ms"
+    assert looked(at, fed(at, PromptRoom(), 90_000)) == []
+    room = fed(at, PromptRoom(), 8000)
+    assert looked(at, room) == ["w0"]
+    assert looked(at, fed(at, room, 90_000)) == ["w0", "w1"], "56 rows on one would take 8.5 ms"
 
 
 def test_the_tightest_class_decides() -> None:
