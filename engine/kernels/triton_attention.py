@@ -263,13 +263,15 @@ class DecodeAttention:
         return self._plans[key]
 
     def _walks(self, rows: int, units: int) -> Tensor:
-        """Of this thread and so many rows: trials of steps run side by side before a start, and a launch of theirs may
-        be left out. [units, 5] int32, see `plan_walks_kernel`.
+        """Of this thread, so many rows and so many programs, which depend on the width of the table, too: trials of
+        steps run side by side before a start, and a launch of theirs may be left out. [units, 5] int32, see
+        `plan_walks_kernel`.
         """
-        known: dict[int, Tensor] = self._begun.__dict__.setdefault("walks", {})
-        if rows not in known:
-            known[rows] = torch.zeros(units, 5, dtype=torch.int32, device=self._device)
-        return known[rows]
+        known: dict[tuple[int, int], Tensor] = self._begun.__dict__.setdefault("walks", {})
+        key = rows, units
+        if key not in known:
+            known[key] = torch.zeros(units, 5, dtype=torch.int32, device=self._device)
+        return known[key]
 
     def _possible_plans(self) -> Iterator[tuple[int, Plan]]:
         """Of any number of rows, with tables of any size and of any dtype."""

@@ -305,6 +305,21 @@ def test_steps_of_two_threads_do_not_mix() -> None:
     assert_as_good(ours, torch_of(many, torch.float16), torch_of(many, torch.float64))
 
 
+def test_steps_with_wider_and_wider_tables() -> None:
+    """They have more programs, and each has its record."""
+    attention = attention_of(decode_step([5], heads(2, 1, 64), 16))
+    units = []
+    for longest in (20, 200, 700):
+        step = decode_step([longest, 33], heads(2, 1, 64), 16)
+        assert_as_good(
+            run(attention, step, torch.float16), torch_of(step, torch.float16), torch_of(step, torch.float64)
+        )
+        begun = attention._begun.step
+        assert len(begun.walks) == begun.plan.units
+        units.append(begun.plan.units)
+    assert units == sorted(set(units)), "or this shows nothing"
+
+
 def test_a_part_of_a_row_may_be_empty() -> None:
     """Places of one length: the last part of a shorter row has nothing to do, and is merged all the same."""
     check(decode_step([316, 300], heads(2, 1, 64), 64), torch.float16, choose=fixed(units=10))
