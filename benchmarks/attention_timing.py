@@ -12,23 +12,31 @@ import torch
 from torch import Tensor
 
 from benchmarks.ceilings import graph_seconds
+from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
+from engine.kernels.triton_attention import (
+    LARGE_TILE,
+    NARROW_TILE,
+    SMALL_TILE,
+    DecodeAttention,
+    Plan,
+    PlanFunction,
+    make_plan,
+)
 from engine.kernels.triton_launch import overlaps_launches
 from wire.ending import pages_for
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
-PAGE_TOKENS = 128
 LEAST_CACHE_BYTES = 400e6
 """Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
 COMPILERS = 16
 TILES = [
-    Plan(block_tokens=32, warps=2, stages=4, overlaps=True),
-    Plan(block_tokens=64, warps=2, stages=3),
+    SMALL_TILE,
+    NARROW_TILE,
     Plan(block_tokens=64, warps=4, stages=3),
     Plan(block_tokens=64, warps=4, stages=4),
-    Plan(block_tokens=128, warps=4, stages=2),
+    LARGE_TILE,
 ]
 SPLITS = [8, 16, 24, 32, 48, 64]
 """Of a single row."""
@@ -117,10 +125,7 @@ def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> flo
 def in_parallel(sizes: Sequence[Size]) -> None:
     """Compile the plans of these by running each once on short rows."""
     variants = {
-        (shape, replace(plan, units=min(plan.units, 1), splits=1))
-        for size in sizes
-        for shape in [size.shape]
-        for plan in plans(size)
+        (size.shape, replace(plan, units=min(plan.units, 1), splits=1)) for size in sizes for plan in plans(size)
     }
 
     def run(variant: tuple[AttentionShape, Plan]) -> None:

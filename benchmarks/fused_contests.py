@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.contest import Contest
 from engine import sampler
 from engine.batch import Draw
+from engine.config import GPU_PAGE_TOKENS
 from engine.kernels.base import AttentionShape, Kernels, Linear, StepLayout
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.gated_product import FusedGated, PlainGated, choose_gated_product
@@ -29,7 +30,7 @@ from wire.messages import SamplingParams
 DECODE_TOKENS = 256
 """Largest step whose tokens are rows of their own: beyond it they are one prompt."""
 _DTYPE = torch.bfloat16
-_PAGE_TOKENS = 128
+
 _ROTATED_BYTES = 256 << 20
 """What a graph's launches go through before they come back to the first: five times L2."""
 _MOST_COPIES = 32
@@ -44,7 +45,7 @@ class Contests:
         self._shape = shape
         self._device = device
         self._pdl = overlaps_launches()
-        self._kernels = CudaKernels(shape, device, _DTYPE, _PAGE_TOKENS, DECODE_TOKENS)
+        self._kernels = CudaKernels(shape, device, _DTYPE, GPU_PAGE_TOKENS, DECODE_TOKENS)
         self._norm = self._random(shape.hidden_size)
         self._sampler = DeviceSampler(shape.vocab_size, min(most_tokens, DECODE_TOKENS), device, self._pdl)
 
@@ -64,8 +65,8 @@ class Contests:
         copies = _copies(moved)
         qkv = self._random(copies, tokens, shape.qkv_size)
         norm = self._random(shape.head_dim) if shape.qk_norm else None
-        pages = int(layout.slots.max()) // _PAGE_TOKENS + 1
-        sizes = (pages, copies, 2, shape.kv_heads, _PAGE_TOKENS, shape.head_dim)
+        pages = int(layout.slots.max()) // GPU_PAGE_TOKENS + 1
+        sizes = (pages, copies, 2, shape.kv_heads, GPU_PAGE_TOKENS, shape.head_dim)
         cache = torch.zeros(sizes, dtype=_DTYPE, device=self._device)
 
         def rotate(kernels: Kernels, layer: int) -> Tensor:
@@ -169,14 +170,14 @@ class Contests:
         """Rows of one token on pages of their own, or beyond DECODE_TOKENS one prompt over shuffled pages."""
         decode = tokens <= DECODE_TOKENS
         every = torch.arange(tokens, device=self._device)
-        page_of = every if decode else every // _PAGE_TOKENS
+        page_of = every if decode else every // GPU_PAGE_TOKENS
         pages = torch.randperm(int(page_of[-1]) + 1, device=self._device)
-        offset = torch.randint(_PAGE_TOKENS, (tokens,), device=self._device) if decode else every % _PAGE_TOKENS
+        offset = torch.randint(GPU_PAGE_TOKENS, (tokens,), device=self._device) if decode else every % GPU_PAGE_TOKENS
         positions = torch.randint(len(self._rope_table), (tokens,), device=self._device) if decode else every
         rows = tokens if decode else 1
         return StepLayout(
             positions=positions.int(),
-            slots=pages[page_of] * _PAGE_TOKENS + offset,
+            slots=pages[page_of] * GPU_PAGE_TOKENS + offset,
             row_starts=torch.linspace(0, tokens, rows + 1, device=self._device).int(),
             context_lens=torch.ones(rows, dtype=torch.int32, device=self._device),
             page_table=pages.int().view(rows, -1),

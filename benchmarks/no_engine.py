@@ -11,6 +11,7 @@ from costs.roofline import CPU, ModelSizes, Roofline
 from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
+from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from engine.cuda_graphs import graph_sizes
 from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepLimits, StepPacker
@@ -19,7 +20,6 @@ from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
 from wire.messages import ModelFacts
 
-PAGE_TOKENS = 128
 STEP_TOKENS = 2048
 MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
 _TOKENS_FROM = 1000

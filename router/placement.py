@@ -24,7 +24,7 @@ class Mode(StrEnum):
     COLOCATED = "colocated"
     """By the worker that decodes, in mixed steps, wherever a worker has both halves open."""
     ADAPTIVE = "adaptive"
-    """Wherever it costs least by prediction, for each request anew."""
+    """Wherever it costs least by prediction, for each request anew; never both where workers are kept free."""
 
 
 @dataclass(frozen=True, slots=True)

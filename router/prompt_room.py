@@ -63,32 +63,27 @@ class PromptRoom:
 
     def look(self, asked: AskedAnswer, live: Collection[WorkerBooks], waited_s: float = 0.0) -> None:
         """A request that asks for such an answer has waited for so long, and so have others."""
-        now = next(iter(live)).clock() if live else self._looked_s
-        if now - self._looked_s < _LOOK_S:
+        any_worker = next(iter(live), None)
+        if any_worker is None or (now := any_worker.clock()) - self._looked_s < _LOOK_S:
             return
-        measured = sorted(
-            (worker for worker in live if worker.cost.parameters.observed and not worker.info.not_ready),
-            key=lambda worker: worker.idle_step_s,
-        )
-        if not measured:
-            self._keep(NOBODY, live)
-            return
-        like = measured[len(measured) // 2]
-        target_s = like.gap_target(asked.slo)
+        target_s = any_worker.gap_target(asked.slo)
         if target_s > self._target_s and now - self._asked_s < _HELD_S:
             return
         self._target_s, self._asked_s, self._looked_s = target_s, now, now
         self._forget(now)
-        chosen = self._choose(like, asked, measured, waited_s) if self._known_s >= _KNOWN_S else NOBODY
-        self._keep(chosen, live)
+        measured = sorted(
+            (worker for worker in live if worker.cost.parameters.observed and not worker.info.not_ready),
+            key=lambda worker: worker.idle_step_s,
+        )
+        known = measured and self._known_s >= _KNOWN_S
+        self._keep(self._choose(asked, measured, waited_s) if known else NOBODY, live)
 
-    def _choose(
-        self, like: WorkerBooks, asked: AskedAnswer, live: Sequence[WorkerBooks], waited_s: float
-    ) -> frozenset[int]:
-        """Among those that do either."""
+    def _choose(self, asked: AskedAnswer, live: Sequence[WorkerBooks], waited_s: float) -> frozenset[int]:
+        """Among those that do either; `live` by their idle steps."""
+        like = live[len(live) // 2]
         either = [worker for worker in live if worker.prefills and worker.decodes]
         decoding = [worker for worker in live if worker.decodes]
-        count, target_s = len(either), self._target_s
+        count, target_s = len(either), like.gap_target(asked.slo)
         pairs = self._pairs / max(1.0, self._tokens)
         alone = _room(like, Beside(0, 0), pairs)
         coming = self._tokens / self._known_s

@@ -198,8 +198,7 @@ def test_queries_inside_a_stacked_product(dtype: torch.dtype) -> None:
     qkv = torch.full((rows, width), float("nan"), dtype=dtype, device=DEVICE)
     q = qkv[:, : shape.heads * shape.head_dim].view(rows, shape.heads, shape.head_dim)
     q.copy_(step.q)
-    layout = step.layout
-    arguments = (step.cache_as(dtype).to(DEVICE), LAYER, layout.page_table.to(DEVICE), layout.context_lens.to(DEVICE))
+    arguments = (step.cache_as(dtype).to(DEVICE), LAYER, *rows_of(step))
     attention = attention_of(step)
     assert torch.equal(attend(attention, q, *arguments), attend(attention, q.contiguous(), *arguments))
 
@@ -250,7 +249,7 @@ def test_one_graph_serves_every_length() -> None:
     step = decode_step([4000, 2000, 5], shape, page_tokens=128)
     attention = attention_of(step)
     q, cache = step.q.to(DEVICE, torch.float16), step.cache_as(torch.float16).to(DEVICE)
-    table, contexts = step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+    table, contexts = rows_of(step)
     attend(attention, q, cache, LAYER, table, contexts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -328,7 +327,7 @@ def test_a_part_of_a_row_may_be_empty() -> None:
 def test_a_step_begins_before_its_layers() -> None:
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     attention, cache = attention_of(step), step.cache_as(torch.float16).to(DEVICE)
-    table, contexts = step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+    table, contexts = rows_of(step)
     attention.begin_step(cache, table[:1], contexts[:1])
     with pytest.raises(ValueError, match="2 rows of a step that began with others"):
         attention(step.q.to(DEVICE, torch.float16), cache, LAYER, table, contexts)
