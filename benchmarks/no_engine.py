@@ -11,7 +11,7 @@ from costs.roofline import CPU, ModelSizes, Roofline
 from engine.batch import PendingStep, StepBatch, StepResult, rows_of
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
-from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
+from engine.config import GPU_PAGE_TOKENS
 from engine.cuda_graphs import graph_sizes
 from engine.sampler_cuda import PARAMS, DeviceSampler
 from engine.step_packer import StepLimits, StepPacker
@@ -37,7 +37,7 @@ class NoEngine:
     """Most that decode."""
     asynchronous: bool = True
     facts: ModelFacts = MODEL
-    page_tokens: int = PAGE_TOKENS
+    page_tokens: int = GPU_PAGE_TOKENS
     cost_guess = UNMEASURED
     roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
     rows: list[int] = field(default_factory=list)
@@ -47,7 +47,7 @@ class NoEngine:
         self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
         self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, 1, 4, "int32")
         self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, self.page_tokens, 2))
-        self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), PAGE_TOKENS))
+        self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), GPU_PAGE_TOKENS))
         self._words = np.zeros(1 << 20, dtype=np.int64)
         self._params = np.zeros((STEP_TOKENS, PARAMS))
         self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))

@@ -32,12 +32,12 @@ from typing import TypedDict
 
 import numpy as np
 
-from benchmarks.no_engine import MODEL, PAGE_TOKENS, STEP_TOKENS, NoEngine
+from benchmarks.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.results import RESULTS, run_facts, save_result
 from benchmarks.stopwatch import Stopwatch
 from decode_worker.landed import Landed
 from engine.cache.page_pool import PagePool
-from engine.config import EngineConfig
+from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from wire import convert
 from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
@@ -97,7 +97,7 @@ async def measure(
     as many others begin.
     """
     answer = CHANGING_ANSWER if changing else 4 * plan.steps + 400
-    pages = plan.requests * (-(-(PROMPT + answer) // PAGE_TOKENS) + 1) + 2048
+    pages = plan.requests * (-(-(PROMPT + answer) // GPU_PAGE_TOKENS) + 1) + 2048
     watch = Stopwatch()
     engine, fabric = NoEngine(PagePool(pages), watch, plan.step_s, plan.requests), InMemoryFabric()
     config = WorkerConfig(

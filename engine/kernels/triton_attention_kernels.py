@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from engine.kernels.triton_attention_tiles import attend, deliver, fetch_tile, page_of_tile, tiles_of
+from engine.kernels.triton_attention_tiles import attend, deliver, fetch_tile, first_seen, page_of_tile, tiles_of
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
 
 
@@ -63,9 +63,7 @@ def split_attention_kernel(
     values = keys + KV_HEADS * PAGE_TOKENS * HEAD_DIM
     table = page_table + row * table_stride
     context = tl.load(context_lens + row)
-    begin = 0
-    if WINDOW > 0:
-        begin = tl.maximum(context - WINDOW, 0)
+    begin = first_seen(context, WINDOW)
     first_tile = begin // BLOCK_TOKENS
     tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
     stretch = tl.maximum(tl.cdiv(tiles, tl.num_programs(2)), least_tiles)
@@ -230,9 +228,7 @@ def walking_attention_kernel(
         if PDL:
             row = tl.minimum(first_row, rows - 1)
             context = tl.load(context_lens + row, mask=first_row < last_row, other=0)
-            begin = 0
-            if WINDOW > 0:
-                begin = tl.maximum(context - WINDOW, 0)
+            begin = first_seen(context, WINDOW)
             start = begin // BLOCK_TOKENS + start_tile - before
             page = page_of_tile(page_table + row * table_stride, start, begin, context, PAGE_TOKENS, BLOCK_TOKENS)
             fetch_tile(
@@ -244,9 +240,7 @@ def walking_attention_kernel(
     flat = before
     for row in tl.range(first_row, last_row):
         context = tl.load(context_lens + row)
-        begin = 0
-        if WINDOW > 0:
-            begin = tl.maximum(context - WINDOW, 0)
+        begin = first_seen(context, WINDOW)
         first_tile = begin // BLOCK_TOKENS
         tiles = tl.cdiv(context, BLOCK_TOKENS) - first_tile
         place = _place_of(tiles, least)

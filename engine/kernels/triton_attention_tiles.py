@@ -11,12 +11,18 @@ import triton.language as tl
 
 
 @triton.jit
-def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """How many tiles rows of so much context see."""
-    tiles = tl.cdiv(context, BLOCK_TOKENS)
+def first_seen(context, WINDOW: tl.constexpr):
+    """The first position that rows of so much context see."""
+    begin = 0
     if WINDOW > 0:
-        tiles -= tl.maximum(context - WINDOW, 0) // BLOCK_TOKENS
-    return tiles
+        begin = tl.maximum(context - WINDOW, 0)
+    return begin
+
+
+@triton.jit
+def tiles_of(context, WINDOW: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
+    """How many tiles they see."""
+    return tl.cdiv(context, BLOCK_TOKENS) - first_seen(context, WINDOW) // BLOCK_TOKENS
 
 
 @triton.jit
