@@ -18,6 +18,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PDL = overlaps_launches()
 _ON_GPU = DEVICE.type == "cuda"
 TOKENS = (1, 127, FUSED_TOKENS - 1, FUSED_TOKENS, FUSED_TOKENS + 1, 4097) if _ON_GPU else (1, 9, 127, 128, 129)
+FEWEST_NUMBERS = 1000
+"""That an error is judged by."""
 SHAPES = ((1024, 3072), (2048, 8192), (4096, 3072), (264, 200)) if _ON_GPU else ((64, 48),)
 
 
@@ -43,17 +45,22 @@ def _inputs(tokens: int, hidden: int, intermediate: int, dtype: torch.dtype) -> 
 @pytest.mark.parametrize(("hidden", "intermediate"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_is_at_most_twice_pytorchs(tokens: int, hidden: int, intermediate: int, dtype: torch.dtype) -> None:
-    x, weight = _inputs(tokens, hidden, intermediate, dtype)
-    gate, up = _halves(F.linear(x.double(), weight.double()))
-    exact = F.silu(gate) * up
-    gate, up = _halves(F.linear(x, weight))
-    baseline = F.silu(gate) * up
+    """Over so many numbers that none decides: one in forty-eight is rounded better by chance now and then."""
+    draws = -(-FEWEST_NUMBERS // (tokens * intermediate))
+    ours_off, baseline_off = [], []
+    for _ in range(draws):
+        x, weight = _inputs(tokens, hidden, intermediate, dtype)
+        gate, up = _halves(F.linear(x.double(), weight.double()))
+        exact = F.silu(gate) * up
+        gate, up = _halves(F.linear(x, weight))
 
-    ours = choose_gated_product(DEVICE, dtype, hidden, intermediate, pdl=PDL)(x, Linear(weight))
+        ours = choose_gated_product(DEVICE, dtype, hidden, intermediate, pdl=PDL)(x, Linear(weight))
 
-    assert ours.shape == exact.shape
-    assert ours.dtype == dtype
-    assert (ours - exact).norm() <= 2 * (baseline - exact).norm()
+        assert ours.shape == exact.shape
+        assert ours.dtype == dtype
+        ours_off.append(ours - exact)
+        baseline_off.append(F.silu(gate) * up - exact)
+    assert torch.cat(ours_off).norm() <= 2 * torch.cat(baseline_off).norm()
 
 
 def test_a_bias_is_added_before_the_activation() -> None:
