@@ -5,7 +5,6 @@ Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE D
 
 import hashlib
 import json
-import resource
 import sys
 import time
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 from kv_transfer.backends import open_transport
 from kv_transfer.base import Direction, PageWrite
 from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_transport import NixlTransport
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 
@@ -45,6 +45,19 @@ def digest(pages: Any) -> str:
     return hashlib.sha256(host.tobytes()).hexdigest()
 
 
+def looks_of(transport: NixlTransport) -> list[None]:
+    """One entry for each look for notices from now on."""
+    looks: list[None] = []
+    notices = transport._agent.notices
+
+    def counted() -> Any:
+        looks.append(None)
+        return notices()
+
+    transport._agent.notices = counted  # type: ignore[method-assign]
+    return looks
+
+
 def main() -> None:
     worker_id, (incarnation, pages, page_floats, seed), device = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
     direction = Direction(sys.argv[7])
@@ -59,6 +72,8 @@ def main() -> None:
         heard.append({"epoch": notice.lease.epoch, "whole": whole})
 
     transport = open_transport("nixl", layout, PeerRef(worker_id, incarnation), on_notice, direction)
+    assert isinstance(transport, NixlTransport)
+    looks = looks_of(transport)
     print(json.dumps({"metadata": transport.describe().agent_metadata.hex(), "base": layout.base_address}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -84,11 +99,11 @@ def main() -> None:
                 answer = [digest(page) for page in pool]
             case "heard":
                 answer = heard
-            case "cpu":
-                before = resource.getrusage(resource.RUSAGE_SELF)
+            case "looks":
+                looks.clear()
+                began = time.monotonic()
                 time.sleep(command["seconds"])
-                after = resource.getrusage(resource.RUSAGE_SELF)
-                answer = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                answer = [len(looks), time.monotonic() - began]
         print(json.dumps(answer), flush=True)
     transport.close()
 

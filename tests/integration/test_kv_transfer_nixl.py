@@ -21,7 +21,7 @@ import torch
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import Direction, PageWrite, Transport, WriteDone
 from kv_transfer.listening import CATCH_UP_S, OLD_S
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_transport import CONNECT_ATTENTION_S, LISTEN_S, REST_S, NixlTransport
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -384,11 +384,16 @@ class TestEdges:
         prefill.write(peer, [0], [0]).result(timeout=5)
 
     @writes_only
-    def test_an_idle_transport_costs_nothing_and_a_listening_one_little(self, prefill: Prefill, peer: Peer) -> None:
+    def test_a_listening_transport_sleeps_between_looks_and_an_idle_one_rests(
+        self, prefill: Prefill, peer: Peer
+    ) -> None:
         prefill.write(peer, [0], [0]).result(timeout=5)
-        assert peer.ask("cpu", seconds=1.0) < 0.2
+        listening, seconds = peer.ask("looks", seconds=CONNECT_ATTENTION_S)
+        assert listening <= 1 + seconds / LISTEN_S
         peer.ask("expect", leases=0)
-        assert peer.ask("cpu", seconds=1.0) < 0.02
+        idle, seconds = peer.ask("looks", seconds=0.5)
+        assert idle <= 2 + seconds / REST_S
+        assert idle < listening
 
     @writes_only
     def test_time_in_which_nobody_looked_does_not_count_as_listening(self, prefill: Prefill, peer: Peer) -> None:
@@ -400,8 +405,9 @@ class TestEdges:
         while transport.listened_s() < before + 0.2:
             assert time.monotonic() < until
             time.sleep(0.01)
-        transport._command(lambda: gate.wait(60) and None)
-        time.sleep(0.1)
+        held = threading.Event()
+        transport._command(lambda: held.set() or gate.wait(60) and None)
+        assert held.wait(60)
         before = transport.listened_s()
         time.sleep(0.4)
         assert transport.listened_s() == before
