@@ -8,16 +8,16 @@ All answers have one limit, so that none tells how long it is going to be. The l
 import argparse
 import json
 import time
-from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from benchmarks.planner.hours import Day, Hour
+from benchmarks.planner.oracles import judged
 from benchmarks.planner.run import NETWORK, PlannedRun, Run
 from benchmarks.results import run_facts, save_result
-from planner.decision import Direction, Split
+from planner.decision import Split
 from router.slo import SloClass
 from simulation.arrivals import Mix
 from simulation.hardware import Hardware, hardware
@@ -27,9 +27,6 @@ PREFILL_RATE, DECODE_RATE = 3.8, 3.6
 """Requests a second and worker of both kinds of hours: about four fifths of what the best split keeps."""
 SHARES = (0.0625, 0.125, 0.1875, 0.25, 0.375, 0.5, 0.625, 0.75, 0.8125, 0.875)
 """Parts of the workers that prefill, among which the oracles choose."""
-UNDONE_PART = 0.1
-"""Of the flips, the part that may be undone within the same hour: small corrections are no flapping."""
-AGREED_OF_BEST, AGREED_OVER_SINGLE = 0.95, 1.2
 
 
 def hours(workers: int, count: int) -> list[Hour]:
@@ -56,31 +53,6 @@ def _planned(machine: Hardware, day: Day, split: Split, step_policy: str, window
         "share": [round(met / due, 4) for met, due in zip(tally.met, tally.due, strict=True)],
         "changes": [asdict(each) for each in run.changes],
         "cpu_s": round(time.process_time() - began, 1),
-    }
-
-
-def undone(changes: Sequence[dict[str, Any]], hour_s: float) -> int:
-    """Flips that others of the same hour undo."""
-    by_hour: dict[int, Counter[str]] = defaultdict(Counter)
-    for change in changes:
-        by_hour[int(change["at_s"] / hour_s)][change["direction"]] += change["flips"]
-    return sum(min(ways[Direction.TO_PREFILL], ways[Direction.TO_DECODE]) for ways in by_hour.values())
-
-
-def judged(planned: dict[str, Any], by_split: dict[str, dict[str, float]], names: list[str]) -> dict[str, Any]:
-    """Beside the oracles; `by_split` has the goodput of each split in each kind of hour."""
-    best = {name: max(by_split, key=lambda split, name=name: by_split[split][name]) for name in set(names)}  # type: ignore[misc]
-    each_hour = sum(by_split[best[name]][name] for name in names)
-    single = max(by_split, key=lambda split: sum(by_split[split][name] for name in names))
-    alone = sum(by_split[single][name] for name in names)
-    ours = sum(planned["goodput_per_s"])
-    return {
-        "best_splits": best,
-        "single_split": single,
-        "of_the_best_of_each_hour": round(ours / each_hour, 4),
-        "over_the_best_single": round(ours / alone, 4),
-        "flips": sum(change["flips"] for change in planned["changes"]),
-        "kept": ours >= AGREED_OF_BEST * each_hour and ours >= AGREED_OVER_SINGLE * alone,
     }
 
 
@@ -138,9 +110,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             by_split[text] = {name: round(future.result(), 3) for name, future in found.items()}
             print(text, by_split[text], flush=True)
     names = [hour.name for hour in day.hours]
-    result = judged(planned, by_split, names)
-    result["undone_flips"] = undone(planned["changes"], seconds)
-    result["kept"] = result["kept"] and result["undone_flips"] <= UNDONE_PART * result["flips"]
+    result = judged(planned, by_split, names, seconds)
     return {
         "model": arguments.shape,
         "dtype": "bfloat16",

@@ -406,7 +406,7 @@ class TestEdges:
             assert time.monotonic() < until
             time.sleep(0.01)
         held = threading.Event()
-        transport._command(lambda: held.set() or gate.wait(60) and None)
+        transport._command(lambda: held.set() or (gate.wait(60) and None))
         assert held.wait(60)
         before = transport.listened_s()
         time.sleep(0.4)

@@ -2,8 +2,9 @@
 
 from dataclasses import asdict
 
-from benchmarks.planner.__main__ import hours, judged, undone
+from benchmarks.planner.__main__ import hours
 from benchmarks.planner.hours import Day
+from benchmarks.planner.oracles import judged, undone
 from benchmarks.planner.run import PlannedRun, Run
 from planner.decision import Split
 from router.slo import SloClass
@@ -28,14 +29,17 @@ def test_a_day_that_swings() -> None:
 
 def test_oracles_are_the_best_of_what_was_simulated() -> None:
     by_split = {"3:1": {"a": 10.0, "b": 1.0}, "2:2": {"a": 6.0, "b": 6.0}, "1:3": {"a": 1.0, "b": 10.0}}
-    planned = {"goodput_per_s": [9.5, 9.6], "changes": [{"flips": 2}, {"flips": 2}]}
-    found = judged(planned, by_split, ["a", "b"])
+    changes = [{"at_s": at, "direction": way, "flips": 2} for at, way in ((10, "to_prefill"), (110, "to_decode"))]
+    planned = {"goodput_per_s": [9.5, 9.6], "changes": changes}
+    found = judged(planned, by_split, ["a", "b"], 100.0)
     assert found["best_splits"] == {"a": "3:1", "b": "1:3"}
     assert found["single_split"] == "2:2"
     assert found["of_the_best_of_each_hour"] == 0.955
     assert found["over_the_best_single"] == 1.5917
-    assert found["flips"] == 4
-    assert found["kept"]
+    assert (found["flips"], found["undone_flips"], found["kept"]) == (4, 0, True)
+    back_and_forth = planned | {"changes": [*changes, {"at_s": 20, "direction": "to_decode", "flips": 2}]}
+    found = judged(back_and_forth, by_split, ["a", "b"], 100.0)
+    assert (found["flips"], found["undone_flips"], found["kept"]) == (6, 2, False)
 
 
 def test_flips_that_others_of_the_same_hour_undo_are_counted() -> None:

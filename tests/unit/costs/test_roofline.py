@@ -23,8 +23,13 @@ def test_prompts_of_an_8b_model(tokens: int, ms: float) -> None:
     assert StepCost(guess(LLAMA_3_8B, GPU)).prefill_seconds(tokens) * 1e3 == pytest.approx(ms, rel=0.25)
 
 
+def test_prompts_cost_more_than_their_arithmetic() -> None:
+    """As workers on H200s had learned: 1.1 to 3.1 ms, 1.6 at the median."""
+    assert guess(LLAMA_3_8B, GPU).prompt_base_s * 1e3 == pytest.approx(1.6, rel=0.1)
+
+
 def test_the_knee_is_where_arithmetic_takes_as_long_as_the_weights() -> None:
-    assert guess(LLAMA_3_8B, GPU).free_tokens == 150
+    assert guess(LLAMA_3_8B, GPU).free_tokens == 167
 
 
 def test_ceilings_that_an_operator_gives() -> None:
