@@ -155,17 +155,17 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
     for rows, mean in UNEVEN:
         size = Size(f"{rows}_uneven", uneven(rows, mean), shape)
         inputs = make_inputs(size)
-        shared, own = (measure(size, inputs, choose) for choose in (make_plan, _own_programs))
-        share = size.bytes / shared / copy
+        walking, split = (measure(size, inputs, choose) for choose in (make_plan, _split_alike))
+        share = size.bytes / walking / copy
         found |= {
             f"attention_bw_ratio_{size.name}": round(share, 4),
-            f"attention_own_over_shared_programs_{size.name}": round(own / shared, 3),
+            f"attention_split_over_walking_{size.name}": round(split / walking, 3),
         }
-        print(f"attention {rows} uneven {shared * 1e6:8.1f} us  {share:6.1%} of copy, {own / shared:.2f} x as fast")
+        print(f"attention {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy, {split / walking:.2f} x as fast")
     return found
 
 
-def _own_programs(rows: int, *others: Any) -> Plan:
+def _split_alike(rows: int, *others: Any) -> Plan:
     """Each row cut in as many stretches as every other."""
     plan = make_plan(rows, *others)
     return replace(plan, units=0, splits=max(1, plan.units // rows))

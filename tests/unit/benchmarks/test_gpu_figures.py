@@ -5,11 +5,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from benchmarks import engine_gpu
+from benchmarks.attention_timing import Size
 from benchmarks.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
 from benchmarks.gpu_engine import GpuEngine
 from engine.batch import StepBatch, StepResult
+from engine.kernels.base import AttentionShape
+from engine.kernels.triton_attention import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.config import load_model_config
 from engine.models.shapes import write_shape
@@ -111,6 +115,24 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
     assert found["decode_ms_b7"] == 1000
     assert "decode_ms_b8" not in found
     assert "decode b8    left out: the KV cache holds fewer rows of 1024 tokens" in capsys.readouterr().out
+
+
+def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    splits: dict[int, int] = {}
+
+    def seconds(size: Size, _: object, choose: PlanFunction = make_plan) -> float:
+        rows = len(size.lengths)
+        plan = choose(rows, 8, 128, max(size.lengths), torch.bfloat16, 132)
+        if plan.units:
+            return 2e-6
+        splits[rows] = plan.splits
+        return 3e-6
+
+    monkeypatch.setattr(engine_gpu, "make_inputs", lambda _: None)
+    monkeypatch.setattr(engine_gpu, "measure", seconds)
+    found = engine_gpu._attention(AttentionShape(32, 8, 128, 1.0), 1e12)
+    assert [found[f"attention_split_over_walking_{rows}_uneven"] for rows in (12, 48)] == [1.5, 1.5]
+    assert splits == {1: 32, 12: 2, 48: 1}
 
 
 STEP = [Span(0, 2, "Memcpy HtoD"), Span(3, 10, "first"), Span(8, 14, "second"), Span(15, 17, "first")]
