@@ -11,7 +11,13 @@ from engine.compiled_folder import compiled_folder
 from engine.kernels.base import AttentionShape
 from engine.kernels.compile_apart import Job, compile_apart
 from engine.kernels.gated_product import GatedProduct, choose_gated_product, why_no_library
-from engine.kernels.prefill_attention import COMPILED_LENGTHS, PrefillAttention, choose_prefill_attention, compiled
+from engine.kernels.prefill_attention import (
+    COMPILED_LENGTHS,
+    FlashPrefill,
+    PrefillAttention,
+    choose_prefill_attention,
+    compiled,
+)
 from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
 
@@ -86,7 +92,9 @@ def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
 def _compile_attention(wanted: Wanted, length: int) -> None:
     """In a process of its own."""
     _use(wanted.device)
-    wanted.attention().compile(wanted.shapes, wanted.dtype, wanted.device, [length])
+    attention = wanted.attention()
+    if isinstance(attention, FlashPrefill):
+        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [length])
 
 
 def _compile_product(wanted: Wanted) -> None:

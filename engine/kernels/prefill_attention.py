@@ -31,15 +31,6 @@ _FLASH_PAGE = 128
 class PrefillAttention(Protocol):
     """One model's, whose rows from `first_row` of a step on have many tokens."""
 
-    def compile(
-        self,
-        shapes: Iterable[AttentionShape],
-        dtype: torch.dtype,
-        device: torch.device,
-        lengths: Sequence[int] = COMPILED_LENGTHS,
-    ) -> None:
-        """Whatever steps of these layers may need, or those of `lengths` alone."""
-
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
 
@@ -66,7 +57,9 @@ def choose_prefill_attention(
 def compiled(
     chosen: PrefillAttention, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
 ) -> PrefillAttention:
-    """`chosen`, its kernels for layers of these shapes compiled; SDPA where that fails."""
+    """`chosen`, its kernels for layers of these shapes compiled; SDPA, which is compiled already, where that fails."""
+    if not isinstance(chosen, FlashPrefill):
+        return chosen
     failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
     if not failure:
         return chosen
@@ -106,6 +99,7 @@ class FlashPrefill:
         device: torch.device,
         lengths: Sequence[int] = COMPILED_LENGTHS,
     ) -> None:
+        """Whatever steps of these layers may need, or those of `lengths` alone."""
         for shape, tokens in itertools.product(shapes, lengths):
             pages = pages_for(tokens, self._page_tokens)
             cache = torch.zeros(
@@ -140,15 +134,6 @@ class FlashPrefill:
 
 class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
-
-    def compile(
-        self,
-        shapes: Iterable[AttentionShape],
-        dtype: torch.dtype,
-        device: torch.device,
-        lengths: Sequence[int] = COMPILED_LENGTHS,
-    ) -> None:
-        """PyTorch's is compiled already."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Reads no more than a row's context."""
