@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.triton_attention_kernels import (
+    Walk,
     plan_walks_kernel,
     split_attention_kernel,
     walking_attention_kernel,
@@ -264,13 +265,12 @@ class DecodeAttention:
 
     def _walks(self, rows: int, units: int) -> Tensor:
         """Of this thread, so many rows and so many programs, which depend on the width of the table, too: trials of
-        steps run side by side before a start, and a launch of theirs may be left out. [units, 5] int32, see
-        `plan_walks_kernel`.
+        steps run side by side before a start, and a launch of theirs may be left out. [units, fields of `Walk`] int32.
         """
         known: dict[tuple[int, int], Tensor] = self._begun.__dict__.setdefault("walks", {})
         key = rows, units
         if key not in known:
-            known[key] = torch.zeros(units, 5, dtype=torch.int32, device=self._device)
+            known[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
         return known[key]
 
     def _possible_plans(self) -> Iterator[tuple[int, Plan]]:

@@ -2,11 +2,31 @@
 `triton_attention_tiles`.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from engine.kernels.triton_attention_tiles import attend, deliver, fetch_tile, first_seen, page_of_tile, tiles_of
 from engine.kernels.triton_launch import launch_dependents, wait_for_inputs
+
+
+class Walk(NamedTuple):
+    """What a program of `walking_attention_kernel` is told: int32 numbers, one behind the other."""
+
+    first_row: int
+    """The first row that its stretch meets."""
+    last_row: int
+    """The row behind the last one."""
+    before: int
+    """Tiles of the line before the first row."""
+    stretch: int
+    """Tiles of its stretch, as of every other's."""
+    least: int
+    """Tiles of the shortest row's place in the line."""
+
+
+WALK_FIELDS = tl.constexpr(len(Walk._fields))
 
 
 @triton.jit(
@@ -118,8 +138,7 @@ def plan_walks_kernel(
     ROWS_TILE: tl.constexpr,
 ):
     """Program (unit): all rows' tiles lie in one line, cut into stretches of one length, a program's each. → walks
-    [units, 5] int32: the first row that a program's stretch meets, the row behind its last one, the tiles before the
-    first, the tiles of a stretch, and of the shortest row's place in the line.
+    [units, WALK_FIELDS] int32, see `Walk`.
     """
     unit = tl.program_id(0)
     units = tl.num_programs(0)
@@ -156,7 +175,7 @@ def plan_walks_kernel(
         before += tl.sum(tl.where(ended, places, 0))
         last_row += tl.sum((there & (ends - places < end)).to(tl.int32))
         passed += tl.sum(places)
-    walk = walks + unit * 5
+    walk = walks + unit * WALK_FIELDS
     tl.store(walk, first_row)
     tl.store(walk + 1, last_row)
     tl.store(walk + 2, before)
@@ -213,7 +232,7 @@ def walking_attention_kernel(
     if not EARLY:
         wait_for_inputs(PDL)
 
-    walk = walks + unit * 5
+    walk = walks + unit * WALK_FIELDS
     first_row = tl.load(walk)
     last_row = tl.load(walk + 1)
     before = tl.load(walk + 2)

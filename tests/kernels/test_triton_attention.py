@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.kernels.base import AttentionShape
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
+from engine.kernels.triton_attention_kernels import Walk
 from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step
@@ -139,11 +140,11 @@ def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, st
     step = decode_step(lengths, heads(2, 1, 64), 64)
     attention = attention_of(step, choose=fixed(units))
     attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
-    *_, before, stretch, least = attention._begun.step.walks.T.tolist()
-    assert len(set(stretch)) == len(set(least)) == 1
-    line = sum(max(-(-length // 32), least[0]) if length else 1 for length in lengths)
-    assert [min(stretch[0], line - start) for start in range(0, line, stretch[0])] == stretches
-    assert max(before) <= line <= units * stretch[0]
+    walks = [Walk(*walk) for walk in attention._begun.step.walks.tolist()]
+    ((stretch, least),) = {(walk.stretch, walk.least) for walk in walks}
+    line = sum(max(-(-length // 32), least) if length else 1 for length in lengths)
+    assert [min(stretch, line - start) for start in range(0, line, stretch)] == stretches
+    assert max(walk.before for walk in walks) <= line <= units * stretch
     if 0 not in lengths:
         check(step, torch.float16, choose=fixed(units))
 
