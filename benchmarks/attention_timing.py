@@ -170,7 +170,7 @@ def plans(size: Size) -> list[Plan]:
 
 def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
     """In a step of these rows."""
-    made = DecodeAttention(size.shape, len(size.lengths), DEVICE, overlaps_launches(), choose=choose)
+    made = DecodeAttention(size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose)
     made.begin_step(inputs.cache, inputs.table, inputs.contexts)
     return made
 

@@ -41,7 +41,8 @@ class CudaKernels(Kernels):
         self._pdl = overlaps_launches()
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
-            shape: DecodeAttention(shape, max_decode_rows, device, self._pdl, early=True) for shape in wanted.shapes
+            shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
+            for shape in wanted.shapes
         }
         # Libraries take seconds to import and to compile: meanwhile weights are loaded and other kernels compiled.
         libraries = Libraries(wanted)

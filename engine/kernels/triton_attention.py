@@ -12,7 +12,7 @@ so the same inputs give the same bits.
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ ROWS_TILE = 32
 """Rows whose contexts a program looks at together: one warp's."""
 EXACT_SPLITS, EXACT_TOKENS = 8, 512
 """Splits and shortest stretch of float32, whatever the batch."""
+ENDLESS = 1 << 30
+"""Tokens of a table that is as wide as any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,10 @@ class Plan:
     """Tiles of the shortest stretch of a row that is split."""
     overlaps: bool = False
     """Whether it shares multiprocessors with the kernels before and after it (see `share_memory_evenly`)."""
+
+    def partials(self, rows: int) -> int:
+        """Partial results that `rows` rows have room for, of each key head."""
+        return self.units + rows if self.units else self.splits * rows
 
 
 SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, overlaps=True)
@@ -120,10 +126,11 @@ class DecodeAttention:
     share, so calls must not overlap.
 
     Calls of one stream never overlap, with or without programmatic dependent launch. The scratch is some MiB: partial
-    results in float32 for `max_rows` rows, and a counter for each row and key head, 0 between calls.
+    results in float32, as many as a step may have room for, and a counter for each row and key head, 0 between calls.
 
     shape      heads, scale and window; head_dim is a multiple of 16
     max_rows   most rows of a call
+    dtype      of queries, keys and values
     pdl        launch with programmatic dependent launch (see triton_launch)
     early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
                (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
@@ -136,6 +143,7 @@ class DecodeAttention:
         shape: AttentionShape,
         max_rows: int,
         device: torch.device,
+        dtype: torch.dtype,
         pdl: bool,
         early: bool = False,
         choose: PlanFunction = make_plan,
@@ -144,33 +152,33 @@ class DecodeAttention:
             raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
         self._shape = shape
         self._max_rows = max_rows
+        self._dtype = dtype
         self._pdl = pdl
         self._early = early
         self._choose = choose
-        self._plans: dict[tuple[int, int, torch.dtype], Plan] = {}
+        self._plans: dict[tuple[int, int], Plan] = {}
         self._sms = INTERPRETER_SMS
         if device.type == "cuda":
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        plans = list(self._possible_plans())
-        stretches = (
-            max(rows + plan.units if plan.units else rows * plan.splits for rows, plan in plans) * shape.kv_heads
-        )
-        group = shape.heads // shape.kv_heads
-        self._partials = torch.empty(stretches, group, shape.head_dim, dtype=torch.float32, device=device)
-        self._partial_lse = torch.empty(stretches, group, dtype=torch.float32, device=device)
+        most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
+        room = most * shape.heads
+        self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(room, dtype=torch.float32, device=device)
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
         self._device = device
         self._begun = threading.local()
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
         """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
-        `max_rows` rows. Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later
+        `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later
         kernels see what it writes.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if rows > self._max_rows:
             raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
-        plan = self._plan(rows, capacity, cache.dtype)
+        if cache.dtype != self._dtype:
+            raise ValueError(f"a cache of {cache.dtype}, but scratch for {self._dtype}")
+        plan = self._plan(rows, capacity)
         walks = self._walks(rows, plan.units)
         self._begun.step = _Step(rows, capacity, plan, walks)
         if plan.units:
@@ -187,8 +195,8 @@ class DecodeAttention:
     def __call__(self, q: Tensor, cache: Tensor, layer: int, page_table: Tensor, context_lens: Tensor) -> Tensor:
         """Attention of each row's query to positions context - window .. context - 1 of its pages.
 
-        q            [R, heads, head_dim], float32, bfloat16 or float16; rows and heads may be strided
-        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous, dtype of q
+        q            [R, heads, head_dim]; rows and heads may be strided
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous
         page_table   [R, W] int32; entries behind a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
@@ -255,12 +263,12 @@ class DecodeAttention:
             "WINDOW": shape.window or 0,
         }
 
-    def _plan(self, rows: int, capacity: int, dtype: torch.dtype) -> Plan:
-        key = (rows, capacity, dtype)
+    def _plan(self, rows: int, capacity: int) -> Plan:
+        key = (rows, capacity)
         if key not in self._plans:
             shape = self._shape
             seen = capacity if shape.window is None else min(capacity, shape.window)
-            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, dtype, self._sms)
+            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._dtype, self._sms)
         return self._plans[key]
 
     def _walks(self, rows: int, units: int) -> Tensor:
@@ -272,10 +280,3 @@ class DecodeAttention:
         if key not in known:
             known[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
         return known[key]
-
-    def _possible_plans(self) -> Iterator[tuple[int, Plan]]:
-        """Of any number of rows, with tables of any size and of any dtype."""
-        shape, endless = self._shape, 1 << 30
-        for rows in range(1, self._max_rows + 1):
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                yield rows, self._choose(rows, shape.kv_heads, shape.head_dim, endless, dtype, self._sms)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import triton_attention
 from engine.kernels.base import AttentionShape
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
@@ -52,8 +53,9 @@ def decode_step(lengths: list[int], shape: AttentionShape, page_tokens: int, see
     return step
 
 
-def attention_of(step: Step, max_rows: int = 8, **options: Any) -> DecodeAttention:
-    return DecodeAttention(step.shape, max(max_rows, len(step.rows)), DEVICE, pdl=overlaps_launches(), **options)
+def attention_of(step: Step, dtype: torch.dtype = torch.float16, max_rows: int = 8, **options: Any) -> DecodeAttention:
+    most = max(max_rows, len(step.rows))
+    return DecodeAttention(step.shape, most, DEVICE, dtype, overlaps_launches(), **options)
 
 
 def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
@@ -79,7 +81,7 @@ def torch_of(step: Step, dtype: torch.dtype) -> Tensor:
 
 
 def check(step: Step, dtype: torch.dtype, **options: Any) -> None:
-    ours = run(attention_of(step, **options), step, dtype)
+    ours = run(attention_of(step, dtype, **options), step, dtype)
     assert_as_good(ours, torch_of(step, dtype), torch_of(step, torch.float64))
 
 
@@ -163,7 +165,7 @@ def test_pages_before_the_window_may_be_gone(dtype: torch.dtype) -> None:
     baseline, exact = torch_of(step, dtype), torch_of(step, torch.float64)
     for row, (_, context) in enumerate(step.rows):
         step.layout.page_table[row, : (context - 100) // 16] = NO_PAGE
-    assert_as_good(run(attention_of(step), step, dtype), baseline, exact)
+    assert_as_good(run(attention_of(step, dtype), step, dtype), baseline, exact)
 
 
 def test_layout_read_early(dtype: torch.dtype) -> None:
@@ -174,7 +176,7 @@ def test_layout_read_early(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(ON_GPU, reason="judged exactly there")
 def test_bfloat16_in_the_interpreter() -> None:
     step = decode_step(LENGTHS, SHAPES["gqa"], page_tokens=16)
-    ours = run(attention_of(step), step, torch.bfloat16)
+    ours = run(attention_of(step, torch.bfloat16), step, torch.bfloat16)
     torch.testing.assert_close(ours.double(), torch_of(step, torch.float64), atol=0.03, rtol=0.02)
 
 
@@ -186,7 +188,7 @@ def test_padded_rows_read_nothing_and_give_zeros(dtype: torch.dtype, units: int 
     table = torch.cat((layout.page_table, torch.full((padding, layout.page_table.shape[1]), NO_PAGE).int()))
     contexts = torch.cat((layout.context_lens, torch.zeros(padding).int()))
     q = torch.cat((step.q, torch.full_like(step.q[:padding], float("nan")))).to(DEVICE, dtype)
-    attention = attention_of(step) if units is None else attention_of(step, choose=fixed(units))
+    attention = attention_of(step, dtype, choose=make_plan if units is None else fixed(units))
     out = attend(attention, q, step.cache_as(dtype).to(DEVICE), LAYER, table.to(DEVICE), contexts.to(DEVICE)).cpu()
     assert not out[len(lengths) :].any()
     assert_as_good(out[: len(lengths)], torch_of(step, dtype), torch_of(step, torch.float64))
@@ -200,14 +202,14 @@ def test_queries_inside_a_stacked_product(dtype: torch.dtype) -> None:
     q = qkv[:, : shape.heads * shape.head_dim].view(rows, shape.heads, shape.head_dim)
     q.copy_(step.q)
     arguments = (step.cache_as(dtype).to(DEVICE), LAYER, *rows_of(step))
-    attention = attention_of(step)
+    attention = attention_of(step, dtype)
     assert torch.equal(attend(attention, q, *arguments), attend(attention, q.contiguous(), *arguments))
 
 
 @pytest.mark.parametrize("choose", [fixed(units=7), fixed(splits=8)], ids=["units", "splits"])
 def test_repeated_calls_give_the_same_bits(dtype: torch.dtype, choose: PlanFunction) -> None:
     step = decode_step([700, 33], SHAPES["gqa"], page_tokens=16)
-    attention = attention_of(step, choose=choose)
+    attention = attention_of(step, dtype, choose=choose)
     first = run(attention, step, dtype)
     for _ in range(50 if ON_GPU else 2):
         assert torch.equal(run(attention, step, dtype), first)
@@ -217,9 +219,9 @@ def test_repeated_calls_give_the_same_bits(dtype: torch.dtype, choose: PlanFunct
 def test_a_float32_row_is_the_same_alone_and_in_any_batch(shape: AttentionShape) -> None:
     lengths = [1100, 17, 600, 128, 1]
     step = decode_step(lengths, shape, page_tokens=16)
-    together = run(attention_of(step), step, torch.float32)
+    together = run(attention_of(step, torch.float32), step, torch.float32)
     cache = step.cache_as(torch.float32).to(DEVICE)
-    attention = attention_of(step)
+    attention = attention_of(step, torch.float32)
     for row, length in enumerate(lengths):
         table = step.layout.page_table[row : row + 1, : -(-length // 16)].to(DEVICE)
         context = step.layout.context_lens[row : row + 1].to(DEVICE)
@@ -238,7 +240,7 @@ def test_a_cache_of_more_elements_than_int32_counts() -> None:
     cache[-3:] = small
     q = torch.randn(1, shape.heads, shape.head_dim, device=DEVICE).bfloat16()
     contexts = torch.tensor([300], dtype=torch.int32, device=DEVICE)
-    attention = DecodeAttention(shape, 1, DEVICE, pdl=overlaps_launches())
+    attention = DecodeAttention(shape, 1, DEVICE, torch.bfloat16, overlaps_launches())
     table = torch.tensor([[0, 1, 2]], dtype=torch.int32, device=DEVICE)
     far = attend(attention, q, cache, 3, table + pages - 3, contexts)
     assert torch.equal(far, attend(attention, q, small, 3, table, contexts))
@@ -289,7 +291,28 @@ def test_a_plan_fits_any_table(page_tokens: int) -> None:
 def test_too_many_rows_are_refused() -> None:
     step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
     with pytest.raises(ValueError, match="2 rows"):
-        run(DecodeAttention(step.shape, 1, DEVICE, pdl=False), step, torch.float32)
+        run(DecodeAttention(step.shape, 1, DEVICE, torch.float32, pdl=False), step, torch.float32)
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    """It may be cut in more stretches than there is scratch for."""
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    with pytest.raises(ValueError, match=r"a cache of torch.float32, but scratch for torch.float16"):
+        run(attention_of(step, torch.float16), step, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "partials"),
+    [(torch.bfloat16, None, 256 + 33), (torch.float32, None, 256 * 8), (torch.float32, 1024, 256 * 2)],
+)
+def test_scratch_is_what_the_steps_of_this_dtype_need(
+    dtype: torch.dtype, window: int | None, partials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama-3-8B on a GPU of 132 multiprocessors: 4.7 MB of bfloat16, 33.6 MB of float32."""
+    monkeypatch.setattr(triton_attention, "INTERPRETER_SMS", 132)
+    attention = DecodeAttention(heads(32, 8, 128, window), 256, torch.device("cpu"), dtype, pdl=False)
+    assert attention._partials.shape == (partials * 32, 128)
+    assert attention._partial_lse.shape == (partials * 32,)
 
 
 def test_steps_of_two_threads_do_not_mix() -> None:
