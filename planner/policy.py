@@ -66,6 +66,8 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
     demand = newest if swings or state.demand is None else state.demand.towards(newest, SMOOTH)
     since = 0 if swings else state.since + 1
     state = replace(state, demand=demand, running=seen.running_requests, since=since, acted=state.acted + 1)
+    if swings:
+        state = replace(state, prefill_scale=1.0, decode_scale=1.0)  # they were of another demand
     each_s = demand.prompt_seconds(StepCost(prompts.cost), prompts.chunk_tokens)
     waiting = seen.waiting_requests + seen.waiting_tokens / max(demand.computed_tokens, 1.0)
     scales = state.prefill_scale, state.decode_scale
@@ -114,13 +116,22 @@ def _learn(seen: Observation, strains: tuple[Strain, Strain], state: State) -> S
     kept, (prefill, decode) = seen.kept, strains
     if not kept.total:
         return state
-    prefill_late = kept.share_missed(Phase.PREFILL) > MISSES_BORNE and prefill.value < 1
-    decode_late = kept.share_missed(Phase.TRANSFER, Phase.DECODE) > MISSES_BORNE and decode.value < 1
+    prefill_late = kept.share_missed(Phase.PREFILL) > MISSES_BORNE and _explains(prefill, state.prefill_scale)
+    decode_late = kept.share_missed(Phase.TRANSFER, Phase.DECODE) > MISSES_BORNE and _explains(
+        decode, state.decode_scale
+    )
     return replace(
         state,
         prefill_scale=_scaled(state.prefill_scale, grow=prefill_late and not decode_late),
         decode_scale=_scaled(state.decode_scale, grow=decode_late and not prefill_late),
     )
+
+
+def _explains(strain: Strain, scale: float) -> bool:
+    """Whether misses can be those of a strain that is taken for too low: it has room as it is, and none if the costs
+    are as far off as they may be. Where there is more room than that, more workers would not help.
+    """
+    return strain.value < 1 <= strain.value / scale * SCALE_MAX
 
 
 def _scaled(scale: float, *, grow: bool) -> float:

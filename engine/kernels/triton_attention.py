@@ -170,8 +170,8 @@ class DecodeAttention:
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
         """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
-        `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's (`triton_embed.embed`'s): all later
-        kernels see what it writes.
+        `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's
+        (`triton_embed.embed`'s): all later kernels see what it writes.
         """
         rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
         if rows > self._max_rows:

@@ -122,7 +122,7 @@ def test_a_cluster_that_shares_changes_its_number_alone() -> None:
 
 def test_broken_promises_teach_that_a_role_is_more_strained_than_its_costs_say() -> None:
     late = Kept(50.0, {Phase.DECODE: 50.0})
-    calm = seen(15.0, 900.0, 300.0, prefill=3, decode=5)
+    calm = seen(24.0, 900.0, 620.0, prefill=3, decode=5)
     decisions = decide([replace(calm, kept=late)] * 20)
     assert decisions[-1].state.decode_scale > 1.2
     assert decisions[-1].state.prefill_scale == 1.0
@@ -130,6 +130,23 @@ def test_broken_promises_teach_that_a_role_is_more_strained_than_its_costs_say()
     assert strains[-1] > 1.2 * strains[0]
     better = decide([calm] * 60, state=decisions[-1].state)
     assert better[-1].state.decode_scale < 1.1
+
+
+def test_where_there_is_room_for_twice_the_load_broken_promises_teach_nothing() -> None:
+    """More workers would not help: the gap of a hand-over, say, is longer than what was promised."""
+    late = Kept(90.0, {Phase.DECODE: 10.0})
+    decisions = decide([seen(15.0, 900.0, 300.0, prefill=3, decode=5, kept=late)] * 20)
+    assert decisions[-1].decode is not None
+    assert decisions[-1].decode.value < 0.5
+    assert decisions[-1].state.decode_scale == 1.0
+
+
+def test_what_one_demand_taught_is_not_believed_of_another() -> None:
+    late = Kept(50.0, {Phase.DECODE: 50.0})
+    taught = decide([seen(24.0, 900.0, 620.0, prefill=3, decode=5, kept=late)] * 20)[-1].state
+    swung = decide([seen(45.0, 90.0, 900.0, prefill=3, decode=5, kept=late)], state=taught)
+    assert taught.decode_scale > 1.2
+    assert swung[-1].state.decode_scale == 1.0
 
 
 def test_who_waits_for_nothing_else_shows_long_answers_before_any_has_ended() -> None:
