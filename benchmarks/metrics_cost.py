@@ -95,7 +95,7 @@ class Turns:
         self._meter.tell = self._both if on else self._count
         while self._steps < steps:
             await asyncio.sleep(_LOOK_S)
-            if self._tested.load().decode_requests < self._requests:
+            if self._tested.report.load().decode_requests < self._requests:
                 raise RuntimeError("an answer ended before the last turn did: this machine is busy; try again")
         return self._tokens / (self._ended - self._began)
 
@@ -150,7 +150,7 @@ async def measure(engine: ModelRunner, settings: EngineConfig, plan: Plan) -> li
         prefix_cache=False,
     )
     tested = Worker(config, ME, engine, layout, lambda notice: InMemoryTransport(fabric, layout, ME, notice))
-    tested.metrics.board.read(partial(worker_facts, tested))
+    tested.metrics.board.read(partial(worker_facts, tested.report, tested.transport))
     tested.metrics.board.read(partial(engine_facts, engine, lambda: Role.BOTH.value))
     tested.start()
     try:
@@ -192,7 +192,7 @@ async def _decode_all(tested: Worker, plan: Plan) -> None:
         )
         lease = tested.reserve(Reservation(ROUTER, ref, prompt, sampling, ME)).lease
         tested.prefill(PrefillTask(ROUTER, ref, prompt, sampling, Destination(ME, "", lease)))
-    while tested.load().decode_requests < plan.requests:  # noqa: ASYNC110
+    while tested.report.load().decode_requests < plan.requests:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
 
 

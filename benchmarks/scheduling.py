@@ -126,7 +126,7 @@ async def measure(
             engine.rows.clear()
             joined = 0
             while len(watch.spent["outbox"]) < plan.steps:
-                while joining and tested.load().prefill_requests < JOINING:
+                while joining and tested.report.load().prefill_requests < JOINING:
                     joined += 1
                     _send(tested, f"p{joined}", JOINING_PROMPT, SamplingParams(max_tokens=1))
                 while changing and _running(tested) < plan.requests:
@@ -170,13 +170,13 @@ async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> N
     """Until all requests are in the batch."""
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
-    while tested.load().decode_requests < plan.requests:  # noqa: ASYNC110
+    while tested.report.load().decode_requests < plan.requests:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
 
 
 def _running(tested: Worker) -> int:
     """Requests that decode or are going to."""
-    load = tested.load()
+    load = tested.report.load()
     return load.decode_requests + load.prefill_requests
 
 

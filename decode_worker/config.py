@@ -5,12 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """How much the decode half takes on, and how long it waits for what it was promised."""
+    """How long the decode half waits for what it was promised, and when it promises nothing."""
 
-    max_batch_requests: int = 64
-    """Most requests of one decode step."""
-    max_pages: int | None = None
-    """Most pages promised to or held by its requests, quarantined ones aside; None = the whole pool."""
     lease_s: float = 5.0
     """Life of a lease without a heartbeat, in seconds."""
     quarantine_s: float = 5.0

@@ -14,14 +14,12 @@ from wire.errors import ResourceExhausted
 
 
 class Credits:
-    """Guarded by the admission's lock. `limit` is on pages claimed or held, each counted for every request that reads
-    it; None = the pool alone is the limit, and shared pages count once.
-    """
+    """Guarded by the admission's lock."""
 
-    def __init__(self, cache: PrefixCache, limit: int | None) -> None:
+    def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._pool = cache.pool
-        self._limit = limit
+        self._limit: int | None = None
         self.committed = 0
         """Pages that the requests hold and claim."""
         self._claims = 0
@@ -34,7 +32,9 @@ class Credits:
         """Pages of the requests, those that are for prompts counted in."""
 
     def limit(self, limit: int | None) -> None:
-        """Another limit; what is claimed stays so."""
+        """On pages claimed or held, each counted for every request that reads it; None, as at first, = the pool alone
+        is the limit, and shared pages count once. What is claimed stays so.
+        """
         self._limit = limit
 
     def enter(self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, aside: int) -> int:

@@ -47,8 +47,8 @@ class Room:
         self._leases = leases
         self._model = model
         self._clock = clock
-        self._limit = cache.pool.counts().total if config.max_pages is None else config.max_pages
-        self._credits = Credits(cache, config.max_pages)
+        self._limit = cache.pool.total
+        self._credits = Credits(cache)
         self._lengths = AnswerLengths()
         self._away: dict[tuple[str, str], tuple[int, float]] = {}
         """Requests that gave way, by router and name: pages that are left for each, and until when."""
@@ -138,8 +138,10 @@ class Room:
         self._closed = ""
 
     def limit(self, max_pages: int | None) -> None:
-        """Promise so many pages at most from now on, None = the whole pool; what is promised already stays so."""
-        self._limit = self._pool.counts().total if max_pages is None else max_pages
+        """Promise so many pages at most from now on, quarantined ones aside; None, as at first, = the whole pool. What
+        is promised already stays so.
+        """
+        self._limit = self._pool.total if max_pages is None else max_pages
         self._credits.limit(max_pages)
 
     def look(self) -> None:

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from costs.step_cost import CostParameters
-from wire.ending import pages_for
 from wire.messages import ModelFacts, PeerRef, WorkerInfo
 from worker.config import WorkerConfig
-from worker.duty import decode_batch, decode_pages, prompt_step_tokens
+from worker.duty import decode_batch, prompt_step_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +48,3 @@ class WorkerSpec:
             transport="virtual",
             duty=config.duty,
         )
-
-    @property
-    def longest_pages(self) -> int:
-        """Pages of the longest prompt."""
-        return pages_for(self.model.max_context, self.device.page_tokens)
-
-    @property
-    def decode_pages(self) -> int | None:
-        """Most pages that are promised to answers."""
-        return decode_pages(self.config.role, self.device.pages, self.longest_pages)

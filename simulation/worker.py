@@ -14,11 +14,9 @@ from typing import Any
 
 from costs.step_cost import StepCost
 from decode_worker.admission import DecodeAdmission
-from decode_worker.config import DecodeConfig
 from engine.batch import StepResult
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
-from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
 from simulation.clock import VirtualClock
@@ -43,11 +41,9 @@ from wire.messages import (
     WorkerLoad,
 )
 from wire.prefixes import PrefixChanges
-from worker.batch_growth import BatchGrowth
 from worker.halves import Halves
 from worker.report import load_of
 from worker.scheduler import StepScheduler
-from worker.step_policy import make_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +103,7 @@ class VirtualWorker:
         )
         self._soon = _Soon()
         self._prefill = PrefillHalf(
-            config=PrefillConfig(max_requests=spec.config.max_prefill_requests),
+            config=spec.config.prefill,
             me=self.peer,
             cache=self.cache,
             model=spec.model,
@@ -117,15 +113,16 @@ class VirtualWorker:
             events=self._soon,
         )
         self._halves = Halves(
-            self._prefill,
-            self._decode,
-            self.admission,
-            engine=spec.config.engine,
-            pages=spec.device.pages,
-            longest=spec.longest_pages,
+            spec.config, self.cache, spec.model, prefill=self._prefill, decode=self._decode, admission=self.admission
         )
         self.duty = VirtualDuty(spec.config.role, self._halves, clock, self.visit)
-        self._scheduler = self._make_scheduler()
+        self._scheduler = StepScheduler(
+            decode=self._decode,
+            prefill=self._prefill,
+            max_step_tokens=spec.config.engine.max_step_tokens,
+            cost=lambda: self._told,
+            duty=spec.config.duty,
+        )
         self._handovers: dict[PrefillRequest, VirtualHandover] = {}
         self._steady: SteadyRun | None = None
         self._plan_number = 0
@@ -148,8 +145,7 @@ class VirtualWorker:
 
     def abort(self, router_id: str, refs: Sequence[RequestRef]) -> None:
         with _Visit(self):
-            self._prefill.abort(router_id, refs)
-            self.admission.abort(router_id, refs)
+            self._halves.abort(router_id, refs)
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
         with _Visit(self):
@@ -312,7 +308,7 @@ class VirtualWorker:
 
     def _make_admission(self) -> DecodeAdmission:
         return DecodeAdmission(
-            config=DecodeConfig(max_pages=self.spec.decode_pages),
+            config=self.spec.config.decode,
             me=self.peer,
             cache=self.cache,
             model=self.spec.model,
@@ -323,22 +319,6 @@ class VirtualWorker:
             listened_s=self._clock,
             is_near=lambda _peer: True,
         )
-
-    def _make_scheduler(self) -> StepScheduler:
-        config = self.spec.config
-        most, target = config.engine.max_step_tokens, config.itl_target_s
-        return StepScheduler(
-            decode=self._decode,
-            prefill=self._prefill,
-            max_step_tokens=most,
-            policy=make_policy(
-                config.step_policy, self._cost, budget=config.step_budget, itl_target_s=target, max_step_tokens=most
-            ),
-            growth=BatchGrowth(self._cost, target),
-        )
-
-    def _cost(self) -> StepCost:
-        return self._told
 
     def _emit(self, routed: RoutedEvent) -> None:
         self._publish(self, WorkerNews(len(self.log), (routed.event,), self.load(), self.cache.changes()))

@@ -116,7 +116,7 @@ class End:
         self.worker._cache.check_integrity()
 
     def left(self) -> str:
-        found = self.worker.inspect()
+        found = self.worker.report.inspect()
         assert not found.integrity_error
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases

@@ -4,11 +4,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from decode_worker.admission import DecodeAdmission
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from wire.errors import DeadlineExceeded, Internal
 from worker.config import WorkerConfig
+from worker.halves import Halves
 from worker.loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -24,19 +24,17 @@ class Caretaker:
         config: WorkerConfig,
         *,
         loop: StepLoop,
-        admission: DecodeAdmission,
+        halves: Halves,
         cache: PrefixCache,
         checks: PageChecks,
-        open_requests: Callable[[], int],
         on_stuck: Callable[[BaseException], None],
     ) -> None:
         self._step_deadline_s = config.step_deadline
         self._period_s = max(0.01, min(config.lease_s, config.quarantine_s, config.step_deadline) / 10)
         self._loop = loop
-        self._admission = admission
+        self._halves = halves
         self._cache = cache
         self._checks = checks
-        self._open_requests = open_requests
         self._on_stuck = on_stuck
         self._steps_checked = 0
         self._timer: asyncio.Task[None] | None = None
@@ -58,7 +56,7 @@ class Caretaker:
                 if stuck := self._stuck():
                     self._on_stuck(DeadlineExceeded(f"{stuck} did not end within {self._step_deadline_s:g} s"))
                     return
-                self._admission.expire()
+                self._halves.admission.expire()
                 await self._check_when_idle()
             except Exception:
                 log.exception("leases and pages are looked after in spite of an error")
@@ -72,7 +70,7 @@ class Caretaker:
     async def _check_when_idle(self) -> None:
         """Not on the event loop, and never while the engine needs the pool."""
         steps = self._loop.steps
-        if steps == self._steps_checked or self._open_requests():
+        if steps == self._steps_checked or self._halves.open_requests():
             return
         self._steps_checked = steps
         try:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from costs.roofline import Ceilings
+from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from kv_transfer.base import Direction
+from prefill_worker.config import PrefillConfig
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
 
@@ -92,3 +94,20 @@ class WorkerConfig:
     def duty(self) -> Duty:
         """What it does at first; the controller may change it while it runs (`duty.py`)."""
         return Duty(self.role, self.step_policy, self.step_budget, self.itl_target_s)
+
+    @property
+    def prefill(self) -> PrefillConfig:
+        """The prefill half's part."""
+        return PrefillConfig(self.max_prefill_requests, quarantine_share_max=self.quarantine_share_max)
+
+    @property
+    def decode(self) -> DecodeConfig:
+        """The decode half's part."""
+        return DecodeConfig(
+            lease_s=self.lease_s,
+            quarantine_s=self.quarantine_s,
+            quarantine_far_s=self.quarantine_far_s,
+            write_window_s=self.write_window_s,
+            check_deadline_s=self.transfer_deadline_s,
+            quarantine_share_max=self.quarantine_share_max,
+        )

@@ -1,13 +1,22 @@
 """Both halves of a worker as one: how much they may take, what they have, and how it is given up."""
 
+import logging
 from collections.abc import Sequence
 
 from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
-from engine.config import EngineConfig
+from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.half import PrefillHalf
-from wire.messages import RequestRef, Role
+from wire.ending import failure_event, pages_for
+from wire.errors import TandemError, Unavailable
+from wire.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
+from worker.config import WorkerConfig
 from worker.duty import Half, decode_batch, decode_pages
+
+log = logging.getLogger(__name__)
+
+DIES = "has lost its engine"
+"""Why nothing new is taken then."""
 
 
 class Halves:
@@ -15,21 +24,21 @@ class Halves:
 
     def __init__(
         self,
+        config: WorkerConfig,
+        cache: PrefixCache,
+        model: ModelFacts,
+        *,
         prefill: PrefillHalf,
         decode: DecodeHalf,
         admission: DecodeAdmission,
-        *,
-        engine: EngineConfig,
-        pages: int,
-        longest: int,
     ) -> None:
-        """`pages` has the pool, `longest` of them has the longest prompt."""
         self.prefill = prefill
         self.decode = decode
         self.admission = admission
-        self._engine = engine
-        self._pages = pages
-        self._longest = longest
+        self._engine = config.engine
+        self._pages = cache.pool.total
+        self._longest = pages_for(model.max_context, cache.page_tokens)
+        self.resize(config.role)
 
     def doors(self) -> tuple[Half, Half]:
         """What it takes to open and close each of them."""
@@ -78,9 +87,24 @@ class Halves:
         self.prefill.abort(router_id, refs)
         self.admission.abort(router_id, refs)
 
-    def abort_router(self, router_id: str) -> set[RequestRef]:
-        """Forget every request of a router; returns them."""
-        return {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+    def router_gone(self, router_id: str) -> list[RequestEvent]:
+        """Forget every request of a router; returns what an event stream that replaces the lost one must hear."""
+        refs = {*self.prefill.abort_router(router_id), *self.admission.abort_router(router_id)}
+        if refs:
+            log.info("router %s is gone: %d requests aborted", router_id, len(refs))
+        reason = Unavailable("the event stream was replaced; send the request again")
+        return [failure_event(ref, reason) for ref in refs]
+
+    def abort_all(self) -> None:
+        """Forget every request."""
+        for router_id in {router_id for router_id, _ in self.refs()}:
+            self.router_gone(router_id)
+
+    def engine_gone(self, reason: TandemError) -> list[RoutedEvent]:
+        """Take nothing new and give up what the engine was computing; returns what their routers must hear."""
+        self.close(DIES)
+        lost = set(self.refs()).intersection(self.abandon())
+        return [RoutedEvent(router_id, failure_event(ref, reason)) for router_id, ref in lost]
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The requests of launched steps, with their routers: no step will end any more."""

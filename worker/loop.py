@@ -19,11 +19,9 @@ from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
 from engine.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
-from wire.messages import RoutedEvent, RoutedTokens
-from worker.batch_growth import BatchGrowth
+from wire.messages import Duty, RoutedEvent, RoutedTokens
 from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
-from worker.step_policy import StepPolicy
 
 _JOIN_S = 0.1
 """Between two looks at whether a thread that was told to stop is stuck."""
@@ -58,8 +56,7 @@ class StepLoop:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
-        policy: StepPolicy,
-        growth: BatchGrowth,
+        duty: Duty,
         meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
@@ -75,7 +72,7 @@ class StepLoop:
         self._decode = decode
         self._prefill = prefill
         self._scheduler = StepScheduler(
-            decode=decode, prefill=prefill, max_step_tokens=max_step_tokens, policy=policy, growth=growth
+            decode=decode, prefill=prefill, max_step_tokens=max_step_tokens, cost=meter.cost, duty=duty
         )
         self._meter = meter
         self._deadline_s = deadline_s
@@ -98,9 +95,9 @@ class StepLoop:
         """The decode rows of the newest step."""
         return self._scheduler.decoding
 
-    def steer(self, policy: StepPolicy, growth: BatchGrowth) -> None:
-        """Plan by these from the next step on. From any thread."""
-        self._scheduler.steer(policy, growth)
+    def steer(self, duty: Duty) -> None:
+        """Plan as this duty says from the next step on. From any thread."""
+        self._scheduler.steer(duty)
 
     def start(self) -> None:
         self._thread.start()

@@ -20,7 +20,8 @@ from wire.timeline import TransferStats
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
-    from worker.worker import Worker
+    from kv_transfer.base import Transport
+    from worker.report import WorkerReport
 
 _WINDOW_MARKS, _MARK_S = 20, 0.5
 """Utilization is of so many stretches of steps, each about so many seconds long: the last ten seconds of computing."""
@@ -161,16 +162,16 @@ def engine_facts(engine: ModelRunner, role: Callable[[], str]) -> Facts:
     }
 
 
-def worker_facts(worker: Worker) -> Facts:
+def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
     """What a worker keeps anyway."""
-    load, found, transport = worker.load(), worker.inspect(), worker.transport
-    stored, removed = worker.prefix_events
+    load, found = report.load(), report.inspect()
+    stored, removed = report.prefix_events
     return {
         f.REQUESTS_RUNNING: load.decode_requests,
         f.REQUESTS_WAITING: load.prefill_requests,
         f.KV_USAGE: load.pages_used / load.pages_total if load.pages_total else 0.0,
         f.KV_PAGES: _pages(found),
-        f.BATCH_LIMIT: worker.batch_limit,
+        f.BATCH_LIMIT: report.batch_limit,
         f.PREFIX_QUERIES: load.prefix_query_tokens,
         f.PREFIX_HITS: load.prefix_hit_tokens,
         f.PREFIX_EVENTS: {("stored",): stored, ("removed",): removed},
@@ -178,14 +179,14 @@ def worker_facts(worker: Worker) -> Facts:
         f.STEP_COST_ERROR: load.cost.error,
         **step_costs(load.cost),
         f.OPEN_LEASES: found.leases,
-        f.RESTLESS_PAGES: worker.restless_pages,
-        f.EXPIRED_LEASES: worker.admission.expired_leases,
+        f.RESTLESS_PAGES: report.restless_pages,
+        f.EXPIRED_LEASES: report.expired_leases,
         f.CHECKSUM_FAILURES: found.checksum_failures,
         f.FENCED: found.fenced,
         f.TRANSPORT: {(transport.transport_kinds(),): 1.0},
         f.TRANSPORT_WARNINGS: len(transport.warnings()),
         f.POOL_SOUND: not found.integrity_error,
-        f.WORKER_READY: not worker.not_ready,
+        f.WORKER_READY: not report.not_ready,
     }
 
 

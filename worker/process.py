@@ -139,7 +139,7 @@ class WorkerProcess:
 
     async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
         config, board = self._config, worker.metrics.board
-        board.read(partial(worker_facts, worker))
+        board.read(partial(worker_facts, worker.report, worker.transport))
         board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
         keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
         self._metrics = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, keys)
@@ -167,7 +167,7 @@ class WorkerProcess:
             max_step_tokens=prompt_step_tokens(duty.duty, sizes),
             device=engine.device_name,
             transport=worker.transport.transport_name(),
-            not_ready=worker.not_ready,
+            not_ready=worker.report.not_ready,
             warnings=worker.transport.warnings() + worker.peers.warnings(),
             duty=duty.duty,
             closing=duty.closing,

@@ -3,7 +3,9 @@
 from costs.step_cost import CostParameters, StepWork
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
+from wire.prefixes import PrefixList
 from worker.caretaker import Caretaker
+from worker.duty import WorkerDuty
 from worker.halves import Halves
 from worker.loop import StepLoop
 from worker.step_meter import StepMeter
@@ -30,18 +32,56 @@ class WorkerReport:
     """Looks at the parts of a worker and changes none; each answer takes microseconds."""
 
     def __init__(
-        self, me: PeerRef, *, cache: PrefixCache, halves: Halves, loop: StepLoop, meter: StepMeter, caretaker: Caretaker
+        self,
+        me: PeerRef,
+        *,
+        cache: PrefixCache,
+        halves: Halves,
+        loop: StepLoop,
+        meter: StepMeter,
+        duty: WorkerDuty,
+        caretaker: Caretaker,
     ) -> None:
         self._me = me
         self._cache = cache
         self._halves = halves
         self._loop = loop
         self._meter = meter
+        self._duty = duty
         self._caretaker = caretaker
 
     def load(self) -> WorkerLoad:
         """Load now."""
         return load_of(self._halves, self._cache, self._loop.decoding, self._meter.parameters)
+
+    @property
+    def not_ready(self) -> str:
+        """Why it takes nothing for now, in words; empty = it does."""
+        return self._halves.not_ready
+
+    @property
+    def batch_limit(self) -> int:
+        """Most requests that decode in one step, in its present role."""
+        return self._halves.batch_limit(self._duty.role)
+
+    @property
+    def expired_leases(self) -> int:
+        """Leases that ended because nobody renewed them."""
+        return self._halves.admission.expired_leases
+
+    @property
+    def restless_pages(self) -> int:
+        """KV pages of prompts that are over, which writes still read."""
+        return self._halves.prefill.restless_pages()
+
+    @property
+    def prefix_events(self) -> tuple[int, int]:
+        """Pages that ever became known to the prefix cache, and that were forgotten."""
+        return self._cache.events
+
+    def known_prefixes(self) -> PrefixList:
+        """The names of all pages that can be used again."""
+        return self._cache.known()
 
     def inspect(self) -> WorkerInspection:
         """Page counts, open work, and whether the pool was sound whenever this worker was idle."""

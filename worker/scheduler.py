@@ -4,16 +4,18 @@ Whoever owns an engine, real or simulated, asks for a plan, runs it and gives ba
 perhaps several plans ahead.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from costs.step_cost import NOTHING, StepWork
+from costs.step_cost import NOTHING, StepCost, StepWork
 from decode_worker.half import DecodeHalf
 from decode_worker.news import StepNews
 from engine.batch import StepBatch, StepResult
 from prefill_worker.half import PrefillHalf
+from wire.messages import Duty
 from worker.batch_growth import BatchGrowth
 from worker.step_meter import decode_work, with_prompts
-from worker.step_policy import StepPolicy
+from worker.step_policy import make_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +37,28 @@ class StepScheduler:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
-        policy: StepPolicy,
-        growth: BatchGrowth,
+        cost: Callable[[], StepCost],
+        duty: Duty,
     ) -> None:
+        """`cost` gives the newest fit of what steps take. InvalidArgument for a budget below one token."""
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
-        self._policy = policy
-        self._growth = growth
+        self._cost = cost
         self.decoding = NOTHING
         """The decode rows of the newest step."""
+        self.steer(duty)
 
-    def steer(self, policy: StepPolicy, growth: BatchGrowth) -> None:
-        """Plan by these from the next plan on. From any thread."""
-        self._policy, self._growth = policy, growth
+    def steer(self, duty: Duty) -> None:
+        """Plan as this duty says from the next plan on. From any thread."""
+        self._policy = make_policy(
+            duty.step_policy,
+            self._cost,
+            budget=duty.step_budget,
+            itl_target_s=duty.itl_target_s,
+            max_step_tokens=self._max_step_tokens,
+        )
+        self._growth = BatchGrowth(self._cost, duty.itl_target_s)
 
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none."""

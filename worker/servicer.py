@@ -55,12 +55,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         return worker_pb2.SetDutyResponse()
 
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
-        return convert.inspection_to_proto(self._worker.inspect())
+        return convert.inspection_to_proto(self._worker.report.inspect())
 
     async def ListPrefixes(
         self, _request: worker_pb2.ListPrefixesRequest, _context: _Context
     ) -> worker_pb2.ListPrefixesResponse:
-        return convert.prefix_list_to_proto(self._worker.known_prefixes())
+        return convert.prefix_list_to_proto(self._worker.report.known_prefixes())
 
     # ---- other workers ----
 

@@ -146,7 +146,7 @@ class WorkerProcess:
         """Every page in one state, promises kept, nothing alive that was aborted."""
         self.worker._cache.check_integrity()
         admission = self.worker.admission
-        running = self.worker._decode._batch.requests
+        running = self.worker._halves.decode._batch.requests
         alive = [*admission._held._ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
@@ -157,7 +157,7 @@ class WorkerProcess:
 
     def left(self) -> str:
         """What is not given back, "" when all is."""
-        found = self.worker.inspect()
+        found = self.worker.report.inspect()
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases
         committed = self.worker.admission._room.committed

@@ -206,7 +206,7 @@ class World:
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
-            for _, request in one.worker._prefill._register
+            for _, request in one.worker._halves.prefill._register
             if request.task.destination is not None and not request.progress.released
             if any(request is writer for writer in self.fabric.writers.values())
         ]
@@ -311,7 +311,7 @@ class World:
 
     def _writer_of(self, flight: Flight) -> PrefillRequest:
         """The prompt that this write, which is being posted, is about."""
-        half = self.workers[flight.sender.worker_id].worker._prefill
+        half = self.workers[flight.sender.worker_id].worker._halves.prefill
         write, known = flight.write, [*half._register._requests.values(), *half._register._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])

@@ -75,7 +75,7 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     tested: Any = SimpleNamespace(
         _meter=SimpleNamespace(tell=None),
         metrics=SimpleNamespace(step=lambda work, _seconds: told.append(work)),
-        load=lambda: SimpleNamespace(decode_requests=2),
+        report=SimpleNamespace(load=lambda: SimpleNamespace(decode_requests=2)),
     )
     turns = Turns(tested, 2)
     running = asyncio.ensure_future(turns.run(3, on=True))

@@ -16,7 +16,8 @@ def crowded(seed: int) -> tuple[Credits, list[DecodeRequest]]:
     """
     dice = random.Random(seed)
     pool = PagePool(dice.randrange(6, 14))
-    credits = Credits(PrefixCache(pool, 4), dice.choice((None, pool.counts().total - dice.randrange(3))))
+    credits = Credits(PrefixCache(pool, 4))
+    credits.limit(dice.choice((None, pool.total - dice.randrange(3))))
     running = []
     for number in range(dice.randrange(2, 5)):
         ref, prompt_pages, pages = RequestRef(f"q{number}", 1), dice.randrange(1, 3), dice.randrange(2, 5)

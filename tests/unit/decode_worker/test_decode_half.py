@@ -47,9 +47,7 @@ class House:
         self.prompts: dict[Lease, tuple[int, ...]] = {}
         self.skipped: dict[Lease, int] = {}
         self.admission = DecodeAdmission(
-            config=DecodeConfig(
-                max_pages=max_pages, lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, check_deadline_s=3.0
-            ),
+            config=DecodeConfig(lease_s=5.0, quarantine_s=1.0, write_window_s=0.0, check_deadline_s=3.0),
             me=PeerRef("decode-0", 1),
             cache=PrefixCache(self.pool, PAGE_TOKENS),
             model=FACTS,
@@ -61,6 +59,7 @@ class House:
             is_near=lambda peer: not self.far,
             checks=checks,
         )
+        self.admission.limit(max_pages)
         self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
 
     def _expect(self, leases: int) -> None:

@@ -72,7 +72,7 @@ class House:
         self.cache = PrefixCache(self.pool, PAGE_TOKENS)
         self.notes: list[RoutedEvent] = []
         self.admission = DecodeAdmission(
-            config=DecodeConfig(max_pages=max_pages, lease_s=1e6),
+            config=DecodeConfig(lease_s=1e6),
             me=PeerRef("decode-0", 1),
             cache=self.cache,
             model=FACTS,
@@ -83,6 +83,7 @@ class House:
             listened_s=lambda: self.now,
             is_near=lambda _peer: True,
         )
+        self.admission.limit(max_pages)
         self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
         self.behind = behind
         self.asked: dict[str, Asked] = {}

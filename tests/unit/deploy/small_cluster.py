@@ -108,7 +108,7 @@ class SmallCluster:
         """As a worker's process does."""
         worker = end.worker
         engine: Any = SimpleNamespace(device_name=self._device, facts=worker.facts, graph_use=GraphUse())
-        worker.metrics.board.read(partial(worker_facts, worker))
+        worker.metrics.board.read(partial(worker_facts, worker.report, worker.transport))
         worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
         door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(worker.metrics.board))}, frozenset())
         self._open.append(door)

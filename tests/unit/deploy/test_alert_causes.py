@@ -69,7 +69,7 @@ async def test_a_decode_worker_that_has_lost_its_pages(tmp_path: Path) -> None:
         pair.decode.worker.abort(ROUTER, [RequestRef(name, 1) for name in names])
         await cluster.minutes(8)
         pair.fabric.let_go()
-        await until(lambda: not pair.decode.worker.not_ready)
+        await until(lambda: not pair.decode.worker.report.not_ready)
         pair.abort(*names)
         await pair.empty()
         await cluster.minutes(15)
@@ -88,7 +88,7 @@ async def test_writes_that_do_not_rest(tmp_path: Path) -> None:
         pair.prefill.worker.abort(ROUTER, [RequestRef(f"lost-{number}", 1) for number in range(2)])
         await cluster.minutes(4)
         pair.fabric.let_go()
-        await until(lambda: not pair.prefill.worker.restless_pages)
+        await until(lambda: not pair.prefill.worker.report.restless_pages)
         await cluster.minutes(2)
     assert_fires(cluster, {5: {"TandemWritesRestless"}}, tmp_path)
 
@@ -124,7 +124,7 @@ async def test_a_pool_that_contradicts_itself(tmp_path: Path) -> None:
         pair = cluster.pair
         pair.decode.engine.pool._free.take(1)
         heard = pair.send("q", PROMPT, ONE)
-        await until(lambda: heard.finish is not None and pair.decode.worker.inspect().integrity_error)
+        await until(lambda: heard.finish is not None and pair.decode.worker.report.inspect().integrity_error)
         await cluster.minutes(2)
     async with SmallCluster() as restarted:
         await restarted.minutes(2)
@@ -155,7 +155,7 @@ async def test_a_worker_of_both_roles_that_refuses_below_a_full_pool(tmp_path: P
                 with suppress(ResourceExhausted):
                     pair.reserve(f"{minute}-{number}", PROMPT, SamplingParams(max_tokens=100, ignore_eos=True))
             await cluster.minutes(1)
-        load = pair.decode.worker.load()
+        load = pair.decode.worker.report.load()
         assert load.pages_used < 0.9 * load.pages_total
         await cluster.minutes(7)
     assert_fires(cluster, {9: set(), 17: {"TandemKvFull"}}, tmp_path)

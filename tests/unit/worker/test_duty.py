@@ -170,12 +170,12 @@ async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
 async def test_limits_follow_the_role() -> None:
     async with WorkerPair(max_batch_requests=16) as pair:
         decode = pair.decode.worker
-        assert (decode._decode._max_batch, decode.admission._room._limit) == (16, 64)
+        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (16, 64)
         become(pair.decode, Role.BOTH)
-        assert (decode._decode._max_batch, decode.admission._room._limit) == (8, 32)
+        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (8, 32)
         become(pair.decode, Role.DECODE)
         await until(lambda: state(pair.decode) == (Role.DECODE, None))
-        assert (decode._decode._max_batch, decode.admission._room._limit) == (16, 64)
+        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (16, 64)
 
 
 async def test_steps_follow_the_policy() -> None:
@@ -184,7 +184,7 @@ async def test_steps_follow_the_policy() -> None:
         heard = await decodes(pair)
         pair.decode.worker.assume(pair.decode.me, Duty(Role.BOTH, PolicyName.CHUNKED, step_budget=3), LONG_S)
         late = pair.send("late", [7] * 12, TEN)
-        await until(lambda: pair.decode.worker.load().prefill_requests)
+        await until(lambda: pair.decode.worker.report.load().prefill_requests)
         begun = len(engine.batches)
         let_go(pair)
         await until(lambda: heard.finish and late.finish)

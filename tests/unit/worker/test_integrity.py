@@ -57,7 +57,7 @@ async def test_damaged_pages_are_never_decoded(
         again = pair.send("q", PROMPT, TEN, attempt=2)
         await until(lambda: again.finish)
         assert again.tokens == answer_to(PROMPT, TEN)
-        found = pair.decode.worker.inspect()
+        found = pair.decode.worker.report.inspect()
         assert (found.checksum_failures, found.checksums_equal, found.fenced) == (1, PAGES, 1)
         await pair.empty()
 
@@ -72,7 +72,7 @@ async def test_what_lies_behind_the_prompt_is_nobody_s() -> None:
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
-        assert pair.decode.worker.inspect().checksums_equal == PAGES
+        assert pair.decode.worker.report.inspect().checksums_equal == PAGES
         await pair.empty()
 
 
@@ -81,7 +81,7 @@ async def test_pages_of_early_chunks_are_summed_too() -> None:
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
-        assert pair.decode.worker.inspect().checksums_equal == PAGES
+        assert pair.decode.worker.report.inspect().checksums_equal == PAGES
 
 
 @pytest.mark.parametrize(("rate", "checked"), [(0.0, 0), (0.01, 1), (0.5, 2)])
@@ -90,7 +90,7 @@ async def test_the_rate_is_a_setting(rate: float, checked: int) -> None:
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
-        assert pair.decode.worker.inspect().checksums_equal == checked
+        assert pair.decode.worker.report.inspect().checksums_equal == checked
 
 
 async def test_workers_with_different_rates_refuse_each_other_in_words() -> None:
@@ -110,7 +110,7 @@ async def test_kv_that_was_computed_in_place_needs_no_check() -> None:
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
-        assert pair.decode.worker.inspect().checksums_equal == 0
+        assert pair.decode.worker.report.inspect().checksums_equal == 0
         await pair.empty()
 
 

@@ -189,7 +189,7 @@ async def test_abort_while_queued() -> None:
         await until(pair.prefill.engine.waiting.is_set)
         second = pair.send("second", [8] * 30, TEN)  # no pages left for it
         pair.abort("second")
-        await until(lambda: pair.prefill.worker.open_requests() == 1)
+        await until(lambda: pair.prefill.worker.report.inspect().requests == 1)
         pair.prefill.engine.let_go()
         await until(lambda: pair.heard["first"].finish)
         assert second.tokens == []
@@ -325,7 +325,7 @@ async def test_said_twice_is_said_once() -> None:
         heard = pair.send("q", PROMPT, TEN)
         lease = pair.reserve("q", PROMPT, TEN)
         pair.prefill.worker.prefill(pair.task("q", PROMPT, TEN, lease))
-        assert pair.decode.worker.inspect().leases == 1
+        assert pair.decode.worker.report.inspect().leases == 1
         pair.prefill.engine.let_go()
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, TEN)
@@ -346,8 +346,8 @@ async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
         pair.fabric.let_go()
         await until(lambda: second.finish)
         assert second.tokens == answer_to(PROMPT, TEN)
-        assert pair.decode.worker.inspect().fenced >= 1
-        assert pair.prefill.worker.inspect().fenced == 1
+        assert pair.decode.worker.report.inspect().fenced >= 1
+        assert pair.prefill.worker.report.inspect().fenced == 1
         await pair.empty()
 
 
@@ -392,7 +392,7 @@ async def test_what_does_not_fit_the_reservation_fails_closed() -> None:
         await until(lambda: changed.finish)
         assert changed.error == "TRANSFER_FAILED"
         assert len(changed.tokens) == 1
-        assert pair.decode.worker.inspect().fenced == 1
+        assert pair.decode.worker.report.inspect().fenced == 1
         await pair.empty()
 
 
@@ -480,8 +480,8 @@ async def test_a_pool_that_lost_a_page_is_reported_when_the_worker_is_idle(caplo
         await pair.empty()
         pool._free.take(1)
         again = pair.send("r", PROMPT, TEN)
-        await until(lambda: again.finish and worker.inspect().integrity_error)
-        assert "lost" in worker.inspect().integrity_error
+        await until(lambda: again.finish and worker.report.inspect().integrity_error)
+        assert "lost" in worker.report.inspect().integrity_error
         assert "lost" in caplog.text
 
 
@@ -489,7 +489,7 @@ async def test_asking_how_a_worker_is_looks_at_no_page() -> None:
     """Others ask often, and the pool's lock is what the engine's next step waits for."""
     async with WorkerPair() as pair:
         pair.decode.engine.pool._faults = None  # type: ignore[assignment,method-assign]
-        assert pair.decode.worker.inspect().integrity_error == ""
+        assert pair.decode.worker.report.inspect().integrity_error == ""
 
 
 async def test_leases_end_after_a_defect_in_the_timer(

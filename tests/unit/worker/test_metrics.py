@@ -108,7 +108,7 @@ async def test_a_running_pair() -> None:
         heard = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
         await until(lambda: heard.finish is not None)
         await pair.empty()
-        prefill, decode = (worker_facts(end.worker) for end in (pair.prefill, pair.decode))
+        prefill, decode = (worker_facts(end.worker.report, end.worker.transport) for end in (pair.prefill, pair.decode))
         assert decode[f.EXPIRED_LEASES] == prefill[f.EXPIRED_LEASES] == 0
         assert prefill[f.PREFIX_QUERIES] == 40
         for facts, end in ((prefill, pair.prefill), (decode, pair.decode)):
@@ -150,7 +150,7 @@ async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> N
     async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as told:
         for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (told, given)):
             assert pair.decode.worker.metrics.utilization.ceilings == ceilings
-        assert worker_facts(told.decode.worker)[f.BATCH_LIMIT] == 5
+        assert worker_facts(told.decode.worker.report, told.decode.worker.transport)[f.BATCH_LIMIT] == 5
 
 
 async def test_transfers_that_fail_change_or_lose_pages() -> None:
@@ -163,17 +163,22 @@ async def test_transfers_that_fail_change_or_lose_pages() -> None:
         await until(lambda: failed.finish is not None)
         await pair.empty()
         assert sent.value == 1
-        assert worker_facts(pair.decode.worker)[f.CHECKSUM_FAILURES] == 0
+        assert worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.CHECKSUM_FAILURES] == 0
         pair.fabric.damage_next(lambda pages: pair.decode.engine.memory[pages[0]].fill(7))
         changed = pair.send("b", prompt, sampling)
         await until(lambda: changed.finish is not None)
         await pair.empty()
-        facts = worker_facts(pair.decode.worker)
+        facts = worker_facts(pair.decode.worker.report, pair.decode.worker.transport)
         assert facts[f.CHECKSUM_FAILURES] == 1
         assert facts[f.POOL_SOUND]
         pair.decode.engine.pool._free.take(1)
         last = pair.send("c", prompt, sampling)
-        await until(lambda: last.finish is not None and not worker_facts(pair.decode.worker)[f.POOL_SOUND])
+        await until(
+            lambda: (
+                last.finish is not None
+                and not worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.POOL_SOUND]
+            )
+        )
 
 
 async def test_a_request_that_finds_no_pages() -> None:
@@ -184,17 +189,17 @@ async def test_a_request_that_finds_no_pages() -> None:
         with pytest.raises(ResourceExhausted):
             pair.reserve("b", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
         assert board.count(f.KV_REFUSALS).value == 1
-        facts = worker_facts(pair.decode.worker)
+        facts = worker_facts(pair.decode.worker.report, pair.decode.worker.transport)
         assert isinstance(facts[f.KV_USAGE], float)
         assert facts[f.KV_USAGE] > 0.5
         pair.decode.worker.abort("router-1", [RequestRef("a", 1)])
-        await until(lambda: not worker_facts(pair.decode.worker)[f.OPEN_LEASES])
+        await until(lambda: not worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.OPEN_LEASES])
         assert lease.request_id == "a"
 
 
 async def test_a_lease_that_nobody_renews() -> None:
     async with WorkerPair(lease_s=0.05) as pair:
         pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
-        await until(lambda: worker_facts(pair.decode.worker)[f.EXPIRED_LEASES])
+        await until(lambda: worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES])
         await pair.empty()
-        assert worker_facts(pair.decode.worker)[f.EXPIRED_LEASES] == 1
+        assert worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES] == 1

@@ -90,7 +90,7 @@ async def test_a_prompt_is_begun_within_a_bounded_number_of_steps(changes: dict[
         before = len(pair.decode.engine.batches)
         prompt = [99] * 12
         waits = pair.send("p", prompt, TEN)
-        await until(lambda: pair.decode.worker.load().prefill_requests)
+        await until(lambda: pair.decode.worker.report.load().prefill_requests)
         pair.decode.engine.let_go()
         await until(lambda: waits.finish)
         assert waits.tokens == answer_to(prompt, TEN)
@@ -122,11 +122,11 @@ async def test_a_batch_that_is_slow_enough_takes_nobody_else() -> None:
 async def test_a_worker_tells_what_its_steps_take() -> None:
     async with WorkerPair(both=True, pages=600) as pair:
         _, answers = await decoding(pair, 1)
-        assert 3 < pair.decode.worker.load().decode_context_tokens <= 3 + LONG.max_tokens
+        assert 3 < pair.decode.worker.report.load().decode_context_tokens <= 3 + LONG.max_tokens
         pair.decode.engine.let_go()
         (heard,) = answers.values()
         await until(lambda: heard.finish)
-        load, inspection = pair.decode.worker.load(), pair.decode.worker.inspect()
+        load, inspection = pair.decode.worker.report.load(), pair.decode.worker.report.inspect()
         assert load.cost.observed > LONG.max_tokens - 2 - LEARN_EVERY  # told of with the next ones
         assert replace(load.cost, error=0.0, observed=0) != UNMEASURED
         assert inspection.step_cost_error == load.cost.error > 0

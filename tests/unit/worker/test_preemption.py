@@ -67,7 +67,7 @@ async def test_answers_are_the_same(changes: dict[str, Any]) -> None:
             assert heard.tokens == answer_to(prompt, sampling)
             scores = [logprobs_of(token, 2) for token in heard.tokens] if sampling.logprobs else []
             assert heard.logprobs == scores
-        preemptions = pair.decode.worker.load().preemptions
+        preemptions = pair.decode.worker.report.load().preemptions
         assert preemptions == sum(sender.attempts.values()) - len(asked) > 0
         await pair.empty()
 
@@ -76,7 +76,7 @@ async def test_a_router_that_leaves_takes_those_that_gave_way_with_it() -> None:
     async with WorkerPair(pages=26, prefill_pages=64) as pair:
         sender = Sender(pair)
         running = [asyncio.create_task(sender.run(f"q{n}", [n + 3] * 5, SAMPLINGS[0])) for n in range(6)]
-        await until(lambda: pair.decode.worker.load().preemptions)
+        await until(lambda: pair.decode.worker.report.load().preemptions)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -54,9 +54,9 @@ async def test_the_second_time_one_page_is_computed_and_sent() -> None:
         assert (second.cached_tokens, second.pages) == (FULL * PAGE_TOKENS, 1)
         assert computed(pair.prefill, steps) == 2
         for end in pair.ends:
-            found = end.worker.inspect()
+            found = end.worker.report.inspect()
             assert (found.prefix_query_tokens, found.prefix_hit_tokens) == (2 * len(PROMPT), FULL * PAGE_TOKENS)
-            load = end.worker.load()
+            load = end.worker.report.load()
             assert (load.prefix_query_tokens, load.prefix_hit_tokens) == (2 * len(PROMPT), FULL * PAGE_TOKENS)
             assert load.pages_used == 0, "what nobody reads is as good as free"
             assert found.pages_cached >= FULL
@@ -101,18 +101,22 @@ async def test_conversations_hit_what_a_reference_says() -> None:
         for number in range(24):
             chat = rng.choice(chats)
             chat += [rng.randrange(3, 900) for _ in range(rng.randrange(1, 9))]
-            before = [end.worker.inspect().prefix_hit_tokens for end in pair.ends]
+            before = [end.worker.report.inspect().prefix_hit_tokens for end in pair.ends]
             heard = await ask(pair, f"q{number}", chat)
             for end, pages, hit in zip(pair.ends, known, before, strict=True):
                 expected = 0
                 while expected < len(chat) - PAGE_TOKENS and tuple(chat[: expected + PAGE_TOKENS]) in pages:
                     expected += PAGE_TOKENS
-                assert end.worker.inspect().prefix_hit_tokens - hit == expected
+                assert end.worker.report.inspect().prefix_hit_tokens - hit == expected
             stored = [*chat, *heard.tokens[:-1]]
             known[0].update(tuple(chat[:n]) for n in range(0, len(chat) + 1, PAGE_TOKENS))
             known[1].update(tuple(stored[:n]) for n in range(0, len(stored) + 1, PAGE_TOKENS))
             chat += heard.tokens
-        assert pair.decode.worker.inspect().prefix_hit_tokens > pair.prefill.worker.inspect().prefix_hit_tokens > 300
+        assert (
+            pair.decode.worker.report.inspect().prefix_hit_tokens
+            > pair.prefill.worker.report.inspect().prefix_hit_tokens
+            > 300
+        )
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -134,7 +138,7 @@ async def test_with_and_without_the_same_is_heard(both: bool, sampling: Sampling
                 one = await ask(pair, name, PROMPT, sampling)
                 heard.append((one.tokens, one.logprobs, one.finish))
             assert bool(one.cached_tokens) == enabled or (both and sampling.max_tokens == 1)
-            assert enabled or not pair.prefill.worker.inspect().pages_cached
+            assert enabled or not pair.prefill.worker.report.inspect().pages_cached
     assert heard.count(heard[0]) == 4
 
 
@@ -149,8 +153,8 @@ async def test_many_at_once_that_begin_alike() -> None:
         await until(lambda: all(each.finish for each in heard.values()))
         for n, (name, prompt) in enumerate(asked.items()):
             assert heard[name].tokens == answer_to(prompt, SamplingParams(1 + n % 7))
-        assert pair.prefill.worker.inspect().prefix_hit_tokens > 0
-        assert pair.decode.worker.inspect().prefix_hit_tokens > 0
+        assert pair.prefill.worker.report.inspect().prefix_hit_tokens > 0
+        assert pair.decode.worker.report.inspect().prefix_hit_tokens > 0
         await pair.empty()
 
 
@@ -235,7 +239,7 @@ async def test_what_nobody_reads_never_refuses_a_request() -> None:
     async with WorkerPair(pages=12) as pair:
         for n in range(8):
             await ask(pair, f"q{n}", [n + 3] * 30, SamplingParams(max_tokens=17))
-        assert pair.decode.worker.inspect().pages_cached > 8
+        assert pair.decode.worker.report.inspect().pages_cached > 8
 
 
 async def test_a_full_pool_of_readers_makes_the_next_prompt_wait() -> None:
@@ -337,7 +341,7 @@ async def test_pages_that_were_damaged_are_not_cached() -> None:
         failed = pair.send("q", PROMPT, TEN)
         await until(lambda: failed.finish)
         assert failed.error == "TRANSFER_FAILED"
-        assert pair.decode.worker.inspect().pages_cached == 0
+        assert pair.decode.worker.report.inspect().pages_cached == 0
         await ask(pair, "r")
 
 
@@ -400,7 +404,7 @@ async def test_routers_that_ask_hear_what_is_known() -> None:
         for n in range(6):
             await ask(pair, f"q{n}", [n + 3] * 20)
         await ask(pair, "last", PROMPT)
-        known = pair.decode.worker.known_prefixes()
+        known = pair.decode.worker.report.known_prefixes()
         everything = {digest for run in known.stored for digest in run.digests}
         await until(lambda: heard and heard[-1].sequence >= known.sequence)
         pair.decode.worker.detach(stream)

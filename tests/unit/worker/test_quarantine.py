@@ -146,25 +146,25 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
         for number, ref in enumerate(refs):
             pair.send(ref.request_id, [token + 50 * number for token in PROMPT], ONE)
         await until(lambda: len(pair.fabric._flights) == LOST)
-        assert not prefill.not_ready
+        assert not prefill.report.not_ready
         with caplog.at_level(logging.WARNING):
             prefill.abort("router-1", refs[:-1])
-            await until(lambda: prefill.restless_pages == 2 * (LOST - 1))
-            assert not prefill.not_ready, "half of the pool is daily life"
-            assert worker_facts(prefill)[f.RESTLESS_PAGES] == 2 * (LOST - 1)
+            await until(lambda: prefill.report.restless_pages == 2 * (LOST - 1))
+            assert not prefill.report.not_ready, "half of the pool is daily life"
+            assert worker_facts(prefill.report, prefill.transport)[f.RESTLESS_PAGES] == 2 * (LOST - 1)
             prefill.abort("router-1", refs[-1:])
-            await until(lambda: prefill.not_ready)
-        assert "too many of its 16 KV pages are still being written to decode-0" in prefill.not_ready
-        assert not worker_facts(prefill)[f.WORKER_READY]
-        assert f"prefill-0 is not ready (10 KV pages lost): {prefill.not_ready}" in caplog.text
+            await until(lambda: prefill.report.not_ready)
+        assert "too many of its 16 KV pages are still being written to decode-0" in prefill.report.not_ready
+        assert not worker_facts(prefill.report, prefill.transport)[f.WORKER_READY]
+        assert f"prefill-0 is not ready (10 KV pages lost): {prefill.report.not_ready}" in caplog.text
         task = PrefillTask("router-1", RequestRef("q", 1), tuple(PROMPT), SamplingParams(max_tokens=1), None)
         with pytest.raises(ResourceExhausted, match="prefill-0 takes no prompts for now") as caught:
             prefill.prefill(task)
         assert caught.value.retry_after_s > 0
 
         pair.fabric.let_go()
-        await until(lambda: not prefill.not_ready)
-        await until(lambda: not prefill.restless_pages)
+        await until(lambda: not prefill.report.not_ready)
+        await until(lambda: not prefill.report.restless_pages)
         heard = pair.send("q", PROMPT, ONE)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, ONE)
@@ -185,4 +185,4 @@ async def test_the_share_is_a_setting_of_both_halves() -> None:
         assert pair.decode.worker.admission.not_ready
         await until(lambda: pair.fabric._flights)
         pair.prefill.worker.abort("router-1", [RequestRef("lost-0", 1)])
-        await until(lambda: pair.prefill.worker.not_ready)
+        await until(lambda: pair.prefill.worker.report.not_ready)
