@@ -45,7 +45,6 @@ def play(runs: int, number: int, *phases: Phase, machine: type[ClusterMachine] =
     rules = settings(
         max_examples=runs,
         stateful_step_count=MOVES_A_RUN,
-        deadline=None,
         database=None,
         phases=[Phase.generate, *phases],
         report_multiple_bugs=False,

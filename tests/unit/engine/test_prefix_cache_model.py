@@ -155,4 +155,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCache.settings = settings(max_examples=150, stateful_step_count=40)

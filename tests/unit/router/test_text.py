@@ -45,7 +45,7 @@ def test_pieces_are_whole_characters_and_join_to_the_text(tokenizer: Tokenizer, 
 
 
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_tokens_join_to_their_decoding(tokenizer: Tokenizer, ids: list[int]) -> None:
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -61,7 +61,7 @@ def test_endless_broken_text_is_let_out_in_time(tokenizer: Tokenizer) -> None:
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_bytes_of_tokens_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
@@ -100,7 +100,7 @@ def split(text: str, dice: random.Random) -> list[str]:
 
 
 @given(st.text("ab", max_size=24), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(0, 99))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_strings_cut_wherever_pieces_end(text: str, stops: list[str], seed: int) -> None:
     watch = StopStrings(stops)
     out = ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.message import DecodeError
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from wire import convert, cost_parameters, messages, prefixes, read_notes, request_trace, timeline
@@ -204,7 +204,6 @@ CASES: dict[str, tuple[Any, type]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(deadline=None)
 @given(data=st.data())
 def test_round_trip(name: str, data: st.DataObject) -> None:
     strategy, message_type = CASES[name]
