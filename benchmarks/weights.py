@@ -74,8 +74,8 @@ def measure(folder: Path, config: ModelConfig, device: torch.device, dtype: torc
     ceiling = _pinned_copy(device) if device.type == "cuda" else _host_copy()
     speed = size / statistics.median(seconds)
     return {
-        "load_gb_per_s": round(speed / 1e9, 2),
-        "load_ratio": round(speed / ceiling, 4),
+        "load_gb_per_s": round(speed / 1e9, 4),
+        "load_ratio": round(speed / ceiling, 6),
         "copy_gb_per_s": round(ceiling / 1e9, 2),
         "load_seconds": [round(each, 3) for each in seconds],
         "checkpoint_gib": round(size / GIB, 2),
@@ -114,7 +114,7 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
         print(f"{chosen.shape} with {config.layers} layers is written", flush=True)
         result = measure(folder, config, device, _DTYPES[chosen.dtype], chosen.rounds)
     print(
-        f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']} GB/s, {result['load_ratio']:.1%} of a copy"
+        f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']:.2f} GB/s, {result['load_ratio']:.1%} of a copy"
         f" ({result['copy_gb_per_s']} GB/s); {result['host_extra_gib']} GiB of the host taken meanwhile"
     )
     result |= {"shape": chosen.shape, "layers": config.layers, "dtype": chosen.dtype, **run_facts(chosen.device)}

@@ -14,7 +14,7 @@ class Kept:
 
     met: float = 0.0
     missed: Mapping[Phase, float] = field(default_factory=dict)
-    """Those that were turned away count as `QUEUE`."""
+    """Those that were turned away count where they would have missed it."""
 
     @property
     def total(self) -> float:
@@ -40,6 +40,10 @@ class Offered:
     """Part of prompt tokens that caches held, of late."""
     answer_tokens: float
     """As long as those that ended of late, among those that might have been as long."""
+    refused_per_s: float = 0.0
+    """Of these requests, turned away at once."""
+    crowded_per_s: float = 0.0
+    """Of those, because tokens would have come too far apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,14 +27,16 @@ BACKLOG_S = 30.0
 """Within which what waits is to be worked off, beside what comes."""
 COMFORT = 0.7
 """Strain below which nothing is changed for another split: everybody keeps his promise anyway."""
-GAIN = 0.08
-"""Part of the larger strain that another split must take away."""
+GAIN, GAIN_FULL = 0.08, 0.02
+"""Part of the larger strain that another split must take away, and from `FULL` on."""
 FULL, ROOM, SPARE = 0.9, 0.75, 0.6
 """Strain from which on workers are added, strain to have with them, and strain that is not to be exceeded without those
 that are taken away.
 """
 MISSES_BORNE = 0.05
 """Part of the requests that may miss before the strain of who is to blame is taken for too low."""
+_TRICKLE = 0.25
+"""Part of the requests that is taken in at least, while answers run: the others' number is a moment's."""
 LEARN, FORGET = 1.05, 0.95
 SCALE_MAX = 2.0
 """How a strain's scale grows with a bad window, returns to 1 with a good one, and where it ends."""
@@ -103,9 +105,11 @@ def _answer_tokens(seen: Observation, state: State) -> float:
         return ended
     p, rows = seen.answers.cost, seen.running_requests / decoding
     told = Demand(seen.offered.per_s, seen.offered.prompt_tokens, ended)
-    full = rows >= FULL * rows_that_fit(told, seen.promise, seen.answers).count
+    full = seen.offered.crowded_per_s > MISSES_BORNE * told.per_s
+    full = full or rows >= FULL * rows_that_fit(told, seen.promise, seen.answers).count
     there = seen.running_requests + (seen.waiting_requests if full else 0.0)
-    alive = there / told.per_s / (p.base_s + rows * (p.row_s + p.context_s * told.context_tokens))
+    admitted_per_s = max(told.per_s - seen.offered.refused_per_s, _TRICKLE * told.per_s)
+    alive = there / admitted_per_s / (p.base_s + rows * (p.row_s + p.context_s * told.context_tokens))
     if full or seen.running_requests > state.running:
         return max(ended, alive)
     return min(ended, alive) if seen.running_requests < state.running * (1 - SWING) else ended
@@ -160,7 +164,8 @@ def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
     direction = _direction(now, wanted)
     if direction in {Direction.TO_PREFILL, Direction.TO_DECODE}:
         worst = view.sizing.worst(now).value
-        if worst < COMFORT or view.sizing.worst(wanted).value > worst * (1 - GAIN):
+        gain = GAIN if worst < FULL else GAIN_FULL
+        if worst < COMFORT or view.sizing.worst(wanted).value > worst * (1 - gain):
             direction = Direction.NONE
     windows = state.windows + 1 if direction is state.wanted and direction is not Direction.NONE else 1
     patience = limits.patience_down if direction is Direction.DOWN else limits.patience

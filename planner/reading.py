@@ -19,6 +19,9 @@ CLASS_SHARE = 0.1
 _PARTS = ("base", "prompt_base", "token", "pair", "row", "context")
 _ROUTER = "router"
 _MET = "met"
+_CROWDED = "slo_itl"
+_REFUSED = ("queue_full", "tenant_queue_full", "slo_ttft", _CROWDED)
+"""Values of the label `reason` of requests that count as offered (`router/refusal.py`)."""
 
 Promises = Callable[[float], Mapping[str, Promise]]
 """What each service class promises where a decode step of one request takes so many seconds."""
@@ -108,6 +111,8 @@ def _offered(stretch: Stretch) -> Offered:
         stretch.grown(f.OFFERED_PROMPT_TOKENS) / requests,
         stretch.grown(f.PREFIX_HITS) / looked_up if looked_up else 0.0,
         stretch.grown(f.OFFERED_ANSWER_TOKENS) / requests,
+        refused_per_s=sum(stretch.grown(f.ADMISSION_REJECTIONS, reason=each) for each in _REFUSED) / stretch.seconds,
+        crowded_per_s=stretch.grown(f.ADMISSION_REJECTIONS, reason=_CROWDED) / stretch.seconds,
     )
 
 

@@ -13,18 +13,20 @@ from router.cheapest import Cheapest
 from router.fleet import Fleet
 from router.long_gaps import spare_gaps
 from router.placement import (
+    AnswerOutlook,
     Forecast,
     Mode,
     Need,
     Pair,
     Placement,
+    can_decode,
     can_prefill,
     takes_both,
     takes_decode,
     takes_prefill,
 )
 from router.prompt_room import NOBODY, PromptRoom
-from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast
+from router.step_forecast import AnswerForecast, AskedAnswer, PromptForecast, answer_outlook
 from router.worker_books import WorkerBooks
 
 _BEST = 2
@@ -70,6 +72,14 @@ class CostPlacement(Placement):
             return None
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
         return _forecast(soonest, 0.0, soonest.ttft_s, math.inf)
+
+    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int = 0, wait_s: float = 0.0) -> AnswerOutlook | None:
+        free = self._kept_free(need, fleet)
+        workers = first((each for each in fleet.decodes if each.slot not in free), can_decode, need, 1)
+        if not workers or not workers[0].cost.parameters.observed:
+            return None
+        (worker,) = workers
+        return answer_outlook(worker, self._asked(need), ahead / max(1, len(fleet.decodes) - len(free)), wait_s)
 
     def change_mode(self, mode: Mode) -> None:
         self._mode = mode

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from router.fleet import Fleet
-from router.placement import Forecast, Placement
+from router.placement import AnswerOutlook, Forecast, Placement
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
@@ -85,14 +85,32 @@ class Gate:
         if forecast is not None:
             ticket.service_s = forecast.compute_s
         self.schedule(ticket)
-        if forecast is None or not forecast.measured or ticket.slo.ttft_s > self._patience_s:
+        if forecast is None or not forecast.measured or not ticket.slo.has_targets:
             return
         outlook = self._outlook(ticket, forecast, now)
-        if outlook.ttft_s <= _SAFETY * ticket.slo.ttft_s:
+        refused = self._late(ticket, outlook) or self._too_slow(ticket, outlook, now)
+        if refused is None:
             return
         if ticket.slo.overload is Overload.REJECT:
-            raise _refusal(ticket, outlook)
+            raise refused
         self.degrade(ticket)
+
+    def _late(self, ticket: Ticket, outlook: Outlook) -> Refused | None:
+        """If its first token would come too late wherever it went."""
+        target_s = ticket.slo.ttft_s
+        return None if target_s > self._patience_s or outlook.ttft_s <= _SAFETY * target_s else _late(ticket, outlook)
+
+    def _too_slow(self, ticket: Ticket, outlook: Outlook, now: float) -> Refused | None:
+        """If its tokens would come too far apart wherever it went. A target that it would miss alone limits nothing:
+        turning others away would not keep it.
+        """
+        need = ticket.need(now)
+        if not need.decodes:
+            return None
+        answer = self._placement.foresee_answer(need, self._fleet, len(self._queue), outlook.wait_s)
+        if answer is None or ticket.slo.gap_noise * answer.alone_s > answer.target_s:
+            return None
+        return _too_slow(ticket, answer) if ticket.slo.gap_noise * answer.step_s > answer.target_s else None
 
     def degrade(self, ticket: Ticket) -> None:
         """Its target is lost: it goes behind those whose is not."""
@@ -112,18 +130,28 @@ class Gate:
         return Outlook(ahead_s / self.pace.seconds(now, workers) if ahead_s else 0.0, forecast)
 
 
-def _refusal(ticket: Ticket, outlook: Outlook) -> Refused:
+def _late(ticket: Ticket, outlook: Outlook) -> Refused:
     target = ticket.slo.ttft_s
     if outlook.forecast.compute_s > _SAFETY * target:
         return Refused(
-            Refusal.SLO,
+            Refusal.SLO_TTFT,
             f"the first token takes {outlook.forecast.compute_s:.2g} s with nobody before it, class "
             f"{ticket.slo.name!r} promises it within {target:g} s; send a shorter prompt or choose another class",
         )
     hint = min(max(outlook.ttft_s - _SAFETY * target, _RETRY_MIN_S), _RETRY_MAX_S)
     return Refused(
-        Refusal.SLO,
+        Refusal.SLO_TTFT,
         f"the first token would come after about {outlook.ttft_s:.2g} s, class {ticket.slo.name!r} promises it within "
         f"{target:g} s; try again in {hint:.2g} s or choose another class",
+        retry_after_s=hint,
+    )
+
+
+def _too_slow(ticket: Ticket, answer: AnswerOutlook) -> Refused:
+    hint = min(max(answer.freed_s, _RETRY_MIN_S), _RETRY_MAX_S)
+    return Refused(
+        Refusal.SLO_ITL,
+        f"tokens would come every {1e3 * answer.step_s:.2g} ms or so with one answer more, class {ticket.slo.name!r}"
+        f" promises them within {1e3 * answer.target_s:.2g} ms; try again in {hint:.2g} s or choose another class",
         retry_after_s=hint,
     )

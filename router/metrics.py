@@ -14,10 +14,10 @@ from router.goodput import Goodput
 from router.refusal import Refusal, reason_of
 from router.request import RoutedRequest
 from router.trace_book import Exemplars, TraceBook
-from router.verdict import SHED, Outcome, PhaseTimes, Verdict, failed, judge
+from router.verdict import Outcome, PhaseTimes, Verdict, failed, judge, turned_away
 from telemetry import families as f
 from telemetry.board import Board
-from wire.errors import ResourceExhausted, TandemError
+from wire.errors import TandemError
 from wire.messages import FinishReason
 from wire.spans import Phase, Span, spans_of
 from wire.timeline import Edge, EdgeStamp
@@ -71,8 +71,7 @@ class RouterMetrics:
         reason = reason_of(error)
         self.board.count(f.ADMISSION_REJECTIONS, reason).add()
         if reason is not Refusal.INVALID and slo_class in self._classes:
-            shed = isinstance(error, ResourceExhausted)
-            self._count(slo_class, SHED if shed else Verdict(Outcome.FAILED, Phase.QUEUE))
+            self._count(slo_class, turned_away(error))
 
     # On the way
 

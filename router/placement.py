@@ -73,6 +73,19 @@ class Forecast(NamedTuple):
     """Whether it rests on steps that were seen; False = on a guess."""
 
 
+class AnswerOutlook(NamedTuple):
+    """What is to be expected of an answer where steps would be shortest; seconds."""
+
+    step_s: float
+    """A decode step with it."""
+    target_s: float
+    """What its class bears there between tokens."""
+    alone_s: float
+    """A step there if nothing else ran."""
+    freed_s: float
+    """Until one of the answers there has ended, on average."""
+
+
 class Pair(NamedTuple):
     """The chosen workers; no decode worker if none is needed. `forecast` is None of a policy that predicts nothing."""
 
@@ -99,6 +112,12 @@ class Placement(ABC):
         """
         return None
 
+    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int = 0, wait_s: float = 0.0) -> AnswerOutlook | None:
+        """What is to be expected where tokens would come soonest one after the other, for a request that begins in
+        `wait_s` seconds behind so many others; None = nothing was measured, or this policy predicts nothing.
+        """
+        return None
+
     def change_mode(self, mode: Mode) -> None:  # noqa: B027 - a policy that knows no modes has nothing to change
         """Choose by this mode from now on."""
 
@@ -121,9 +140,13 @@ def can_prefill(worker: WorkerBooks, need: Need) -> bool:
 
 def takes_decode(worker: WorkerBooks, need: Need) -> bool:
     """Whether there is room for the expected answer, in the batch and in pages, and ever for the longest one."""
-    if worker.decode_requests >= worker.max_batch_requests or not worker.decodes or worker.refusing:
-        return False
-    return need.room_tokens <= worker.kv_tokens_free and need.kv_tokens <= worker.kv_tokens_total
+    room = worker.decode_requests < worker.max_batch_requests and need.room_tokens <= worker.kv_tokens_free
+    return room and can_decode(worker, need)
+
+
+def can_decode(worker: WorkerBooks, need: Need) -> bool:
+    """Whether it could decode the answer if nothing else were there."""
+    return worker.decodes and need.kv_tokens <= worker.kv_tokens_total and not worker.refusing
 
 
 def takes_both(worker: WorkerBooks, need: Need) -> bool:

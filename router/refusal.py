@@ -10,8 +10,10 @@ class Refusal(StrEnum):
 
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"
-    SLO = "slo"
-    """What its class promises cannot be held."""
+    SLO_TTFT = "slo_ttft"
+    """Its first token would come later than its class promises."""
+    SLO_ITL = "slo_itl"
+    """Its tokens would come further apart than its class promises."""
     NO_WORKER = "no_worker"
     """Nobody serves, or nobody is ready."""
     INVALID = "invalid"

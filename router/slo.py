@@ -5,7 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from costs.chunks import GAP_NOISE
 from wire.errors import InvalidArgument
+
+_OFTEN = 0.05
+"""Part of the gaps that may be longer from which on half of the noise counts: the rest is rarer than that."""
 
 
 class Overload(StrEnum):
@@ -57,6 +61,12 @@ class SloClass:
     def bears(self, idle_step_s: float) -> float:
         """The longest gap there that breaks no promise, however many there are, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
+
+    @property
+    def gap_noise(self) -> float:
+        """A gap at the client ÷ the step as predicted, for all but as many gaps as may be longer."""
+        often = self.gaps_allowed >= _OFTEN and self.worst_gap_s == math.inf
+        return 1 + (GAP_NOISE - 1) / 2 if often else GAP_NOISE
 
     @property
     def gaps_allowed(self) -> float:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from costs.chunks import FIRST_GAP_STEPS, Beside, chunks
 from costs.step_cost import chunk_pairs
 from router.long_gaps import chance_of_more
+from router.placement import AnswerOutlook
 from router.slo import SloClass
 from router.worker_books import WorkerBooks
 
@@ -112,6 +113,19 @@ class AnswerForecast:
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
+
+
+def answer_outlook(worker: WorkerBooks, asked: AskedAnswer, ahead: float, wait_s: float) -> AnswerOutlook:
+    """Of an answer that joins this worker in `wait_s` seconds, after so many others `ahead` of it and like it: what
+    runs there goes on to end meanwhile.
+    """
+    rows, each = worker.decode_requests, asked.prompt_tokens + int(asked.tokens) // 2
+    freed_s = asked.tokens * worker.step_s / rows if rows else 0.0
+    more = max(0.0, ahead - wait_s / freed_s) if freed_s else ahead
+    context = worker.decode_context + int((1 + more) * each)
+    step_s = worker.cost.decode_step_seconds(rows + 1 + round(more), context)
+    alone_s = worker.cost.decode_step_seconds(1, each)
+    return AnswerOutlook(step_s, worker.gap_target(asked.slo), alone_s, freed_s)
 
 
 def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) -> float:

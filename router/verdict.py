@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from router.refusal import Refusal, reason_of
 from router.slo import SloClass
+from wire.errors import ResourceExhausted, TandemError
 from wire.spans import Phase, Span, last_try, seconds_by_phase
 from wire.timeline import Edge, Timeline
 
@@ -95,7 +97,6 @@ class Verdict:
 
 
 MET = Verdict(Outcome.MET)
-SHED = Verdict(Outcome.SHED, Phase.QUEUE)
 _GRAVEST_FIRST = (Outcome.FAILED, Outcome.MISSED_TTFT, Outcome.MISSED_ITL)
 
 
@@ -139,6 +140,13 @@ def judge(
         handed = Phase.DECODE if times.transfer_s is None else Phase.TRANSFER
         return Verdict(Outcome.MISSED_ITL, Phase.STALL if stalled else handed)
     return MET
+
+
+def turned_away(error: TandemError) -> Verdict:
+    """Of a request that the door answered with this: shed, for what it would have missed, or nobody could take it."""
+    if not isinstance(error, ResourceExhausted):
+        return Verdict(Outcome.FAILED, Phase.QUEUE)
+    return Verdict(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)
 
 
 def failed(timeline: Timeline) -> Verdict:

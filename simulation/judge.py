@@ -5,17 +5,16 @@ import math
 import numpy as np
 
 from router.slo import SloClass
-from router.verdict import MET, SHED, Verdict
+from router.verdict import MET, Verdict
 from router.verdict import Outcome as Kind
 from simulation.request import Outcome
-from wire.errors import ResourceExhausted
 from wire.spans import Phase
 
 
 def judge(outcome: Outcome, slo: SloClass, idle_step_s: float, later_s: float) -> Verdict:
     """Gap targets in steps are of `idle_step_s`; tokens take `later_s` from their worker to the client."""
     if outcome.error:
-        return SHED if outcome.error == ResourceExhausted.code else Verdict(Kind.FAILED, Phase.QUEUE)
+        return outcome.turned_away or Verdict(Kind.FAILED, Phase.QUEUE)
     moments = np.asarray(outcome.token_s(later_s))
     if moments[0] - outcome.asked.due_s > slo.ttft_s:
         queued_s = outcome.placed_s - outcome.asked.due_s

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from router.placement import Forecast
 from router.slo import SloClass
+from router.verdict import Verdict
 from simulation.prompt import VirtualPrompt
 from simulation.step_log import StepLog
 
@@ -48,6 +49,8 @@ class Outcome:
     """The first token of each attempt."""
     pieces: list[Piece] = field(default_factory=list)
     """What was decoded behind each of these."""
+    turned_away: Verdict | None = None
+    """At the door, at once."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
         """The moment of each token; `later_s` is how long one takes from a worker to the client."""

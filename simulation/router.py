@@ -13,6 +13,7 @@ from router.foresight import Foresight, PlacementRecord
 from router.placement import Pair
 from router.prefix_feed import PrefixFeed
 from router.ticket import Ticket
+from router.verdict import turned_away
 from router.worker_books import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerBooks
 from simulation.clock import VirtualClock
 from simulation.network import Network
@@ -130,6 +131,7 @@ class VirtualRouter:
         try:
             self.binder.enter(ticket)
         except ResourceExhausted as error:
+            flow.outcome.turned_away = turned_away(error)
             self._end(flow, error.code)
             return
         self._flows[ticket.wire_id] = flow

@@ -15,6 +15,7 @@ from planner.demand import Promise
 from planner.observation import Kept, Observation, Offered
 from planner.policy import plan
 from planner.strain import WorkerFacts
+from router.verdict import Outcome as Kind
 from router.verdict import Verdict
 from simulation.cluster import VirtualCluster
 from simulation.hardware import Hardware
@@ -22,6 +23,7 @@ from simulation.judge import judge
 from simulation.network import Network
 from simulation.request import LoadRequest, Outcome
 from wire.messages import Role
+from wire.spans import Phase
 
 NETWORK = Network(chunks_per_s=None)
 """So many workers have several routers, whose budget of chunks is not what is looked at here."""
@@ -148,11 +150,14 @@ class PlannedRun(Run):
         loads = [each.load() for each in workers]
         wanted = Counter(each.duty.wanted for each in workers)
         facts = self._facts()
+        shed = [each for each in self._verdicts if each.outcome is Kind.SHED]
         offered = Offered(
             len(self._offered) / self.window_s,
             _mean([len(each.prompt) for each in self._offered]),
             0.0,
             self._expected / max(len(self._offered), 1),
+            refused_per_s=len(shed) / self.window_s,
+            crowded_per_s=sum(each.phase is Phase.DECODE for each in shed) / self.window_s,
         )
         missed = Counter(each.phase for each in self._verdicts if each.phase is not None)
         seen = Observation(

@@ -8,7 +8,7 @@ import pytest
 from planner.decision import Decision, Direction, Limits, Range, Split, State
 from planner.observation import Kept, Observation
 from planner.policy import GAIN, plan
-from tests.unit.planner.scenes import FACTS, seen
+from tests.unit.planner.scenes import FACTS, offered, seen
 from wire.errors import InvalidArgument
 from wire.spans import Phase
 
@@ -155,6 +155,20 @@ def test_who_waits_for_nothing_else_shows_long_answers_before_any_has_ended() ->
     after = plan(seen(45.0, 90.0, 20.0, running_requests=400.0), FLIPS, before.state)
     assert after.state.demand is not None
     assert after.state.demand.answer_tokens > 10 * 20.0
+
+
+def test_who_turns_answers_away_has_long_ones_before_any_has_ended() -> None:
+    """As many run as may, so no more than before; they are those that were let in, and their room is all taken."""
+    before = plan(seen(45.0, 90.0, 20.0, running_requests=200.0), FLIPS, State())
+    load = replace(offered(45.0, 90.0, 20.0), refused_per_s=30.0, crowded_per_s=30.0)
+    after = plan(seen(45.0, 90.0, 20.0, running_requests=200.0, offered=load), FLIPS, before.state)
+    assert after.state.demand is not None
+    step_s = 10e-3 + 200 / 4 * 1e-4
+    assert after.state.demand.answer_tokens == pytest.approx(200.0 / 15.0 / step_s, rel=0.05)
+    late = replace(load, crowded_per_s=0.0)
+    after = plan(seen(45.0, 90.0, 20.0, running_requests=200.0, offered=late), FLIPS, before.state)
+    assert after.state.demand is not None
+    assert after.state.demand.answer_tokens == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,13 @@ from planner.demand import Promise
 from planner.reading import observe
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
+from router.refusal import Refusal, Refused
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
 from wire.cost_parameters import CostParameters
+from wire.errors import InvalidArgument
 from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.spans import Phase
 from worker.metrics import step_costs
@@ -77,6 +79,18 @@ def test_a_window_is_what_was_counted_in_it() -> None:
     assert (got.base_s, got.prompt_base_s, got.token_s, got.pair_s, got.row_s, got.context_s, got.free_tokens) == (
         pytest.approx((1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150))
     )
+
+
+def test_who_was_turned_away() -> None:
+    cluster = Cluster()
+    before = cluster.scrape(0.0)
+    for reason in Refusal:
+        cluster.router.refused("strict", Refused(reason, "no"))
+        cluster.router.offered(1, 100, 10.0)
+    cluster.router.refused("strict", InvalidArgument("prompt", "is wrong"))
+    seen = observe(Stretch(before, cluster.scrape(10.0)), WORKERS, lambda _: PROMISES)
+    assert seen.offered.refused_per_s == pytest.approx(0.4), "nobody there, or a wrong request: these were not offered"
+    assert seen.offered.crowded_per_s == pytest.approx(0.1)
 
 
 def test_classes_that_hardly_anybody_asks_for_bind_nobody() -> None:

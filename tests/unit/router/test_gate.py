@@ -1,17 +1,26 @@
 """Admission by prediction, under a virtual clock: what is admitted meets its target, what cannot be kept is said."""
 
+import math
 import random
 from dataclasses import replace
 
 import pytest
 
+from costs.chunks import GAP_NOISE
 from router.gate import Pace
+from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload, SloClass
+from router.ticket import Ticket
+from router.verdict import Outcome, Verdict, turned_away
+from tests.unit.router.fleets import H200
 from tests.unit.router.virtual_world import PROMPT_S, Request, World
 from wire.errors import ResourceExhausted
+from wire.spans import Phase
 
 SECOND = SloClass("second", ttft_s=1.0)
 KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)
+GAP_S = 6e-3
+"""Between tokens: with noise, as much as a step of 13 answers to prompts of 2,048 tokens takes."""
 CAPACITY = 2 / PROMPT_S
 """Prompts a second that the world's two prefill workers compute."""
 
@@ -126,6 +135,63 @@ def test_a_tenants_queue_is_bounded() -> None:
     assert other.refused is None
     assert isinstance(refused[0], ResourceExhausted)
     assert refused[0].retry_after_s > 0
+
+
+@pytest.mark.parametrize("ttft_s", [2.0, math.inf])
+def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
+    """26 answers keep the gap; twice as many would run."""
+    world = World()
+    asked = arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", ttft_s, itl_s=GAP_S))
+    world.run()
+    refused = [each.refused for each in asked if each.refused is not None]
+    assert 0.3 * len(asked) < len(refused) < 0.7 * len(asked)
+    assert 0.75 * GAP_S < world.longest_step_s <= GAP_S, "what is promised is kept, and there is no more room than that"
+    assert "class 'gap' promises them within 6 ms" in refused[0].message
+    assert refused[0].retry_after_s == 0.1, "before that one of the answers ends, on average"
+    assert refused[0].reason is Refusal.SLO_ITL
+    assert turned_away(refused[0]) == Verdict(Outcome.SHED, Phase.DECODE)
+
+
+def test_where_long_gaps_may_be_frequent_less_is_kept_for_noise() -> None:
+    """As many answers as would be too many at the 99th percentile."""
+    world = World()
+    asked = arrivals(world, 1000.0, 6.0, 0.62 * CAPACITY, SloClass("gap", 2.0, itl_s=GAP_S, itl_percent=95.0))
+    world.run()
+    strict = World()
+    arrivals(strict, 1000.0, 6.0, 0.62 * CAPACITY, SloClass("gap", 2.0, itl_s=GAP_S))
+    strict.run()
+    refused, strictly = (sum(each.refused is not None for each in w.requests) for w in (world, strict))
+    assert refused < 0.6 * strictly
+    assert SloClass("gap", itl_s=1.0, worst_gap_s=2.0, itl_percent=95.0).gap_noise == GAP_NOISE
+    assert all(each.refused is not None or each.met for each in asked)
+
+
+def test_a_gap_that_an_answer_alone_would_miss_limits_nothing() -> None:
+    world = World()
+    asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, SloClass("gap", 2.0, itl_s=H200.base_s))
+    world.run()
+    assert all(each.refused is None for each in asked)
+
+
+def test_an_answer_too_many_may_rather_be_served_slowly() -> None:
+    world = World()
+    kind = arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", 5.0, itl_s=GAP_S, overload=Overload.DEGRADE))
+    world.run()
+    assert all(each.refused is None and each.ttft_s < 60 for each in kind)
+    assert 0 < sum(each.ticket.slo is BEST_EFFORT for each in kind) < len(kind)
+
+
+def test_who_asks_for_one_token_has_no_gaps() -> None:
+    world = World()
+    arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", 5.0, itl_s=GAP_S))
+    world.run()
+    one = Ticket("one", 10**6, world.at.clock.now, 2048, 1, slo=SloClass("gap", 5.0, itl_s=GAP_S))
+    for number in range(60):
+        world.at.answers(f"d{number % 2}", 1, context=2048)
+    world.binder.enter(one)
+    another = Ticket("another", 10**6, world.at.clock.now, 2048, 2, slo=one.slo)
+    with pytest.raises(Refused, match="tokens would come every"):
+        world.binder.enter(another)
 
 
 def test_the_pace_is_what_leaves_while_others_wait() -> None:

@@ -236,18 +236,19 @@ def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
 
 
 def test_refusals(metrics: RouterMetrics) -> None:
-    for error, reason, outcome in (
-        (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", "shed"),
-        (Refused(Refusal.SLO, "late"), "slo", "shed"),
-        (Unavailable("nobody"), "no_worker", "failed"),
-        (InvalidArgument("prompt", "is wrong"), "invalid", None),
+    for error, reason, missed in (
+        (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", {"shed", "queue"}),
+        (Refused(Refusal.SLO_ITL, "crowded"), "slo_itl", {"shed", "decode"}),
+        (Refused(Refusal.SLO_TTFT, "late"), "slo_ttft", {"shed", "queue"}),
+        (Unavailable("nobody"), "no_worker", {"failed", "queue"}),
+        (InvalidArgument("prompt", "is wrong"), "invalid", set()),
     ):
         before = outcomes(metrics)
         metrics.refused("tight", error)
         metrics.refused("of the client's making", error)
         assert metrics.board.count(f.ADMISSION_REJECTIONS, reason).value == 2
         grown = {key for key, value in outcomes(metrics).items() if value > before.get(key, 0)}
-        assert grown == (set() if outcome is None else {("tight", outcome), ("tight", "queue")})
+        assert grown == {("tight", each) for each in missed}
 
 
 LATE, SLOW = Verdict(Outcome.MISSED_TTFT, Phase.QUEUE), Verdict(Outcome.MISSED_ITL, Phase.DECODE)

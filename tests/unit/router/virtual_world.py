@@ -55,6 +55,8 @@ class World:
         self.config = RouterConfig("r", Path(), "m", "", **{"max_queued_requests": 100_000, **self.settings})
         self.binder = Binder(self.config, CostPlacement(Mode.DISAGGREGATED), self.at.fleet, self.at.clock)
         self.requests: list[Request] = []
+        self.longest_step_s = 0.0
+        """Of those that decode workers made, by what was booked there."""
         self._events: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self._free_at = dict.fromkeys(self.by_peer, 0.0)
@@ -79,6 +81,7 @@ class World:
             self.at.clock.now, _, what = heapq.heappop(self._events)
             what()
             self._pump()
+            self.longest_step_s = max(self.longest_step_s, *(worker.step_s for worker in self.by_peer.values()))
 
     def _enter(self, request: Request) -> None:
         try:

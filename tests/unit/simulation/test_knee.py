@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from router.placement import Mode
+from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from router.verdict import Outcome as Kind
+from router.verdict import turned_away
 from simulation.arrivals import Mix
 from simulation.hardware import hardware
 from simulation.judge import judge
@@ -44,7 +46,9 @@ def test_a_promise_that_is_never_kept_has_no_knee() -> None:
     assert find_knee(lambda rate: figures(rate, KEPT - 0.01), 5.0) is None
 
 
-def answer(first_s: float, *gaps: float, error: str = "", placed_s: float = 0.0) -> Outcome:
+def answer(
+    first_s: float, *gaps: float, error: str = "", placed_s: float = 0.0, refused: Refusal | None = None
+) -> Outcome:
     """Of a request that was due at 0."""
     log, moment = StepLog(), first_s
     for gap in gaps:
@@ -56,6 +60,7 @@ def answer(first_s: float, *gaps: float, error: str = "", placed_s: float = 0.0)
         placed_s=placed_s,
         firsts_s=[first_s],
         pieces=[Piece(log, 0, len(gaps))],
+        turned_away=None if refused is None else turned_away(Refused(refused, "no")),
     )
 
 
@@ -67,7 +72,8 @@ def answer(first_s: float, *gaps: float, error: str = "", placed_s: float = 0.0)
         (answer(1.1, placed_s=0.1), Kind.MISSED_TTFT, Phase.PREFILL),
         (answer(0.5, 0.2, *[0.05] * 9), Kind.MET, None),  # one gap in ten may be longer
         (answer(0.5, 0.2, 0.2, *[0.05] * 8), Kind.MISSED_ITL, Phase.DECODE),
-        (answer(0.5, error=ResourceExhausted.code), Kind.SHED, Phase.QUEUE),
+        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_TTFT), Kind.SHED, Phase.QUEUE),
+        (answer(0.5, error=ResourceExhausted.code, refused=Refusal.SLO_ITL), Kind.SHED, Phase.DECODE),
         (answer(0.5, error=Internal.code), Kind.FAILED, Phase.QUEUE),
     ],
 )
