@@ -205,7 +205,7 @@ def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
 
 def get(address: str, accept: str, path: str = "/metrics") -> str:
     request = urllib.request.Request(f"http://{address}{path}", headers={"accept": accept})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
         return str(reply.read().decode())
 
 
