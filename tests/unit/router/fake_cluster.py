@@ -90,7 +90,7 @@ class Switches:
     """Never answer so many Abort calls, nor do what they say."""
     forgotten_attempts: int = 0
     """Answer heartbeats as if no lease of an attempt up to this one were held."""
-    lease_s: float = 0.3
+    lease_s: float = 30.0
     """How long leases live without a heartbeat."""
     held_at: int | None = None
     """Stand still at each request that has so many tokens, until the worker's `go` is set."""

@@ -334,7 +334,7 @@ async def test_answers_go_on_elsewhere_when_their_decode_worker_dies(
     assert len(second) == 6
     assert {task.answered for task in second} == {out}
     assert {task.question for task in second} == {(5, n) for n in range(6)}
-    assert len(heir.reservations) == (6 if tokens - out > 1 else 0)
+    assert len({each.ref.request_id for each in heir.reservations}) == (6 if tokens - out > 1 else 0)
     assert all(each.answer == tuple(expected(out, list(each.question))) for each in heir.reservations)
     await cluster.members(cluster.prefill, heir)
 
@@ -499,10 +499,12 @@ async def test_a_prefill_worker_that_refuses_is_asked_again_three_times(cluster:
 
 async def test_heartbeats_keep_waiting_leases_and_a_lost_one_is_noticed(cluster: Cluster, client: Client) -> None:
     cluster.prefill.switches.silent_prefill = True
+    cluster.decode.switches.lease_s = 0.3
     run = asyncio.create_task(client.run(ask(8)))
     await until(lambda: len(cluster.decode.heartbeats) >= 2, "heartbeats")
     cluster.prefill.switches.silent_prefill = False
     cluster.decode.switches.forgotten_attempts = 1
+    cluster.decode.switches.lease_s = 30.0
     _, ids, _ = await run
     assert ids == expected(8)
     assert [task.ref.attempt for task in cluster.prefill.prefills] == [1, 2]
@@ -575,7 +577,6 @@ def _living(kind: type) -> int:
 
 async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: Cluster, client: Client) -> None:
     cluster.decode.switches.step_s = 0.001
-    cluster.decode.switches.lease_s = 10.0
     dice = random.Random(7)
 
     async def one(number: int) -> None:

@@ -605,12 +605,13 @@ async def test_a_failed_write_is_reported_and_everything_freed() -> None:
 
 
 async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pages_until_it_is_quiet() -> None:
-    async with WorkerPair(transfer_deadline_s=30.0) as pair:
+    async with WorkerPair(transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
         await until(lambda: heard.tokens and pair.fabric._flights)
         jump(30.0)
         await until(lambda: heard.finish)
+        assert heard.message == "pages were not written within 30 s; prefill again elsewhere"
         assert heard.error == "TRANSFER_FAILED"
         pair.abort("q")  # as the router does before it tries again
         assert pair.prefill.engine.pool.counts().owned
