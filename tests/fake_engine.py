@@ -87,7 +87,7 @@ class FakeEngine:
         return token
 
     def run(self, batch: StepBatch) -> StepResult:
-        give_up = time.monotonic() + 20
+        give_up = time.monotonic() + 120
         while len(self.batches) >= self._hold_at and not self._go.is_set():
             self.waiting.set()
             self._go.wait(0.01)

@@ -37,7 +37,7 @@ from worker.worker import Worker
 ROUTER = "router-1"
 
 
-async def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait for what other threads bring about."""
     async with asyncio.timeout(seconds):
         while not condition():  # noqa: ASYNC110
@@ -107,6 +107,13 @@ class End:
         self.engine.let_go()
         await self.worker.close()
         await self.server.stop(None)
+
+    def age(self, seconds: float) -> None:
+        """What it has promised was promised so much longer ago; what has expired by that has ended."""
+        leases = self.worker.admission._leases
+        clock = leases._clock
+        leases._clock = lambda: clock() + seconds
+        self.worker.admission.expire()
 
     async def empty(self) -> None:
         """Every page free or cached and read by nobody, nothing promised, nothing known, pool and cache sound."""

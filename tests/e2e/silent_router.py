@@ -22,7 +22,7 @@ class SilentRouter:
         of_role = {member.role: member for member in cluster.members()}
         self.writer, self.reader = of_role["prefill"], of_role["decode"]
         self._told = {"prefill_worker_id": self.writer.worker_id, "prefill_incarnation": self.writer.incarnation}
-        self._asked = {"metadata": cluster._credentials(), "timeout": 10}
+        self._asked = {"metadata": cluster._credentials(), "timeout": 60}
         self._pages = cluster.inspect_worker(self.reader.worker_id).pages_total - _SPARE_PAGES
         self._leases: list[tuple[types_pb2.Lease, range]] = []
 

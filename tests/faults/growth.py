@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ FIRST_FDS_MAX = 1
 _SMOOTHED = 3
 """Sizes are taken under load: the smallest of so many counts."""
 _BETWEEN_COUNTS_S = 0.05
+_CLOSED_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +35,28 @@ class Size:
     fds: int
 
     @classmethod
-    def of(cls, pid: int) -> Size:
+    def of(cls, pid: int, known: Sequence[Size] = ()) -> Size:
+        """`known`: of this process, before. Descriptors that are on their way out are waited for: what leaks stays."""
         process = psutil.Process(pid)
-        return cls(process.memory_full_info().uss, min(_fds(process) for _ in range(_SMOOTHED)))
+        fds, give_up = _fds(process), time.monotonic() + _CLOSED_WITHIN_S
+        while fds > _fds_max(known) and time.monotonic() < give_up:
+            fds = _fds(process)
+        return cls(process.memory_full_info().uss, fds)
 
 
 def _fds(process: psutil.Process) -> int:
-    time.sleep(_BETWEEN_COUNTS_S)
-    return process.num_fds()
+    def one() -> int:
+        time.sleep(_BETWEEN_COUNTS_S)
+        return process.num_fds()
+
+    return min(one() for _ in range(_SMOOTHED))
+
+
+def _fds_max(known: Sequence[Size]) -> float:
+    """What a process may have open after another restart."""
+    if len(known) < 2:
+        return known[0].fds + FIRST_FDS_MAX if known else math.inf
+    return known[1].fds
 
 
 class Growth:
@@ -57,7 +73,7 @@ class Growth:
     def look(self) -> None:
         """One more restart is over."""
         for one in self.survivors:
-            self.series[one.name].append(Size.of(one.pid))
+            self.series[one.name].append(Size.of(one.pid, self.series[one.name]))
 
     def check(self) -> None:
         """AssertionError names the process that grew. Few restarts tell of descriptors and of much memory alone."""

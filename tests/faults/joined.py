@@ -96,7 +96,7 @@ class JoinedCluster:
     async def look(self) -> None:
         """Learn who is registered now."""
         async with rpc.open_channel(self.controller_address, self._token) as channel:
-            watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=10)
+            watch = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
             membership = await watch.read()
             assert isinstance(membership, cluster_pb2.Membership)
             watch.cancel()
@@ -104,7 +104,7 @@ class JoinedCluster:
 
     async def inspect(self, worker_id: str) -> worker_pb2.InspectResponse:
         async with rpc.open_channel(self.workers[worker_id].address, self._token) as channel:
-            reply = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=10)
+            reply = await worker_pb2_grpc.WorkerStub(channel).Inspect(worker_pb2.InspectRequest(), timeout=60)
         assert isinstance(reply, worker_pb2.InspectResponse)
         return reply
 

@@ -134,10 +134,10 @@ def read_until(process: subprocess.Popen[str], words: str) -> str:
 
 def assert_gone(processes: list[psutil.Process], before: set[str], root: Path) -> None:
     """No process of the family is left, no shared memory it made, and no file in its temp folder."""
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
     assert list(root.iterdir()) == []
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while left := forgotten_shared_memory(before):
         assert time.monotonic() < give_up, left
         time.sleep(0.1)  # another cluster may be about to map what it has just made
@@ -151,7 +151,7 @@ def test_a_killed_worker_and_a_killed_router_come_back(fresh_cluster: Callable[.
 
     before = cluster.worker("decode")
     os.kill(before.pid, signal.SIGKILL)
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while any(m.incarnation == before.incarnation for m in cluster.members()):
         assert time.monotonic() < give_up, "a dead worker stays registered"
         time.sleep(0.02)
@@ -248,7 +248,7 @@ def test_down_stops_what_up_started(
     assert "first token" in answer.stdout
     down = run("down")
     assert down.returncode == 0, down.stderr
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=60) == 0
     assert_gone(relatives, before, temp_root)
     assert "no cluster is running" in run("down").stdout
     nothing = run("status")

@@ -21,7 +21,7 @@ from tests.ray_start import free_port, head_address, ray_environment, ray_start
 
 UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
-GONE_WITHIN_S = 30.0
+GONE_WITHIN_S = 60.0
 
 
 class Head:

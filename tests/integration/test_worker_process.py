@@ -50,7 +50,7 @@ def test_starts_reports_and_stops(model: Path) -> None:
     assert ceilings(process) != CPU, "those of the device are measured"
     assert own_threads() == {"engine", "events", "nixl"}
     host, port = info.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=5):
+    with socket.create_connection((host, int(port)), timeout=60):
         pass
     assert process.drain(1.0) == 0
     process.wait()  # its keeper starts another: this one has left the cluster for good
@@ -59,7 +59,7 @@ def test_starts_reports_and_stops(model: Path) -> None:
     process.wait()
     assert own_threads() == set()
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((host, int(port)), timeout=5)
+        socket.create_connection((host, int(port)), timeout=60)
 
 
 def test_ceilings_that_are_given_stay(model: Path) -> None:

@@ -55,7 +55,7 @@ def main() -> None:
     gc.collect()  # gRPC's poller ends with the last of its objects
     others = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
     for thread in others:
-        thread.join(timeout=2.0)
+        thread.join(timeout=60.0)
     threads = [thread.name for thread in others if thread.is_alive()]
     print(json.dumps({"remaining": remaining, "threads": threads}), flush=True)
 

@@ -26,7 +26,7 @@ def launch(name: str, key: str, compiled: list[str], gate: threading.Barrier | N
     hook = knobs.runtime.jit_cache_hook
     assert hook is not None
     if gate is not None:
-        gate.wait(timeout=10)
+        gate.wait(timeout=60)
     if hook(key=key, repr="", fn=SimpleNamespace(module="m", name=name), compile={}, is_manual_warmup=False):
         return None
     compiled.append(f"{name} {key}")

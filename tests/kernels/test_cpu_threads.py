@@ -21,7 +21,7 @@ def helpers() -> list[threading.Thread]:
 
 def until_ended(threads: list[threading.Thread]) -> bool:
     for thread in threads:
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     return not any(thread.is_alive() for thread in threads)
 
 
@@ -43,7 +43,7 @@ def test_helpers_that_fell_asleep_are_not_waited_for() -> None:
     kernels = CpuKernels(torch.float32, threads=3)
     hidden = torch.zeros(2, 1000)
     for _ in range(5):
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not kernels._pool._memory[SLEEPING] and time.monotonic() < deadline:
             time.sleep(0.001)
         add_ones(kernels, hidden)

@@ -170,9 +170,10 @@ async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.Monke
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     stage = await Crew.of(workers)
     workers.deaf.add("a")
-    monkeypatch.setattr(cluster.duties, "OPEN_S", 0.05)
-    with pytest.raises(DeadlineExceeded, match="a did not open"):
-        await stage.operator.drain_worker("b", 1.0, restart=False, force=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.duties, "OPEN_S", 0.05)
+        with pytest.raises(DeadlineExceeded, match="a did not open"):
+            await stage.operator.drain_worker("b", 1.0, restart=False, force=False)
     assert stage.keepers["b"].phase is Phase.SERVING
     assert not stage.drained
     workers.deaf.clear()

@@ -56,7 +56,7 @@ class Stage:
         return self.processes[-1]
 
     async def until(self, processes: int, phase: Phase) -> FakeProcess:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.processes) < processes or self.keeper.health().phase is not phase:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         return self.processes[-1]
@@ -131,7 +131,7 @@ async def test_stop_ends_the_process_and_starts_no_other(serving: bool) -> None:
 async def test_progress_of_the_start_is_known() -> None:
     stage = Stage()
     await stage.until(1, Phase.STARTING)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while stage.keeper.health().stage != "loading":  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert stage.keeper.health().fraction == 0.5

@@ -30,7 +30,8 @@ async def worker(name: str) -> tuple[MetricsDoor, str]:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[ClusterMetrics]:
+async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ClusterMetrics]:
+    monkeypatch.setattr("cluster.metrics._TARGET_S", 60.0)
     kept = [("router", replace(UP, name="router")), ("decode", UP), ("decode", replace(UP, name="decode-1"))]
     metrics = ClusterMetrics("m", TOKEN, frozenset({KEY}), lambda: kept, lambda: {"decode-0": "prefill"})
     metrics.address = await metrics.open("127.0.0.1", 0)  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ async def cluster() -> AsyncIterator[ClusterMetrics]:
 
 async def samples(cluster: ClusterMetrics) -> dict[tuple[str, str], tuple[str, float]]:
     """(name, worker) → (role, value)."""
-    text = await fetch(cluster.address, METRICS_PATH, KEY)  # type: ignore[attr-defined]
+    text = await fetch(cluster.address, METRICS_PATH, KEY, timeout_s=60.0)  # type: ignore[attr-defined]
     found = [each for metric in text_string_to_metric_families(text) for each in metric.samples]
     return {(each.name, each.labels["worker"]): (each.labels.get("role", ""), each.value) for each in found}
 
@@ -86,11 +87,11 @@ async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(clu
 async def test_who_is_there(cluster: ClusterMetrics) -> None:
     cluster.opened("decode-0", "decode", "10.0.0.1:7")
     cluster.opened("router", "router", "[::1]:8000")
-    groups = json.loads(await fetch(cluster.address, DISCOVERY_PATH, KEY))  # type: ignore[attr-defined]
+    groups = json.loads(await fetch(cluster.address, DISCOVERY_PATH, KEY, timeout_s=60.0))  # type: ignore[attr-defined]
     assert groups == [
         {"targets": [address], "labels": {"__meta_tandem_worker": name, "__meta_tandem_role": role}}
         for name, role, address in (("decode-0", "prefill", "10.0.0.1:7"), ("router", "router", "[::1]:8000"))
     ]
     for path in (METRICS_PATH, DISCOVERY_PATH):
         with pytest.raises(Unavailable, match="401"):
-            await fetch(cluster.address, path)  # type: ignore[attr-defined]
+            await fetch(cluster.address, path, timeout_s=60.0)  # type: ignore[attr-defined]

@@ -84,19 +84,19 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     workers = Workers({"prefill-0": P, "decode-0": D}, DISAGGREGATED)
     await until(lambda: workers.seen)
     crew = await Crew.of(workers)
-    await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=5))
+    await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=60))
     four = {"prefill-0": P, "prefill-1": P, "decode-0": D, "decode-1": D}
     assert workers.roles == four
     assert workers.duties.sharing.prefill == 2
-    infos = await crew.operator.resize(SizeChange(prefill=3, decode=1, wait_s=5))
+    infos = await crew.operator.resize(SizeChange(prefill=3, decode=1, wait_s=60))
     assert {info.peer.worker_id for info in infos} == set(four)
     assert list(workers.roles.values()).count(P) == 3
     assert not crew.drained, "roles flip, nobody leaves for that"
-    await crew.operator.resize(SizeChange(prefill=1, wait_s=5))
+    await crew.operator.resize(SizeChange(prefill=1, wait_s=60))
     assert sorted(workers.roles.values()) == [D, P]
     assert len(crew.drained) == 2
     await crew.operator.set_mode(ModeChange("adaptive"))
-    await crew.operator.resize(SizeChange(workers=3, wait_s=5))
+    await crew.operator.resize(SizeChange(workers=3, wait_s=60))
     assert sorted(workers.roles.values()) == [BOTH] * 3
     assert "both-0" in workers.roles
     await crew.operator.resize(SizeChange(workers=1))
@@ -132,7 +132,7 @@ async def test_a_new_worker_ends_the_standing_in_for_one_that_stays_away() -> No
     crew = await Crew.of(workers)
     await crew.operator.drain_worker("prefill-0", 1.0, restart=False, force=False)
     assert workers.roles == {"decode-0": BOTH}
-    await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=5))
+    await crew.operator.resize(SizeChange(prefill=1, decode=1, wait_s=60))
     await until(lambda: workers.roles == {"prefill-1": P, "decode-0": D})
     assert crew.keepers["prefill-0"].phase is Phase.DRAINED, "an operator wanted that"
     await crew.operator.drain_worker("prefill-0", 1.0, restart=True, force=False)

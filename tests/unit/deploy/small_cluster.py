@@ -78,7 +78,7 @@ class SmallCluster:
     async def minutes(self, number: int) -> None:
         """Nothing changes for so long: each finds what a scrape finds now."""
         try:
-            text = await fetch(self._address, METRICS_PATH)
+            text = await fetch(self._address, METRICS_PATH, timeout_s=60.0)
         except Unavailable:
             text = ""
         self.texts += [text] * number

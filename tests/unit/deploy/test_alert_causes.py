@@ -102,6 +102,7 @@ async def test_hand_overs_that_fail(tmp_path: Path) -> None:
             pair.fabric.fail_next(number in {10, 11})
             heard = pair.send(f"{number}", PROMPT, ONE)
             await until(lambda heard=heard: heard.finish is not None)
+        await until(lambda: not pair.decode.engine.pool.counts().quarantined)
         await cluster.minutes(13)
     assert_fires(cluster, {5: set(), 9: {"TandemTransfersFail"}}, tmp_path)
 

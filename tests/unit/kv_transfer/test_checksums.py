@@ -11,7 +11,7 @@ from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Lease, PageChecksum
 
 PAGE_TOKENS = 4
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 class Pages:

@@ -17,7 +17,7 @@ def test_one_that_takes_too_long_is_a_failure_in_words(monkeypatch: pytest.Monke
     go_on, threads = threading.Event(), threading.active_count()
 
     def hang(*_: object) -> None:
-        go_on.wait(10)
+        go_on.wait(60)
         raise TransferFailed("too late")
 
     monkeypatch.setattr(nixl_transport, "PoolAgent", hang)
@@ -27,5 +27,5 @@ def test_one_that_takes_too_long_is_a_failure_in_words(monkeypatch: pytest.Monke
     go_on.set()
     for thread in threading.enumerate():
         if thread.name == "nixl":
-            thread.join(10)
+            thread.join(60)
     assert threading.active_count() == threads

@@ -28,7 +28,7 @@ def name_of(pid: int) -> str:
 
 
 def until(true: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 60
     while not true():
         assert time.monotonic() < give_up
         time.sleep(0.005)

@@ -88,10 +88,12 @@ class Switches:
     """Let every request give way once the decode worker has brought so many tokens of an attempt."""
     silent_aborts: int = 0
     """Never answer so many Abort calls, nor do what they say."""
-    forget_leases: bool = False
-    """Answer heartbeats as if no lease were held."""
-    lease_s: float = 0.3
+    forgotten_attempts: int = 0
+    """Answer heartbeats as if no lease of an attempt up to this one were held."""
+    lease_s: float = 30.0
     """How long leases live without a heartbeat."""
+    held_at: int | None = None
+    """Stand still at each request that has so many tokens, until the worker's `go` is set."""
     mute_after: int | None = None
     """Say nothing more of a request that has so many tokens, as a process does that is stopped."""
     break_after: int | None = None
@@ -123,6 +125,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.leases: dict[str, Lease] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[RequestRef] = []
+        self.go = asyncio.Event()
         self.heartbeats: list[list[Lease]] = []
         self.reservations: list[Reservation] = []
         self.prefills: list[PrefillTask] = []
@@ -241,7 +244,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
         leases = [convert.lease_from_proto(lease) for lease in request.leases]
         self.heartbeats.append(leases)
-        unknown = [x for x in leases if self.switches.forget_leases or self.leases.get(x.request_id) != x]
+        forgotten = self.switches.forgotten_attempts
+        unknown = [x for x in leases if x.attempt <= forgotten or self.leases.get(x.request_id) != x]
         return worker_pb2.HeartbeatResponse(unknown=[convert.lease_to_proto(lease) for lease in unknown])
 
     # ---- the work ----
@@ -301,6 +305,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 return
             if index == self.switches.mute_after:
                 await asyncio.Event().wait()
+            if index == self.switches.held_at:
+                await self.go.wait()
             await asyncio.sleep(self.switches.step_s)
             ids = (self._token(task.question, index),)
             reason = FinishReason.LENGTH if index == task.sampling.max_tokens - 1 else None
@@ -381,7 +387,7 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
             yield convert.membership_to_proto(membership)
 
 
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     """Wait for `condition`; AssertionError that names `what` if it does not come."""
     end = time.monotonic() + timeout_s
     while not condition():

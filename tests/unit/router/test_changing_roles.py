@@ -89,7 +89,7 @@ async def test_a_worker_that_drains_is_none_to_wait_for(
     """Disaggregated, and one worker is left that takes work: it does both."""
     cluster.controller.mode = Mode.DISAGGREGATED.value
     left, leaving = await FakeWorker("both-0", Role.BOTH, token="secret").start(), cluster.decode
-    leaving.switches.step_s = 0.05
+    leaving.switches.held_at = 1
     running = asyncio.create_task(run(stub))
     await until(lambda: leaving.reservations, "it runs")
     leaving.closing = leaving.role
@@ -101,6 +101,7 @@ async def test_a_worker_that_drains_is_none_to_wait_for(
     await until(lambda: len(cluster.router._dispatcher.pool.views()) == 1, "the router heard it")
     assert await run(stub) == RIGHT
     assert not running.done()
+    leaving.go.set()
     assert await running == RIGHT
     assert len(left.prefills) == len(left.reservations) == 1
 

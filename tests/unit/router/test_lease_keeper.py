@@ -1,19 +1,30 @@
 """Heartbeats go on, whatever one of them meets."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from router.fleet import Fleet
 from router.lease_keeper import LeaseKeeper
 from router.worker_link import WorkerLink
+from tests.model.virtual_loop import VirtualLoop
 from tests.unit.router.fake_cluster import FakeWorker, until
 from tests.unit.router.test_worker_pool import Observer
 from wire.errors import DeadlineExceeded, TandemError
 from wire.messages import GrantedLease, Lease, Role
 
 LEASE = Lease("r", 1, 1)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
+    made = VirtualLoop()
+    monkeypatch.setattr("router.lease_keeper.time", SimpleNamespace(monotonic=made.time))
+    yield made
+    made.run_ready()
+    made.close()
 
 
 async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
@@ -32,7 +43,7 @@ async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCapture
     assert "a broken reply" in caplog.text
 
 
-async def test_one_heartbeat_names_all_leases_of_a_worker() -> None:
+def test_one_heartbeat_names_all_leases_of_a_worker(loop: VirtualLoop) -> None:
     rounds: list[Sequence[Lease]] = []
 
     async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
@@ -41,38 +52,41 @@ async def test_one_heartbeat_names_all_leases_of_a_worker() -> None:
 
     leases = [Lease(f"q{n}", 1, n) for n in range(1, 40)]
     keeper = LeaseKeeper(beat, lambda _: None)
-    for lease in leases:
-        keeper.keep(GrantedLease(lease, 0.3))
-    await until(lambda: len(rounds) == 2, "two heartbeats")
+    with loop.running():
+        for lease in leases:
+            keeper.keep(GrantedLease(lease, 0.3))
+    loop.advance(0.25)
     assert rounds == [leases, leases]
     for lease in leases[1:]:
         keeper.drop(lease.request_id)
-    await until(lambda: len(rounds) == 3, "one more")
-    assert rounds[2] == leases[:1]
+    loop.advance(0.1)
+    assert rounds[2:] == [leases[:1]]
     keeper.close()
 
 
-async def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over() -> None:
+def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualLoop) -> None:
     """It gets a third of the lease, and the next one leaves at once."""
-    clock = asyncio.get_running_loop().time
+    clock, began = loop.time, loop.time()
     sent: list[float] = []
     given_up: list[float] = []
     given: list[float] = []
 
     async def beat(_leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
-        sent.append(clock())
+        sent.append(clock() - began)
         given.append(timeout_s)
         await asyncio.sleep(timeout_s)
-        given_up.append(clock())
+        given_up.append(clock() - began)
         raise DeadlineExceeded("stalled")
 
     keeper = LeaseKeeper(beat, lambda _: None)
-    keeper.keep(GrantedLease(Lease("long", 1, 2), 60.0))
-    keeper.keep(GrantedLease(LEASE, 1.2))
-    await until(lambda: len(sent) == 3, "three heartbeats")
+    with loop.running():
+        keeper.keep(GrantedLease(Lease("long", 1, 2), 60.0))
+        keeper.keep(GrantedLease(LEASE, 1.2))
+    loop.advance(1.3)
     keeper.close()
     assert given == [pytest.approx(0.4)] * 3
-    assert sent[2] - given_up[1] < 0.3, "no pause after a whole period of waiting"
+    assert sent == pytest.approx([0.4, 0.8, 1.2]), "no pause after a whole period of waiting"
+    assert given_up == pytest.approx([0.8, 1.2])
 
 
 async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +100,7 @@ async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.Monk
     worker = await FakeWorker("decode-0", Role.DECODE).start()
     link = WorkerLink(worker.info, Fleet(), Observer(), router_id="router-0", token="", rpc_timeout_s=10.0)
     with pytest.raises(TandemError) as failure:
-        await asyncio.wait_for(link._heartbeat([LEASE], 0.1), 5)
+        await asyncio.wait_for(link._heartbeat([LEASE], 0.1), 60)
     assert isinstance(failure.value, DeadlineExceeded)
     assert stalled.is_set()
     await link.close()

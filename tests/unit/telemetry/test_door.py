@@ -23,26 +23,28 @@ async def test_who_shows_the_key_reads() -> None:
     address = await door.open("127.0.0.1")
     try:
         for key in ("right", "token"):
-            assert 'tandem_num_preemptions_total{worker="w"} 3.0' in await fetch(address, METRICS_PATH, key)
+            assert 'tandem_num_preemptions_total{worker="w"} 3.0' in await fetch(
+                address, METRICS_PATH, key, timeout_s=60.0
+            )
         for key in ("", "wrong"):
             with pytest.raises(Unavailable, match="401 send 'Authorization: Bearer <metrics key>'"):
-                await fetch(address, METRICS_PATH, key)
+                await fetch(address, METRICS_PATH, key, timeout_s=60.0)
         with pytest.raises(Unavailable, match="404 GET one of /metrics"):
-            await fetch(address, "/else", "right")
+            await fetch(address, "/else", "right", timeout_s=60.0)
         with pytest.raises(FailedPrecondition, match="metrics_port"):
             await MetricsDoor(pages(), frozenset()).open("127.0.0.1", int(address.rpartition(":")[2]))
     finally:
         await door.close()
     await door.close()
     with pytest.raises(Unavailable, match="no metrics from"):
-        await fetch(address, METRICS_PATH, "right")
+        await fetch(address, METRICS_PATH, "right", timeout_s=60.0)
 
 
 async def test_nobody_is_asked_without_keys() -> None:
     door = MetricsDoor(pages(), frozenset())
     address = await door.open("::1")
     try:
-        assert await fetch(address, METRICS_PATH)
+        assert await fetch(address, METRICS_PATH, timeout_s=60.0)
     finally:
         await door.close()
 

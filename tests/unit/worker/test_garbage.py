@@ -32,6 +32,6 @@ async def test_hand_overs_do_not_wait_for_the_garbage_collector(monkeypatch: pyt
                 await until(lambda heard=heard: heard.finish)  # type: ignore[misc]
             await pair.empty()
             assert len(made) == 4
-            await until(lambda: not any(each() for each in made), 2.0)
+            await until(lambda: not any(each() for each in made))
         finally:
             gc.enable()

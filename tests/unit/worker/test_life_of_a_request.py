@@ -1,11 +1,15 @@
 """Every edge of a request's life on two workers, and no page lost on any of them."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from tests.clocks import jump
 from tests.fake_engine import FACTS, PAGE_TOKENS, FakeEngine, answer_to, logprobs_of
 from tests.worker_pair import ROUTER, End, Heard, WorkerPair, until
 from wire.errors import (
@@ -90,10 +94,21 @@ async def test_logprobs_go_with_their_tokens(both: bool) -> None:
         await pair.empty()
 
 
-async def test_prompts_of_a_burst_share_their_first_step() -> None:
+async def test_prompts_of_a_burst_share_their_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    all_are_here = threading.Event()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert all_are_here.wait(60)
+
+    monkeypatch.setattr("worker.loop.time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     async with WorkerPair(gather_s=0.5, max_step_tokens=64) as pair:
+        await until(lambda: pair.prefill.worker._loop._work._cond._waiters)  # type: ignore[attr-defined]
         heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(4)]
+        all_are_here.set()
         await until(lambda: all(each.finish for each in heard))
+        assert slept == [0.5]
         assert len(pair.prefill.engine.batches[0].rows) == 4
         await pair.empty()
 
@@ -112,7 +127,8 @@ async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
 
 
 async def test_hand_overs_that_outlast_their_permissions_renew_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with WorkerPair(write_window_s=0.3) as pair:
+    monkeypatch.setattr("prefill_worker.renewals.RENEW_AT", 0.1 / 30)
+    async with WorkerPair(write_window_s=30.0) as pair:
         renewed: list[int] = []
         admission = pair.decode.worker.admission
         prolong = admission.prolong
@@ -125,8 +141,8 @@ async def test_hand_overs_that_outlast_their_permissions_renew_them_together(mon
         monkeypatch.setattr(admission, "prolong", watch)
         pair.fabric.hold()
         heard = [pair.send(f"q{n}", [n + 3, *PROMPT], TEN) for n in range(3)]
-        await until(lambda: len(renewed) > 6)
-        assert renewed[-3:] == [3, 3, 3]
+        await until(lambda: renewed[-3:] == [3, 3, 3])
+        assert renewed[-1] == 3, "and not one by one"
         pair.fabric.let_go()
         await until(lambda: all(each.finish for each in heard))
         assert [each.tokens for each in heard] == [answer_to([n + 3, *PROMPT], TEN) for n in range(3)]
@@ -352,9 +368,13 @@ async def test_a_later_attempt_replaces_and_an_earlier_one_is_stale() -> None:
 
 
 async def test_a_lease_without_heartbeat_expires() -> None:
-    async with WorkerPair(lease_s=0.1) as pair:
+    async with WorkerPair(lease_s=30.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: pair.decode.engine.pool.counts().advertised)
+        pair.decode.age(29.0)
+        assert heard.finish is None
+        pair.decode.age(1.0)
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"
         assert pair.decode.engine.pool.counts().quarantined == 2
@@ -363,10 +383,10 @@ async def test_a_lease_without_heartbeat_expires() -> None:
 
 
 async def test_heartbeats_keep_a_lease_and_name_the_lost_ones() -> None:
-    async with WorkerPair(lease_s=0.2) as pair:
+    async with WorkerPair(lease_s=30.0) as pair:
         kept, lost = pair.reserve("kept", PROMPT, TEN), pair.reserve("lost", PROMPT, TEN)
         for _ in range(8):
-            await asyncio.sleep(0.05)
+            pair.decode.age(10.0)
             pair.decode.worker.admission.heartbeat([kept])
         assert pair.decode.worker.admission.heartbeat([kept, lost]) == (lost,)
         pair.abort("kept")
@@ -448,15 +468,16 @@ async def test_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         pair.decode.engine.hold(after=3)
         heard = pair.send("q", PROMPT, LONG)
         await until(lambda: len(heard.tokens) > 1)
-        draining = asyncio.create_task(pair.decode.worker.drain(10.0))
+        draining = asyncio.create_task(pair.decode.worker.drain(60.0))
         await asyncio.sleep(0)
         pair.decode.engine.let_go()
         with pytest.raises(Unavailable):
             pair.reserve("r", PROMPT, TEN)
-        assert await pair.prefill.worker.drain(10.0) == 0
+        assert await pair.prefill.worker.drain(60.0) == 0
         with pytest.raises(Unavailable):
             pair.prefill.worker.prefill(pair.task("r", PROMPT, SamplingParams(max_tokens=1), None))
         assert await draining == 0
+        await until(lambda: heard.finish)  # its last words may be on their way
         assert heard.tokens == answer_to(PROMPT, LONG)
         await pair.empty()
 
@@ -584,10 +605,13 @@ async def test_a_failed_write_is_reported_and_everything_freed() -> None:
 
 
 async def test_a_write_that_stands_still_fails_at_its_deadline_and_keeps_its_pages_until_it_is_quiet() -> None:
-    async with WorkerPair(transfer_deadline_s=0.1) as pair:
+    async with WorkerPair(transfer_deadline_s=30.0, kv_checksum_rate=0.0) as pair:
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: heard.tokens and pair.fabric._flights)
+        jump(30.0)
         await until(lambda: heard.finish)
+        assert heard.message == "pages were not written within 30 s; prefill again elsewhere"
         assert heard.error == "TRANSFER_FAILED"
         pair.abort("q")  # as the router does before it tries again
         assert pair.prefill.engine.pool.counts().owned
@@ -608,14 +632,21 @@ async def test_a_failed_chunk_stops_the_rest() -> None:
         await pair.empty()
 
 
-@pytest.mark.parametrize("lease_s", [0.1, 30.0], ids=["the lease ends first", "the writer says so first"])
-async def test_a_lost_notice_costs_a_prefill_and_no_page(lease_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.peers.DELIVERY_PERIOD_S", 0.1)
-    async with WorkerPair(lease_s=lease_s) as pair:
+@pytest.mark.parametrize("period_s", [1000.0, 0.1], ids=["the lease ends first", "the writer says so first"])
+async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.peers.DELIVERY_PERIOD_S", period_s)
+    async with WorkerPair(lease_s=30.0) as pair:
         pair.fabric.drop_notices()
         heard = pair.send("q", PROMPT, TEN)
+        if period_s > pair.decode.config.lease_s:
+            await until(lambda: heard.pages)
+            assert heard.finish is None
+            pair.decode.age(30.0)
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"
+        if period_s > pair.decode.config.lease_s:
+            pair.prefill.worker.peers._deliveries._period_s = 0.01
+            jump(period_s)  # the writer's word frees the pages
         await pair.empty()
 
 

@@ -122,9 +122,10 @@ async def test_a_running_pair() -> None:
             assert facts[f.POOL_SOUND]
         board = pair.prefill.worker.metrics.board
         assert board.spread(f.TRANSFER_SECONDS).count == 1
-        assert board.count(f.STEP_TOKENS, "prefill").value == 40
+        prefilled = board.count(f.STEP_TOKENS, "prefill")
         decoded = pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode")
-        await until(lambda: decoded.value == 3)  # a step is counted behind its news
+        # A step is counted behind its news.
+        await until(lambda: (prefilled.value, decoded.value) == (40, 3))
         assert board.labels == {"model": "fake", "worker": "prefill-0"}
 
 

@@ -126,6 +126,9 @@ async def test_a_worker_tells_what_its_steps_take() -> None:
         pair.decode.engine.let_go()
         (heard,) = answers.values()
         await until(lambda: heard.finish)
+        await pair.empty()
+        # A step is learned from behind its news.
+        await until(lambda: pair.decode.worker._loop._busy_since is None)
         load, inspection = pair.decode.worker.report.load(), pair.decode.worker.report.inspect()
         assert load.cost.observed > LONG.max_tokens - 2 - LEARN_EVERY  # told of with the next ones
         assert replace(load.cost, error=0.0, observed=0) != UNMEASURED

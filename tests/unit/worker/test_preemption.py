@@ -47,7 +47,7 @@ class Sender:
     async def _placed(
         self, name: str, prompt: list[int], sampling: SamplingParams, attempt: int, so_far: Heard
     ) -> Heard:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 try:
                     return self.pair.send(name, prompt, sampling, attempt, so_far.tokens)

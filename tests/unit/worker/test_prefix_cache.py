@@ -286,10 +286,12 @@ async def test_an_abort_lets_everything_go(moment: str, both: bool) -> None:
 
 
 async def test_an_expired_lease_lets_its_pages_go_at_once() -> None:
-    async with WorkerPair(lease_s=0.15) as pair:
+    async with WorkerPair(lease_s=30.0) as pair:
         await ask(pair, "first")
         pair.fabric.hold()
         heard = pair.send("q", PROMPT, TEN)
+        await until(lambda: pair.decode.engine.pool.counts().advertised)
+        pair.decode.age(30.0)
         await until(lambda: heard.finish)
         assert heard.error == "TRANSFER_FAILED"
         counts = pair.decode.engine.pool.counts()

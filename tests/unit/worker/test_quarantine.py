@@ -76,15 +76,20 @@ async def test_the_death_of_the_silent_worker_ends_it_too() -> None:
 
 async def test_a_distant_writer_s_grace_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     async with WorkerPair(
-        pages=POOL, prefill_pages=64, write_window_s=0.1, quarantine_s=0.05, quarantine_far_s=1.0
+        pages=POOL, prefill_pages=64, write_window_s=10.0, quarantine_s=5.0, quarantine_far_s=60.0
     ) as pair:
-        pool = pair.decode.engine.pool
+        pool, listened_s = pair.decode.engine.pool, 0.0
         await fill_quarantine(pair, 1)
         monkeypatch.setattr(pair.decode.worker.peers, "is_near", lambda _: False)
+        monkeypatch.setattr(pair.decode.worker.transport, "listened_s", lambda: listened_s)
         pair.decode.worker.peer_gone(pair.prefill.me)
-        await asyncio.sleep(0.5)
+        pair.decode.age(10.0)
+        listened_s = 59.0
+        pair.decode.age(0.0)
         assert pool.counts().quarantined == 2
-        await until(lambda: pool.counts().free == POOL)
+        listened_s = 60.0
+        pair.decode.age(0.0)
+        assert pool.counts().free == POOL
 
 
 async def test_the_transport_listens_as_long_as_pages_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
