@@ -1,0 +1,73 @@
+"""Steps of decode attention and what they are judged by: shuffled pages, NaN wherever nothing was written."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.base import AttentionShape
+from engine.kernels.reference import ReferenceKernels
+from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction
+from engine.kernels.triton_launch import overlaps_launches
+
+from .steps import LAYER, Step, assert_as_good, heads, make_step
+
+REFERENCE = ReferenceKernels()
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+NO_PAGE = 1 << 30
+"""A page id that no cache has: reading it faults, or is seen by the interpreter."""
+SHAPES = {
+    "gqa": heads(9, 3, 64),
+    "mqa": heads(8, 1, 128),
+    "mha": heads(4, 4, 96),
+    "wide": heads(4, 2, 256),
+    "many": heads(20, 1, 64),
+    "window": heads(6, 2, 64, window=100),
+    "narrow": heads(2, 1, 64, window=5),
+}
+
+
+def decode_step(lengths: list[int], shape: AttentionShape, page_tokens: int, seed: int = 0) -> Step:
+    """Rows of one token; table entries behind a row's context name no page."""
+    step = make_step([(1, length) for length in lengths], shape, page_tokens, seed)
+    for row, length in enumerate(lengths):
+        step.layout.page_table[row, -(-length // page_tokens) :] = NO_PAGE
+    return step
+
+
+def attention_of(step: Step, dtype: torch.dtype = torch.float16, max_rows: int = 8, **options: Any) -> DecodeAttention:
+    most = max(max_rows, len(step.rows))
+    return DecodeAttention(step.shape, most, DEVICE, dtype, overlaps_launches(), **options)
+
+
+def attend(attention: DecodeAttention, q: Tensor, cache: Tensor, layer: int, *rows: Tensor) -> Tensor:
+    """`rows`: their page tables and contexts."""
+    attention.begin_step(cache, *rows)
+    rows[0].clone()  # overlaps no launch, as the embedding between them
+    return attention(q, cache, layer, *rows)
+
+
+def rows_of(step: Step) -> tuple[Tensor, Tensor]:
+    return step.layout.page_table.to(DEVICE), step.layout.context_lens.to(DEVICE)
+
+
+def run(attention: DecodeAttention, step: Step, dtype: torch.dtype) -> Tensor:
+    out = attend(attention, step.q.to(DEVICE, dtype), step.cache_as(dtype).to(DEVICE), LAYER, *rows_of(step))
+    assert out.dtype == dtype
+    assert not attention._counters.any()
+    return out.cpu()
+
+
+def torch_of(step: Step, dtype: torch.dtype) -> Tensor:
+    return REFERENCE.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape)
+
+
+def check(step: Step, dtype: torch.dtype, **options: Any) -> None:
+    ours = run(attention_of(step, dtype, **options), step, dtype)
+    assert_as_good(ours, torch_of(step, dtype), torch_of(step, torch.float64))
+
+
+def fixed(units: int = 0, splits: int = 1) -> PlanFunction:
+    """A stand-in for the plan function: always the same plan."""
+    return lambda *_: Plan(block_tokens=32, warps=4, stages=2, units=units, splits=splits)

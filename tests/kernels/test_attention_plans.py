@@ -1,0 +1,130 @@
+"""How many programs and how much scratch a step of decode attention has, and that steps do not meet in it."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from engine.kernels import triton_attention
+from engine.kernels.triton_attention import DecodeAttention, make_plan
+from engine.kernels.triton_attention_kernels import Walk
+
+from .decode_cases import DEVICE, SHAPES, attention_of, check, decode_step, fixed, rows_of, run, torch_of
+from .steps import LAYER, assert_as_good, heads
+
+
+@pytest.mark.parametrize(("rows", "units"), [(2, 32), (24, 33), (32, 32), (33, 33), (44, 33), (256, 33)])
+def test_as_many_programs_as_run_at_a_time(rows: int, units: int) -> None:
+    plan = make_plan(rows, 8, 128, 8192, torch.bfloat16, 132)
+    assert (plan.units, plan.splits) == (units, 1)
+
+
+def test_narrow_heads_have_more_programs() -> None:
+    assert make_plan(12, 8, 64, 8192, torch.bfloat16, 132).units == 33
+    assert make_plan(44, 8, 64, 8192, torch.bfloat16, 132).units == 66
+
+
+def test_few_rows_have_no_more_programs_than_can_be_merged() -> None:
+    assert make_plan(1, 1, 128, 1 << 17, torch.bfloat16, 132).splits == 32
+    assert make_plan(3, 1, 128, 1 << 17, torch.bfloat16, 132).units == 96
+    assert make_plan(1, 8, 128, 100, torch.bfloat16, 132).splits == 4
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 100])
+def test_a_plan_fits_any_table(page_tokens: int) -> None:
+    shape = heads(2, 2, 64)
+    for rows in (1, 7, 40):
+        step = decode_step([3] * rows, shape, page_tokens)
+        check(step, torch.float16)
+
+
+def test_too_many_rows_are_refused() -> None:
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    with pytest.raises(ValueError, match="2 rows"):
+        run(DecodeAttention(step.shape, 1, DEVICE, torch.float32, pdl=False), step, torch.float32)
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    """It may be cut in more stretches than there is scratch for."""
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    with pytest.raises(ValueError, match=r"a cache of torch.float32, but scratch for torch.float16"):
+        run(attention_of(step, torch.float16), step, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "partials"),
+    [(torch.bfloat16, None, 256 + 33), (torch.float32, None, 256 * 8), (torch.float32, 1024, 256 * 2)],
+)
+def test_scratch_is_what_the_steps_of_this_dtype_need(
+    dtype: torch.dtype, window: int | None, partials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama-3-8B on a GPU of 132 multiprocessors: 4.7 MB of bfloat16, 33.6 MB of float32."""
+    monkeypatch.setattr(triton_attention, "INTERPRETER_SMS", 132)
+    attention = DecodeAttention(heads(32, 8, 128, window), 256, torch.device("cpu"), dtype, pdl=False)
+    assert attention._partials.shape == (partials * 32, 128)
+    assert attention._partial_lse.shape == (partials * 32,)
+
+
+def test_steps_of_two_threads_do_not_mix() -> None:
+    """As trials of steps do not that are compiled side by side."""
+    attention = attention_of(decode_step([5], SHAPES["gqa"], 16), max_rows=3)
+    few, many = decode_step([70], SHAPES["gqa"], 16), decode_step([5, 90, 33], SHAPES["gqa"], 16)
+    attention.begin_step(many.cache_as(torch.float16).to(DEVICE), *rows_of(many))
+    with ThreadPoolExecutor(1) as other:
+        ours = other.submit(run, attention, few, torch.float16).result()
+    assert_as_good(ours, torch_of(few, torch.float16), torch_of(few, torch.float64))
+    cache = many.cache_as(torch.float16).to(DEVICE)
+    ours = attention(many.q.to(DEVICE, torch.float16), cache, LAYER, *rows_of(many)).cpu()
+    assert_as_good(ours, torch_of(many, torch.float16), torch_of(many, torch.float64))
+
+
+def test_steps_with_wider_and_wider_tables() -> None:
+    """They have more programs, and each has its record."""
+    attention = attention_of(decode_step([5], heads(2, 1, 64), 16))
+    units = []
+    for longest in (20, 200, 700):
+        step = decode_step([longest, 33], heads(2, 1, 64), 16)
+        assert_as_good(
+            run(attention, step, torch.float16), torch_of(step, torch.float16), torch_of(step, torch.float64)
+        )
+        begun = attention._begun.step
+        assert len(begun.walks) == begun.plan.units
+        units.append(begun.plan.units)
+    assert units == sorted(set(units)), "or this shows nothing"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "units", "stretches"),
+    [
+        ([256] * 5, 5, [8] * 5),
+        ([256] * 9 + [0], 10, [8] * 9 + [1]),
+        ([256, 250, 200, 256], 4, [8] * 4),
+        ([256] * 8, 3, [24, 24, 16]),
+        ([256] * 2, 9, [2] * 8),
+        ([256] * 5 + [0], 5, [9, 9, 9, 9, 5]),
+        ([256] * 4, 3, [11, 11, 10]),
+        ([256, 32, 32, 32], 4, [3, 3, 3, 2]),
+    ],
+    ids=["one each", "and one padded", "nearly one length", "several each", "parts", "no room", "waste", "uneven"],
+)
+def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, stretches: list[int]) -> None:
+    """Tiles of each program that has any; tiles are of 32 tokens."""
+    step = decode_step(lengths, heads(2, 1, 64), 64)
+    attention = attention_of(step, choose=fixed(units))
+    attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
+    walks = [Walk(*walk) for walk in attention._begun.step.walks.tolist()]
+    ((stretch, least),) = {(walk.stretch, walk.least) for walk in walks}
+    line = sum(max(-(-length // 32), least) if length else 1 for length in lengths)
+    assert [min(stretch, line - start) for start in range(0, line, stretch)] == stretches
+    assert max(walk.before for walk in walks) <= line <= units * stretch
+    if 0 not in lengths:
+        check(step, torch.float16, choose=fixed(units))
+
+
+def test_a_step_begins_before_its_layers() -> None:
+    step = decode_step([1, 2], SHAPES["gqa"], page_tokens=16)
+    attention, cache = attention_of(step), step.cache_as(torch.float16).to(DEVICE)
+    table, contexts = rows_of(step)
+    attention.begin_step(cache, table[:1], contexts[:1])
+    with pytest.raises(ValueError, match="2 rows of a step that began with others"):
+        attention(step.q.to(DEVICE, torch.float16), cache, LAYER, table, contexts)
