@@ -7,9 +7,8 @@ import torch
 
 from engine.kernels import triton_attention
 from engine.kernels.triton_attention import DecodeAttention, make_plan
-from engine.kernels.triton_attention_kernels import Walk
 
-from .decode_cases import DEVICE, SHAPES, attention_of, check, decode_step, fixed, rows_of, run, torch_of
+from .decode_cases import DEVICE, SHAPES, attention_of, check, decode_step, rows_of, run, torch_of
 from .steps import LAYER, assert_as_good, heads
 
 
@@ -91,34 +90,6 @@ def test_steps_with_wider_and_wider_tables() -> None:
         assert len(begun.walks) == begun.plan.units
         units.append(begun.plan.units)
     assert units == sorted(set(units)), "or this shows nothing"
-
-
-@pytest.mark.parametrize(
-    ("lengths", "units", "stretches"),
-    [
-        ([256] * 5, 5, [8] * 5),
-        ([256] * 9 + [0], 10, [8] * 9 + [1]),
-        ([256, 250, 200, 256], 4, [8] * 4),
-        ([256] * 8, 3, [24, 24, 16]),
-        ([256] * 2, 9, [2] * 8),
-        ([256] * 5 + [0], 5, [9, 9, 9, 9, 5]),
-        ([256] * 4, 3, [11, 11, 10]),
-        ([256, 32, 32, 32], 4, [3, 3, 3, 2]),
-    ],
-    ids=["one each", "and one padded", "nearly one length", "several each", "parts", "no room", "waste", "uneven"],
-)
-def test_rows_of_about_one_length_are_not_cut(lengths: list[int], units: int, stretches: list[int]) -> None:
-    """Tiles of each program that has any; tiles are of 32 tokens."""
-    step = decode_step(lengths, heads(2, 1, 64), 64)
-    attention = attention_of(step, choose=fixed(units))
-    attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
-    walks = [Walk(*walk) for walk in attention._begun.step.walks.tolist()]
-    ((stretch, least),) = {(walk.stretch, walk.least) for walk in walks}
-    line = sum(max(-(-length // 32), least) if length else 1 for length in lengths)
-    assert [min(stretch, line - start) for start in range(0, line, stretch)] == stretches
-    assert max(walk.before for walk in walks) <= line <= units * stretch
-    if 0 not in lengths:
-        check(step, torch.float16, choose=fixed(units))
 
 
 def test_a_step_begins_before_its_layers() -> None:
