@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from cli.options import Address, ApiKey, MaxTokens, Seed, Temperature, address_or_newest
+from cli.option_groups import option_groups
+from cli.options import RouterOptions, SamplingOptions
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -12,24 +13,15 @@ HELP = "/clear forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops a
 
 
 @plain_errors
-def chat(
-    *,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    address: Address = "",
-    api_key: ApiKey = "",
-) -> None:
+@option_groups
+def chat(*, drawn: SamplingOptions, router: RouterOptions) -> None:
     """Talk to the model; the conversation is remembered until it ends."""
     import contextlib
-
-    from cli.client import RouterClient, Sampling
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
 
-    sampling = Sampling(max_tokens, temperature, seed)
-    client = RouterClient(address_or_newest(address), api_key)
+    sampling, client = drawn.sampling, router.client()
     print(HELP)
     messages: list[tuple[str, str]] = []
     while (line := _read()) is not None:

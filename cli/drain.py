@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
+from cli.option_groups import option_groups
+from cli.options import ControllerOptions, Grace, checked_grace
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 
 @plain_errors
+@option_groups
 def drain(
     worker: Annotated[str | None, typer.Argument(help="Its name, as in `tandem status`.")] = None,
     *,
@@ -28,8 +30,7 @@ def drain(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Even if no other worker serves.")] = False,
     grace: Grace = 30.0,
-    controller_address: ControllerAddress = "",
-    token: ClusterToken = "",
+    controller: ControllerOptions,
 ) -> None:
     """Take a worker out of the cluster: it takes nothing new, finishes what it has, ends, and stays away."""
     import asyncio
@@ -40,7 +41,7 @@ def drain(
         raise InvalidArgument("WORKER", "give the name of a worker, or --node ADDRESS for all of a node")
     if node and restart:
         raise InvalidArgument("--restart", "is for a WORKER; those of a --node come back by themselves")
-    client = controller(controller_address, token)
+    client = controller.client()
     if worker is None:
         asyncio.run(_drain_node(client, node, checked_grace(grace)))
         return

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
-from cli.options import Address, ApiKey, MaxTokens, Seed, Temperature, address_or_newest, checked_prompt
+from cli.option_groups import option_groups
+from cli.options import RouterOptions, SamplingOptions, checked_prompt
 from cli.plain_errors import plain_errors
 
 
 @plain_errors
+@option_groups
 def generate(
     *,
     prompt: Annotated[
@@ -17,20 +19,15 @@ def generate(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Show where the time went.")] = False,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    address: Address = "",
-    api_key: ApiKey = "",
+    drawn: SamplingOptions,
+    router: RouterOptions,
 ) -> None:
     """Send one prompt and stream the answer."""
     from cli.answering import answer_one
-    from cli.client import RouterClient, Sampling
 
     text = checked_prompt("PROMPT", _piped() if prompt is None or prompt == "-" else prompt)
-    sampling = Sampling(max_tokens, temperature, seed)
-    client = RouterClient(address_or_newest(address), api_key)
-    answer = answer_one(client, text, sampling, raw=raw)
+    sampling = drawn.sampling
+    answer = answer_one(router.client(), text, sampling, raw=raw)
     if timeline:
         from rich.console import Console
 

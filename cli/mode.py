@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
-from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
+from cli.option_groups import option_groups
+from cli.options import ControllerOptions, Grace, checked_grace
 from cli.plain_errors import plain_errors
 
 
 @plain_errors
+@option_groups
 def mode(
     name: Annotated[str, typer.Argument(help="disaggregated, colocated or adaptive.")],
     *,
@@ -29,8 +31,7 @@ def mode(
         ),
     ] = None,
     grace: Grace = 30.0,
-    controller_address: ControllerAddress = "",
-    token: ClusterToken = "",
+    controller: ControllerOptions,
 ) -> None:
     """Change roles and mode while requests run: workers keep weights and graphs, and no request is lost."""
     import asyncio
@@ -44,7 +45,7 @@ def mode(
         raise InvalidArgument("--itl-target-ms", f"{itl_target_ms:g} is below 0")
     target_s = 0.0 if itl_target_ms is None else itl_target_ms / 1e3 or -1.0
     workers, seconds = asyncio.run(
-        controller(controller_address, token).set_mode(
+        controller.client().set_mode(
             name,
             prefill=prefill or 0,
             decode=decode or 0,

@@ -1,10 +1,14 @@
 """Options that several commands share."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from cli.client import RouterClient, Sampling
     from cli.controller_client import ControllerClient
 
 Address = Annotated[
@@ -12,22 +16,8 @@ Address = Annotated[
     typer.Option("--address", envvar="TANDEM_ADDRESS", help="The router's host:port; default: the running cluster."),
 ]
 ApiKey = Annotated[str, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key for a router that asks for one.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")]
 Temperature = Annotated[
     float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")]
-
-
-ControllerAddress = Annotated[
-    str,
-    typer.Option(
-        "--controller", envvar="TANDEM_CONTROLLER", help="The controller's host:port; default: the running cluster's."
-    ),
-]
-ClusterToken = Annotated[
-    str,
-    typer.Option("--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."),
 ]
 Metrics = Annotated[
     str,
@@ -53,15 +43,64 @@ def checked_grace(grace: float) -> float:
     return grace
 
 
-def controller(address: str, token: str) -> "ControllerClient":
-    """The controller asked for, else that of the newest running cluster. Unavailable if none runs."""
-    from cli.controller_client import ControllerClient
-    from cli.state import newest
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How an answer is drawn."""
 
-    if not address:
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")] = None
+    temperature: Temperature = 0.0
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")] = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """InvalidArgument names the option and its limits."""
+        from cli.client import Sampling
+
+        return Sampling(self.max_tokens, self.temperature, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """Which router is asked, and with which key."""
+
+    address: Address = ""
+    api_key: ApiKey = field(default="", repr=False)
+
+    def client(self) -> RouterClient:
+        """Of the router asked for, else of the newest running cluster's. Unavailable if none runs."""
+        from cli.client import RouterClient
+
+        return RouterClient(address_or_newest(self.address), self.api_key)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """Which cluster's controller is asked, and with which secret."""
+
+    controller_address: Annotated[
+        str,
+        typer.Option(
+            "--controller",
+            envvar="TANDEM_CONTROLLER",
+            help="The controller's host:port; default: the running cluster's.",
+        ),
+    ] = ""
+    token: Annotated[
+        str,
+        typer.Option(
+            "--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."
+        ),
+    ] = field(default="", repr=False)
+
+    def client(self) -> ControllerClient:
+        """Of the controller asked for, else of the newest running cluster's. Unavailable if none runs."""
+        from cli.controller_client import ControllerClient
+        from cli.state import newest
+
+        if self.controller_address:
+            return ControllerClient(self.controller_address, self.token)
         running = newest()
-        address, token = running.controller, token or running.token
-    return ControllerClient(address, token)
+        return ControllerClient(running.controller, self.token or running.token)
 
 
 def address_or_newest(address: str) -> str:

@@ -4,11 +4,13 @@ from typing import Annotated
 
 import typer
 
-from cli.options import ClusterToken, ControllerAddress, Grace, checked_grace, controller
+from cli.option_groups import option_groups
+from cli.options import ControllerOptions, Grace, checked_grace
 from cli.plain_errors import plain_errors
 
 
 @plain_errors
+@option_groups
 def scale(
     *,
     prefill: Annotated[
@@ -22,8 +24,7 @@ def scale(
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for new workers; afterwards they come when a node has a place.")
     ] = 180.0,
-    controller_address: ControllerAddress = "",
-    token: ClusterToken = "",
+    controller: ControllerOptions,
 ) -> None:
     """Start more workers, or let surplus ones finish what they have and end, while requests run."""
     import asyncio
@@ -39,7 +40,7 @@ def scale(
     if not wait >= 0:
         raise InvalidArgument("--wait", f"{wait:g} is below 0")
     asked = {name: count or 0 for name, count in counts.items()}
-    client = controller(controller_address, token)
+    client = controller.client()
     infos, seconds = asyncio.run(client.resize(**asked, grace_s=checked_grace(grace), wait_s=wait))
     for info in infos:
         print(f"{info.peer.worker_id}: {info.role}")

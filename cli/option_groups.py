@@ -1,0 +1,40 @@
+"""Options of a command by what they are about: a dataclass each, whose fields are the options."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar, get_type_hints
+
+R = TypeVar("R")
+
+
+def option_groups(command: Callable[..., R]) -> Callable[..., R]:
+    """Let `command` take such dataclasses, by name, among options of its own; the shell has all options one by one, in
+    the order in which they stand.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    options = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = groups.get(parameter.name)
+        options += [parameter.replace(annotation=hints[parameter.name])] if group is None else _options(group)
+
+    @functools.wraps(command)
+    def flat(*arguments: Any, **given: Any) -> R:
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
+        }
+        return command(*arguments, **given, **made)
+
+    flat.__annotations__ = {option.name: option.annotation for option in options}
+    flat.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return flat
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=hints[each.name])
+        for each in fields(group)
+    ]

@@ -1,0 +1,155 @@
+"""What `tandem up` may be told of the cluster around its workers: its places, planner, doors and promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.options import Temperature, checked_prompt
+
+if TYPE_CHECKING:
+    from cli.client import Sampling
+    from cli.serving import FirstPrompt
+    from cluster.planner_config import PlannerConfig
+    from router.slo import SloClass
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOptions:
+    """Where workers run, and how long they may take to get there."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; "
+            "default: a Ray of its own on this host."
+        ),
+    ] = ""
+    places_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
+    ] = 0.0
+    start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Whether roles and the number of workers follow the load."""
+
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="on: roles follow the load, and with --planner-workers the number of workers; dry-run: it only says"
+            " what it would do; off."
+        ),
+    ] = "off"
+    planner_window: Annotated[float, typer.Option(help="Seconds between two looks of the planner.")] = 15.0
+    planner_workers: Annotated[
+        str, typer.Option(help="MIN:MAX workers the planner may keep; default: as many as there are.")
+    ] = ""
+    planner_prefill: Annotated[str, typer.Option(help="MIN:MAX of them that prefill when disaggregated.")] = ""
+    planner_decode: Annotated[str, typer.Option(help="MIN:MAX of them that decode when disaggregated.")] = ""
+
+    @property
+    def config(self) -> PlannerConfig:
+        """InvalidArgument names the option."""
+        from cluster.planner_config import planner_config
+
+        return planner_config(
+            self.planner,
+            self.planner_window,
+            workers=self.planner_workers,
+            prefill=self.planner_prefill,
+            decode=self.planner_decode,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """Where clients, operators and metrics find the cluster, and with which keys."""
+
+    host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1"
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
+    http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
+    metrics_port: Annotated[
+        int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
+    ] = 0
+    controller_port: Annotated[
+        int, typer.Option(help="Port at which the controller hears workers and operators; 0 = any free one.")
+    ] = 0
+    token: Annotated[
+        str,
+        typer.Option(envvar="TANDEM_CLUSTER_TOKEN", help="The secret of cluster and operators; default: a fresh one."),
+    ] = field(default="", repr=False)
+    metrics_key: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_METRICS_KEY",
+            help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
+        ),
+    ] = ""
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_OTLP_ENDPOINT",
+            help="Where OpenTelemetry spans of requests go by OTLP/gRPC, http://HOST:PORT; needs tandem[otlp].",
+        ),
+    ] = ""
+    log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What requests are promised, and who may send them."""
+
+    slo_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo-class",
+            help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by "
+            "name, beside or instead of strict, balanced, quick and best_effort, and what happens when they cannot be "
+            "held; repeatable.",
+        ),
+    ] = None
+    default_slo_class: Annotated[str, typer.Option(help="The class of requests that name none.")] = "best_effort"
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
+    ] = None
+
+    @property
+    def slo_classes(self) -> tuple[SloClass, ...]:
+        """InvalidArgument for one that is none."""
+        from router.slo import parse_class, with_defaults
+
+        return with_defaults(parse_class(each) for each in self.slo_class or ())
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPromptOptions:
+    """What is answered first."""
+
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show where the time went.")] = (
+        None
+    )
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of that answer.")] = 160
+    temperature: Temperature = 0.0
+    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
+
+    @property
+    def sampling(self) -> Sampling:
+        """InvalidArgument names the option and its limits."""
+        from cli.client import Sampling
+
+        return Sampling(self.max_tokens, self.temperature)
+
+    def first(self, sampling: Sampling) -> FirstPrompt | None:
+        """InvalidArgument where there is nothing to answer."""
+        from cli.serving import FirstPrompt
+        from wire.errors import InvalidArgument
+
+        if self.prompt is not None:
+            return FirstPrompt(checked_prompt("--prompt", self.prompt), sampling)
+        if self.once:
+            raise InvalidArgument("--once", "needs a --prompt to answer")
+        return None

@@ -1,0 +1,182 @@
+"""What `tandem up` may be told of workers: what each loads, does and has, and how KV gets from one to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from costs.roofline import Ceilings
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What is served."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
+    ] = None
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
+    ] = None
+
+    def check(self) -> None:
+        """InvalidArgument names the option."""
+        from wire.errors import InvalidArgument
+
+        if self.model is not None and self.random_weights is not None:
+            raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
+        if self.model == "":
+            raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
+
+    def path(self) -> Path | None:
+        """A folder or file, which is made for random weights; None = the small model."""
+        if self.random_weights is not None:
+            from cli.random_model import random_model
+
+            return random_model(self.random_weights)
+        return None if self.model is None else Path(self.model)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """Who does what."""
+
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive:"
+            " --workers, and for each request one of them or two."
+        ),
+    ] = "disaggregated"
+    prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers; default: 1.")] = None
+    decode: Annotated[int | None, typer.Option("--decode", help="Decode workers; default: 1.")] = None
+    workers: Annotated[int | None, typer.Option("--workers", help="Colocated workers; default: 1.")] = None
+
+    def check(self) -> None:
+        """InvalidArgument for workers that the mode does not have."""
+        from cluster.config import Mode
+        from wire.errors import InvalidArgument
+
+        for option, given, modes in (
+            ("--prefill", self.prefill, (Mode.DISAGGREGATED,)),
+            ("--decode", self.decode, (Mode.DISAGGREGATED,)),
+            ("--workers", self.workers, (Mode.COLOCATED, Mode.ADAPTIVE)),
+        ):
+            if given is not None and self.mode in list(Mode) and self.mode not in modes:
+                raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What is in a step."""
+
+    step_policy: Annotated[
+        str,
+        typer.Option(
+            help="Prompts in a step beside requests that decode: unchunked = as many as fit, chunked = up to"
+            " --step-budget, decode-priority = what --itl-target-ms leaves."
+        ),
+    ] = "unchunked"
+    step_budget: Annotated[
+        int | None, typer.Option(help="Most tokens of a chunked step, decoding ones included; default: 512.")
+    ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Milliseconds between an answer's tokens beyond which batches do not grow; default: no limit."
+        ),
+    ] = None
+
+    @property
+    def itl_target_s(self) -> float | None:
+        return None if self.itl_target_ms is None else self.itl_target_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What each worker computes with."""
+
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda or cuda:N.")] = "cpu"
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="KV page pool of each worker; default: 1 on CPU; on GPUs what is left of --memory-fraction."),
+    ] = None
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers."
+        ),
+    ] = None
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 2048
+    max_batch_requests: Annotated[
+        int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep KV pages, while there is room, for requests that begin alike.",
+        ),
+    ] = True
+
+    def check(self) -> None:
+        """InvalidArgument for a size that does not even count in bytes."""
+        from cluster.config import check_kv_cache_gib
+
+        if self.kv_cache_gib is not None:
+            check_kv_cache_gib(self.kv_cache_gib)
+
+    @property
+    def kv_cache_bytes(self) -> int | None:
+        from cluster.config import GIB
+
+        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How KV pages get from worker to worker."""
+
+    kv_checksum_rate: Annotated[
+        float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
+    ] = 0.05
+    kv_direction: Annotated[
+        str, typer.Option(help="Who moves KV pages: write = the prefill worker, read = the decode worker.")
+    ] = "write"
+    kv_lease: Annotated[
+        float, typer.Option(help="Seconds that a decode worker keeps a place for a request of a silent router.")
+    ] = 5.0
+    kv_transfer_deadline: Annotated[
+        float, typer.Option(help="Seconds that a write of KV pages may take before its prompt is computed again.")
+    ] = 30.0
+    kv_quarantine_share: Annotated[
+        float, typer.Option(help="Part of a worker's KV pages that transfers may keep before it takes nothing new.")
+    ] = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareOptions:
+    """What each worker has of its machine."""
+
+    device_ceilings: Annotated[
+        str,
+        typer.Option(
+            help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it."
+            " Default: what each measures at its start."
+        ),
+    ] = ""
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None
+
+    @property
+    def ceilings(self) -> Ceilings | None:
+        """InvalidArgument for what are no two numbers."""
+        from costs.roofline import parse_ceilings
+
+        return parse_ceilings("--device-ceilings", self.device_ceilings) if self.device_ceilings else None
