@@ -6,8 +6,8 @@ The path of a request, by its queues (`decode_worker/request.py`):
   2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
                 (`intake.py`, `arrival.py`)
   3.            all is right: the request is ready (`holdings.py`)
-  4. `join`     the running batch takes it; `leave` ends it, `preempt` does so before its answer is complete, as an
-                older one has no page to `grow` into (`preemption.py`)
+  4.            the running batch takes it (`running_requests.py`); it ends there, before its answer is complete if an
+                older one has no page to grow into (`preemption.py`)
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
 table, which says what to do with the pages (`leased.py`).
 
@@ -16,7 +16,7 @@ Every method answers at once, from any thread, under one lock.
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
@@ -25,6 +25,7 @@ from decode_worker.intake import Intake
 from decode_worker.leased import LeasedRequests
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import Room
+from decode_worker.running_requests import RunningRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAdmission:
-    """The one door to this half's requests, and owner of their leases."""
+    """The door by which requests come into this half, and owner of their leases."""
 
     def __init__(
         self,
@@ -91,6 +92,8 @@ class DecodeAdmission:
         self._leased = LeasedRequests(self._leases, cache, self._room, self._held)
         self.arrival = ArrivalCheck(me, model, checks)
         self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
+        self.running = RunningRequests(self._held, self._lock)
+        """The running batch's way to its requests."""
         self._stale_attempts = 0
         self.expired_leases = 0
         """Leases that ended because nobody renewed them."""
@@ -230,58 +233,12 @@ class DecodeAdmission:
         if changes or late:
             self._changed()
 
-    # ---- the running batch ----
-
-    def join(self, room: int) -> list[DecodeRequest]:
-        """At most `room` ready requests, oldest first, for the batch to run until they `leave`."""
-        with self._lock:
-            return self._held.join(room)
-
-    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
-        """One more page for each of these requests of the batch, if nobody has to give way for it; else nothing
-        changes, and it takes `grow`.
-        """
-        with self._lock:
-            return self._held.grow_all(requests)
-
-    def grow(self, request: DecodeRequest, running: Collection[DecodeRequest]) -> bool:
-        """One more page for a request of the batch `running`, in which others may have to give way, or it may itself:
-        those without a step in flight leave at once, the others are `yielding`. False if there is none for this step.
-        """
-        with self._lock:
-            return self._held.grow(request, running)
-
-    def preempt(self, request: DecodeRequest) -> None:
-        """A yielding request, of which no step is in flight any more, is over: its router hears, its pages are free."""
-        with self._lock:
-            self._held.preempt(request)
-
-    def leave(self, request: DecodeRequest) -> None:
-        """A running request is over: its pages are free or cached at once."""
-        with self._lock:
-            self._held.leave(request)
-
     # ---- facts ----
-
-    @property
-    def cancelled(self) -> int:
-        """Requests that were cancelled while they ran or were checked, so far: with each, it is to be looked for."""
-        return self._held.cancelled
 
     @property
     def open_requests(self) -> int:
         """Requests that are not over."""
         return len(self._held)
-
-    @property
-    def preemptions(self) -> int:
-        """Requests that had to give way to older ones."""
-        return self._held.preemptions
-
-    @property
-    def ready_requests(self) -> int:
-        """Requests that wait for the running batch to take them."""
-        return self._held.ready
 
     @property
     def write_window_s(self) -> float:

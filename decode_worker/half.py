@@ -16,11 +16,11 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import cast
 
-from decode_worker.admission import DecodeAdmission
 from decode_worker.landed import Landed
 from decode_worker.news import NO_NEWS, StepNews
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.running_batch import RunningBatch
+from decode_worker.running_requests import RunningRequests
 from engine.batch import History, TokenRows
 from wire.ending import Ending
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
@@ -33,14 +33,14 @@ class DecodeHalf:
     """Owns the running batch; the requests' pages are theirs until they leave."""
 
     def __init__(
-        self, *, admission: DecodeAdmission, model: ModelFacts, page_tokens: int, max_batch_requests: int
+        self, *, requests: RunningRequests, model: ModelFacts, page_tokens: int, max_batch_requests: int
     ) -> None:
-        self._admission = admission
+        self._requests = requests
         self._model = model
         self._max_batch = max_batch_requests
         self._batch = RunningBatch(max_batch_requests, page_tokens)
         self._cancelled = 0
-        """Of the admission's count, those that were looked for."""
+        """Of those counted so far, how many were looked for."""
         self.gap_targets: list[float] = []
         """What the requests of the batch bear between tokens, in seconds and rising; infinite = anything."""
 
@@ -52,8 +52,8 @@ class DecodeHalf:
         self._notice_cancelled()
         self._let_go()
         # Who becomes ready behind this look is in the next step.
-        if self._admission.ready_requests and not self._batch.is_short:
-            for request in self._admission.join(min(self._max_batch, budget) - len(self._batch)):
+        if self._requests.ready and not self._batch.is_short:
+            for request in self._requests.join(min(self._max_batch, budget) - len(self._batch)):
                 self._start(request)
         self._give_pages()
         return self._batch.launch() or NO_ROWS
@@ -82,7 +82,7 @@ class DecodeHalf:
     @property
     def idle(self) -> bool:
         """Whether nobody is in the batch or waits to join it."""
-        return not (self._batch.requests or self._admission.ready_requests)
+        return not (self._batch.requests or self._requests.ready)
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
@@ -102,7 +102,7 @@ class DecodeHalf:
         insort(self.gap_targets, request.reservation.gap_target_s)
 
     def _notice_cancelled(self) -> None:
-        cancelled = self._admission.cancelled
+        cancelled = self._requests.cancelled
         if cancelled != self._cancelled:
             self._cancelled = cancelled
             for request in [each for each in self._batch.requests if each.cancelled]:
@@ -114,19 +114,19 @@ class DecodeHalf:
         if not needy:
             return
         staying = [request for request in needy if request.stage is Stage.RUNNING and not request.leaving]
-        if not staying or self._admission.grow_all(staying):
+        if not staying or self._requests.grow_all(staying):
             for request in staying:
                 self._batch.grown(request)
             return
-        preemptions, short = self._admission.preemptions, False
+        preemptions, short = self._requests.preemptions, False
         for request in needy:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
-            if self._admission.grow(request, self._batch.requests):
+            if self._requests.grow(request, self._batch.requests):
                 self._batch.grown(request)
             else:
                 short = True
-        if short or self._admission.preemptions != preemptions:
+        if short or self._requests.preemptions != preemptions:
             self._follow_preemption()
 
     def _follow_preemption(self) -> None:
@@ -141,13 +141,13 @@ class DecodeHalf:
         for request in self._batch.gone():
             if request.yielding and not request.cancelled and not request.ended:
                 self._part(request)
-                self._admission.preempt(request)
+                self._requests.preempt(request)
             else:
                 self._leave(request)
 
     def _leave(self, request: DecodeRequest) -> None:
         self._part(request)
-        self._admission.leave(request)
+        self._requests.leave(request)
 
     def _part(self, request: DecodeRequest) -> None:
         """It is in the batch no more."""

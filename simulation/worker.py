@@ -96,7 +96,7 @@ class VirtualWorker:
         self.cache = PrefixCache(self.pool, self.page_tokens, enabled=spec.config.prefix_cache, names=PageNames())
         self.admission = self._make_admission()
         self._decode = SteadyDecodeHalf(
-            admission=self.admission,
+            requests=self.admission.running,
             model=spec.model,
             page_tokens=self.page_tokens,
             max_batch_requests=spec.info.max_batch_requests,
@@ -263,7 +263,7 @@ class VirtualWorker:
     @property
     def _newcomers(self) -> bool:
         """Whether somebody waits to be in a step."""
-        return bool(self.admission.ready_requests or self._prefill.waiting().prompts)
+        return bool(self.admission.running.ready or self._prefill.waiting().prompts)
 
     def catch_up(self) -> None:
         """Who comes finds the pages as they are by now; the rest of the steps that have ended can wait until something

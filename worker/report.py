@@ -24,7 +24,7 @@ def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostPa
         prefix_hit_tokens=cache.hit_tokens,
         decode_context_tokens=decoding.decode_context_tokens,
         cost=cost,
-        preemptions=halves.admission.preemptions,
+        preemptions=halves.admission.running.preemptions,
     )
 
 

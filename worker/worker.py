@@ -228,7 +228,7 @@ class Worker:
             events=self._events,
         )
         decode = DecodeHalf(
-            admission=admission,
+            requests=admission.running,
             model=model,
             page_tokens=cache.page_tokens,
             max_batch_requests=decode_batch(config.role, config.engine),

@@ -60,7 +60,9 @@ class House:
             checks=checks,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
+        self.half = DecodeHalf(
+            requests=self.admission.running, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch
+        )
 
     def _expect(self, leases: int) -> None:
         self.expected = leases

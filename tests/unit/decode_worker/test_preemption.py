@@ -18,6 +18,7 @@ from decode_worker.half import DecodeHalf
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.room import AWAY_S
+from decode_worker.running_requests import RunningRequests
 from engine.batch import StepRow
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
@@ -84,7 +85,9 @@ class House:
             is_near=lambda _peer: True,
         )
         self.admission.limit(max_pages)
-        self.half = DecodeHalf(admission=self.admission, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch)
+        self.half = DecodeHalf(
+            requests=self.admission.running, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch
+        )
         self.behind = behind
         self.asked: dict[str, Asked] = {}
         self.waiting: deque[Asked] = deque()
@@ -203,7 +206,7 @@ def test_expected_lengths_let_more_run_at_once(behind: bool) -> None:
         for number in range(6):
             house.ask(f"q{number}", 4, 40, length=7)
         house.run()
-        assert not house.admission.preemptions
+        assert not house.admission.running.preemptions
         return house.most_running
 
     assert most_running(taught=False) == 24 // 11
@@ -216,7 +219,7 @@ def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> N
     old, young = (house.ask(name, 4, 30) for name in ("old", "young"))
     house.run()
     assert (old.preempted, old.progress) == (0, [30])
-    assert young.preempted == house.admission.preemptions == 1
+    assert young.preempted == house.admission.running.preemptions == 1
     assert sum(young.progress) == 30
     assert young.progress[0] > PAGE_TOKENS
 
@@ -227,7 +230,7 @@ def test_where_all_answers_run_to_their_limit_nobody_gives_way(behind: bool) -> 
     for name in "abc":
         house.ask(name, 4, 30, ignore_eos=True)
     house.run()
-    assert house.admission.preemptions == 0
+    assert house.admission.running.preemptions == 0
     assert house.most_running == 1
 
 
@@ -337,7 +340,7 @@ def house_of_any_lengths(seed: int, *, behind: bool) -> House:
 def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
     house = house_of_any_lengths(seed, behind=behind)
     house.run()
-    assert sum(asked.preempted for asked in house.asked.values()) == house.admission.preemptions
+    assert sum(asked.preempted for asked in house.asked.values()) == house.admission.running.preemptions
 
 
 @pytest.mark.parametrize("seed", range(25))
@@ -353,5 +356,5 @@ def test_pages_given_together_are_those_given_one_by_one(
         return found
 
     together = steps()
-    monkeypatch.setattr(DecodeAdmission, "grow_all", lambda _self, _requests: False)
+    monkeypatch.setattr(RunningRequests, "grow_all", lambda _self, _requests: False)
     assert together == steps()

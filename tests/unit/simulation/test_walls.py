@@ -117,7 +117,7 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
             f.REQUESTS_RUNNING: load.decode_requests,
             f.REQUESTS_WAITING: load.prefill_requests,
             f.KV_USAGE: load.pages_used / load.pages_total,
-            f.PREEMPTIONS: worker.admission.preemptions,
+            f.PREEMPTIONS: worker.admission.running.preemptions,
             f.BATCH_LIMIT: worker.spec.info.max_batch_requests,
             f.WORKER_READY: 1,
         }
