@@ -46,6 +46,11 @@ class SteadyRun:
 class SteadyDecodeHalf(DecodeHalf):
     """The decode half, and what many of its steps amount to when they are alike."""
 
+    @property
+    def ready_requests(self) -> int:
+        """Requests that wait to join it."""
+        return self._requests.ready
+
     def look_ahead(self, spare_pages: int) -> Ahead | None:
         """If `spare_pages` are nobody's; None = every step needs a look."""
         batch = self._batch

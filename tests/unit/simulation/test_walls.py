@@ -87,7 +87,7 @@ class Stage:
 def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
     """The metrics of a real worker, told by a simulated one."""
     metrics = WorkerMetrics("model", worker.peer.worker_id, Utilization(roofline))
-    finish: Callable[[int, Any], None] = worker._finish
+    finish: Callable[[int, Any], None] = worker._loop._finish
     truth = StepCost(worker.spec.device.truth)
     tell, reserve = worker.tell, worker.reserve
     heard = metrics.hearing(lambda routed: None)
@@ -107,7 +107,7 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
             metrics.refused()
             raise
 
-    worker._finish = finish_metered  # type: ignore[method-assign]
+    worker._loop._finish = finish_metered  # type: ignore[method-assign]
     worker.reserve = reserve_metered  # type: ignore[method-assign]
     worker.tell = tell_metered  # type: ignore[method-assign]
 
