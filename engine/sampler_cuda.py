@@ -111,7 +111,9 @@ class DeviceSampler:
         if greedy_only:
             self._take_best(params, out, seen, blocks, penalties=penalties)
         else:
-            self._choose(logits, params, out, seen, blocks, penalties=penalties)
+            self._weigh(logits, params, seen, blocks, penalties=penalties)
+            self._collect(params, rows)
+            self._choose(params, out, seen, blocks, penalties=penalties)
 
     def _find_best(self, logits: Tensor, params: Tensor, seen: Tensor, *, penalties: bool) -> int:
         """The most likely token of each block of the vocabulary, into `_best`; returns the number of blocks."""
@@ -148,12 +150,9 @@ class DeviceSampler:
             launch_pdl=self._pdl,
         )
 
-    def _choose(
-        self, logits: Tensor, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool
-    ) -> None:
-        """Weigh every token, collect those that the filters may keep, and draw among them."""
-        rows, pdl = len(logits), self._pdl
-        triton_sampling.weigh[(rows, self._splits)](
+    def _weigh(self, logits: Tensor, params: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        """What each token weighs in a row that is drawn, into `_weights`; each part's mass and histogram."""
+        triton_sampling.weigh[(len(logits), self._splits)](
             logits,
             logits.stride(0),
             seen,
@@ -170,10 +169,13 @@ class DeviceSampler:
             TILE=TILE,
             SHIFT=self._shift,
             PENALTIES=penalties,
-            PDL=pdl,
+            PDL=self._pdl,
             num_warps=TILE_WARPS,
-            launch_pdl=pdl,
+            launch_pdl=self._pdl,
         )
+
+    def _collect(self, params: Tensor, rows: int) -> None:
+        """The heaviest tokens of filtered rows, into `_ids`, with their weights in front of all others."""
         triton_sampling.collect[(rows, self._splits)](
             params,
             self._weights,
@@ -184,11 +186,14 @@ class DeviceSampler:
             self._room,
             self._split_tokens,
             TILE=TILE,
-            PDL=pdl,
+            PDL=self._pdl,
             num_warps=TILE_WARPS,
-            launch_pdl=pdl,
+            launch_pdl=self._pdl,
         )
-        triton_choice.choose[(rows,)](
+
+    def _choose(self, params: Tensor, out: Tensor, seen: Tensor, blocks: int, *, penalties: bool) -> None:
+        """One token a row: its best where it is greedy, else what its number draws."""
+        triton_choice.choose[(len(out),)](
             params,
             self._best,
             self._weights,
@@ -205,7 +210,7 @@ class DeviceSampler:
             TILE=CHOICE_TILE,
             SHIFT=self._shift,
             PENALTIES=penalties,
-            PDL=pdl,
+            PDL=self._pdl,
             num_warps=CHOICE_WARPS,
-            launch_pdl=pdl,
+            launch_pdl=self._pdl,
         )
