@@ -178,6 +178,12 @@ async def test_limits_follow_the_role() -> None:
         assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (16, 64)
 
 
+async def test_limits_are_the_first_roles_at_the_start() -> None:
+    async with WorkerPair(both=True, max_batch_requests=16) as pair:
+        worker = pair.decode.worker
+        assert (worker._halves.decode._max_batch, worker.admission._room._limit) == (8, 32)
+
+
 async def test_steps_follow_the_policy() -> None:
     async with WorkerPair(both=True, pages=200) as pair:
         engine = pair.decode.engine

@@ -1,0 +1,70 @@
+"""What a duty means for the next step."""
+
+from typing import Any
+
+import pytest
+
+from costs.step_cost import CostParameters, StepCost, StepWork
+from engine.batch import TokenRows
+from prefill_worker.line import Waiting
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
+from worker.scheduler import StepScheduler
+
+MS = CostParameters(
+    base_s=4e-3, prompt_base_s=1e-3, token_s=2e-5, pair_s=0.0, row_s=1e-5, context_s=3e-8, free_tokens=0
+)
+DECODING = StepWork(decode_rows=32, decode_context_tokens=32_000)
+"""Takes 5.28 ms."""
+STEP = 2048
+SHARED = Duty(Role.BOTH)
+BOUND = Duty(Role.BOTH, itl_target_s=5e-3)
+CHUNKED = Duty(Role.BOTH, PolicyName.CHUNKED, step_budget=300)
+PRIORITY = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.01e-3)
+
+
+class Halves:
+    """Both in one: a prompt waits, nobody decodes; `asked` is how many rows each might have."""
+
+    idle = False
+    gap_targets: tuple[float, ...] = ()
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def waiting_requests(self) -> int:
+        return 1
+
+    def waiting(self) -> Waiting:
+        return Waiting(prompts=1, tokens=100_000)
+
+    def schedule(self, most: int) -> Any:
+        self.asked.append(most)
+        return TokenRows.of(()) if len(self.asked) % 2 else ()
+
+
+def rows_of_step(duty: Duty, *, steered: bool) -> tuple[int, int]:
+    """Rows that may decode beside DECODING, and prompt tokens beside nobody."""
+    halves: Any = Halves()
+    first = SHARED if steered else duty
+    scheduler = StepScheduler(
+        decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), duty=first
+    )
+    if steered:
+        scheduler.steer(duty)
+    scheduler.decoding = DECODING
+    assert scheduler.plan() is None
+    rows, tokens = halves.asked
+    return rows, tokens
+
+
+@pytest.mark.parametrize("steered", [False, True])
+@pytest.mark.parametrize(
+    ("duty", "rows", "tokens"),
+    [(SHARED, STEP, STEP), (BOUND, 32, STEP), (CHUNKED, STEP, 300), (PRIORITY, 125, STEP)],
+    ids=["shared", "bound", "chunked", "priority"],
+)
+def test_a_duty_says_who_decodes_and_how_much_of_a_step_is_prompts(
+    duty: Duty, rows: int, tokens: int, steered: bool
+) -> None:
+    assert rows_of_step(duty, steered=steered) == (rows, tokens)
