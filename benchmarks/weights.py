@@ -115,7 +115,8 @@ def _run(chosen: argparse.Namespace, device: torch.device) -> None:
         result = measure(folder, config, device, _DTYPES[chosen.dtype], chosen.rounds)
     print(
         f"loaded {result['checkpoint_gib']} GiB at {result['load_gb_per_s']:.2f} GB/s,"
-        f" {result['load_ratio']:.1%} of a copy ({result['copy_gb_per_s']} GB/s); {result['host_extra_gib']} GiB of the host taken meanwhile"
+        f" {result['load_ratio']:.1%} of a copy ({result['copy_gb_per_s']} GB/s);"
+        f" {result['host_extra_gib']} GiB of the host taken meanwhile"
     )
     result |= {"shape": chosen.shape, "layers": config.layers, "dtype": chosen.dtype, **run_facts(chosen.device)}
     if chosen.save:

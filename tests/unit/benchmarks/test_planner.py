@@ -1,14 +1,22 @@
 """The planner through a small day that swings: it beats the split that it began with, and does not flap."""
 
 from dataclasses import asdict
+from statistics import fmean
 
+import pytest
+
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.report import make_report
+from benchmarks.load.slo import SloCell
 from benchmarks.planner.__main__ import hours
 from benchmarks.planner.hours import Day
+from benchmarks.planner.live import day_of, met_by_hour, parse_hour
 from benchmarks.planner.oracles import judged, undone
 from benchmarks.planner.run import PlannedRun, Run
 from planner.decision import Split
 from router.slo import SloClass
 from simulation.hardware import hardware
+from wire.errors import InvalidArgument
 
 WORKERS, HOUR_S = 4, 50.0
 SLO = SloClass("planned", ttft_s=3.0, itl_s=0.03, itl_percent=95.0)
@@ -40,6 +48,35 @@ def test_oracles_are_the_best_of_what_was_simulated() -> None:
     back_and_forth = planned | {"changes": [*changes, {"at_s": 20, "direction": "to_decode", "flips": 2}]}
     found = judged(back_and_forth, by_split, ["a", "b"], 100.0)
     assert (found["flips"], found["undone_flips"], found["kept"]) == (6, 2, False)
+
+
+def test_a_day_for_a_real_cluster() -> None:
+    """Its hours follow each other, and no prompt of one begins like one of another."""
+    kinds = [parse_hour("many:20:100:5"), parse_hour("few:5:10:50")]
+    day = day_of([*kinds, *kinds], 10.0, seed=3)
+    assert list(day.arrivals) == sorted(day.arrivals, key=lambda arrival: arrival.due_s)
+    hours = [[each for each in day.arrivals if number * 10 <= each.due_s < number * 10 + 10] for number in range(4)]
+    assert [len(hour) for hour in hours] == pytest.approx([200, 50, 200, 50], rel=0.3)
+    assert len({block.key for each in day.arrivals for block in each.prompt}) == len(day.arrivals)
+    assert fmean(each.prompt_tokens for each in hours[0]) == pytest.approx(100, rel=0.2)
+    assert fmean(each.new_tokens for each in hours[3]) == pytest.approx(50, rel=0.2)
+
+
+def test_goodput_of_the_hours_of_a_day() -> None:
+    """By the moment that a request was due, whenever it ended."""
+    cell = SloCell("planned", ttft_s=1.0, gap_s=1.0)
+    day = day_of([parse_hour("a:1:10:5")] * 2, 10.0, seed=0)
+    records = [
+        RequestRecord(number, due_s, due_s, due_s + 30, (due_s + wait_s,), 1)
+        for number, (due_s, wait_s) in enumerate(((0.0, 0.5), (9.9, 0.9), (9.9, 1.1), (10.0, 0.5), (20.1, 1.5)))
+    ]
+    assert met_by_hour(make_report(day, records, [cell], 0.01), cell, 2) == ([2, 1], [3, 2])
+
+
+@pytest.mark.parametrize("text", ["a:1:10", "a:0:10:5", "a:1:0:5", "a:1:x:5", "a:1:10:0.5"])
+def test_hours_that_are_none(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="--hour"):
+        parse_hour(text)
 
 
 def test_flips_that_others_of_the_same_hour_undo_are_counted() -> None:
