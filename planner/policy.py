@@ -28,7 +28,7 @@ BACKLOG_S = 30.0
 COMFORT = 0.7
 """Strain below which nothing is changed for another split: everybody keeps his promise anyway."""
 GAIN, GAIN_FULL = 0.08, 0.02
-"""Part of the larger strain that another split must take away, and from `FULL` on."""
+"""Part of the larger strain that another split must take away, and from `FULL` on, if it does not go back."""
 FULL, ROOM, SPARE = 0.9, 0.75, 0.6
 """Strain from which on workers are added, strain to have with them, and strain that is not to be exceeded without those
 that are taken away.
@@ -164,7 +164,8 @@ def _decide(view: _View, now: Split, wanted: Split, limits: Limits) -> Decision:
     direction = _direction(now, wanted)
     if direction in {Direction.TO_PREFILL, Direction.TO_DECODE}:
         worst = view.sizing.worst(now).value
-        gain = GAIN if worst < FULL else GAIN_FULL
+        back = direction is _OPPOSITE.get(state.last)
+        gain = GAIN if worst < FULL or back else GAIN_FULL
         if worst < COMFORT or view.sizing.worst(wanted).value > worst * (1 - gain):
             direction = Direction.NONE
     windows = state.windows + 1 if direction is state.wanted and direction is not Direction.NONE else 1

@@ -53,7 +53,7 @@ class Binder:
             limit = self._config.tenant_queue_limit
             message = f"{limit} requests with this API key are waiting, the most one key may have; try again later"
             raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
-        self._gate.admit(ticket, self._clock())
+        self._gate.admit(ticket, self._clock(), more + held)
         self._push(ticket)
 
     def answer_tokens(self, ticket: Ticket) -> float:

@@ -73,13 +73,18 @@ class CostPlacement(Placement):
         soonest = min(prompts, key=lambda prompt: prompt.ttft_s)
         return _forecast(soonest, 0.0, soonest.ttft_s, math.inf)
 
-    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int = 0, wait_s: float = 0.0) -> AnswerOutlook | None:
+    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int, wait_s: float) -> AnswerOutlook | None:
         free = self._kept_free(need, fleet)
-        workers = first((each for each in fleet.decodes if each.slot not in free), can_decode, need, 1)
-        if not workers or not workers[0].cost.parameters.observed:
-            return None
-        (worker,) = workers
-        return answer_outlook(worker, self._asked(need), ahead / max(1, len(fleet.decodes) - len(free)), wait_s)
+        decodes = (each for each in fleet.decodes if each.slot not in free and each.cost.parameters.observed)
+        others = ahead / max(1, len(fleet.decodes) - len(free))
+        asked = self._asked(need)
+        outlooks = [
+            answer_outlook(worker, asked, others, wait_s, self._answer)
+            for worker in first(decodes, can_decode, need, self._best)
+        ]
+        # Who could not keep it alone says nothing of the others.
+        able = [each for each in outlooks if each.alone_s <= each.target_s] or outlooks
+        return min(able, key=lambda each: each.step_s / each.target_s, default=None)
 
     def change_mode(self, mode: Mode) -> None:
         self._mode = mode

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from router.fleet import Fleet
-from router.placement import AnswerOutlook, Forecast, Placement
+from router.placement import AnswerOutlook, Forecast, Need, Placement
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
 from router.slo import BEST_EFFORT, Overload
@@ -77,18 +77,19 @@ class Gate:
         self._patience_s = patience_s
         self.pace = Pace()
 
-    def admit(self, ticket: Ticket, now: float) -> None:
+    def admit(self, ticket: Ticket, now: float, others: int = 0) -> None:
         """Give the ticket its place in time; best effort instead of a target that cannot be held, if its class says
-        so, else `Refused` says how long to wait.
+        so, else `Refused` says how long to wait. So many `others` go with it or before it and stand in no queue yet.
         """
-        forecast = self._placement.foresee(ticket.need(now), self._fleet)
+        need = ticket.need(now)
+        forecast = self._placement.foresee(need, self._fleet)
         if forecast is not None:
             ticket.service_s = forecast.compute_s
         self.schedule(ticket)
         if forecast is None or not forecast.measured or not ticket.slo.has_targets:
             return
         outlook = self._outlook(ticket, forecast, now)
-        refused = self._late(ticket, outlook) or self._too_slow(ticket, outlook, now)
+        refused = self._late(ticket, outlook) or self._slow(ticket, need, outlook, others)
         if refused is None:
             return
         if ticket.slo.overload is Overload.REJECT:
@@ -98,19 +99,17 @@ class Gate:
     def _late(self, ticket: Ticket, outlook: Outlook) -> Refused | None:
         """If its first token would come too late wherever it went."""
         target_s = ticket.slo.ttft_s
-        return None if target_s > self._patience_s or outlook.ttft_s <= _SAFETY * target_s else _late(ticket, outlook)
+        if target_s > self._patience_s or outlook.ttft_s <= _SAFETY * target_s:
+            return None
+        return _refused_late(ticket, outlook)
 
-    def _too_slow(self, ticket: Ticket, outlook: Outlook, now: float) -> Refused | None:
-        """If its tokens would come too far apart wherever it went. A target that it would miss alone limits nothing:
-        turning others away would not keep it.
-        """
-        need = ticket.need(now)
-        if not need.decodes:
+    def _slow(self, ticket: Ticket, need: Need, outlook: Outlook, others: int) -> Refused | None:
+        """If its tokens would come too far apart wherever it went."""
+        if not need.decodes or not ticket.slo.has_gap_target:
             return None
-        answer = self._placement.foresee_answer(need, self._fleet, len(self._queue), outlook.wait_s)
-        if answer is None or ticket.slo.gap_noise * answer.alone_s > answer.target_s:
-            return None
-        return _too_slow(ticket, answer) if ticket.slo.gap_noise * answer.step_s > answer.target_s else None
+        ahead = others + self._queue.answers_ahead(ticket.tenant, ticket.start_by_s)
+        answer = self._placement.foresee_answer(need, self._fleet, ahead, outlook.wait_s)
+        return _refused_slow(ticket, answer) if answer is not None and answer.slow else None
 
     def degrade(self, ticket: Ticket) -> None:
         """Its target is lost: it goes behind those whose is not."""
@@ -130,7 +129,7 @@ class Gate:
         return Outlook(ahead_s / self.pace.seconds(now, workers) if ahead_s else 0.0, forecast)
 
 
-def _late(ticket: Ticket, outlook: Outlook) -> Refused:
+def _refused_late(ticket: Ticket, outlook: Outlook) -> Refused:
     target = ticket.slo.ttft_s
     if outlook.forecast.compute_s > _SAFETY * target:
         return Refused(
@@ -147,11 +146,11 @@ def _late(ticket: Ticket, outlook: Outlook) -> Refused:
     )
 
 
-def _too_slow(ticket: Ticket, answer: AnswerOutlook) -> Refused:
-    hint = min(max(answer.freed_s, _RETRY_MIN_S), _RETRY_MAX_S)
+def _refused_slow(ticket: Ticket, answer: AnswerOutlook) -> Refused:
+    hint = min(max(answer.fits_s, _RETRY_MIN_S), _RETRY_MAX_S)
     return Refused(
         Refusal.SLO_ITL,
-        f"tokens would come every {1e3 * answer.step_s:.2g} ms or so with one answer more, class {ticket.slo.name!r}"
-        f" promises them within {1e3 * answer.target_s:.2g} ms; try again in {hint:.2g} s or choose another class",
+        f"tokens would come every {1e3 * answer.step_s:.2g} ms with one answer more, class {ticket.slo.name!r} is kept"
+        f" up to {1e3 * answer.target_s:.2g} ms; try again in {hint:.2g} s or choose another class",
         retry_after_s=hint,
     )

@@ -79,11 +79,18 @@ class AnswerOutlook(NamedTuple):
     step_s: float
     """A decode step with it."""
     target_s: float
-    """What its class bears there between tokens."""
+    """What steps there may take for its class's gaps to be kept (`SloClass.step_target`)."""
     alone_s: float
     """A step there if nothing else ran."""
-    freed_s: float
-    """Until one of the answers there has ended, on average."""
+    fits_s: float
+    """Until so many answers there have ended that it would fit, about."""
+
+    @property
+    def slow(self) -> bool:
+        """Whether others are in its way. A target that it would miss alone limits nothing: turning others away would
+        not keep it.
+        """
+        return self.alone_s <= self.target_s < self.step_s
 
 
 class Pair(NamedTuple):
@@ -112,9 +119,9 @@ class Placement(ABC):
         """
         return None
 
-    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int = 0, wait_s: float = 0.0) -> AnswerOutlook | None:
-        """What is to be expected where tokens would come soonest one after the other, for a request that begins in
-        `wait_s` seconds behind so many others; None = nothing was measured, or this policy predicts nothing.
+    def foresee_answer(self, need: Need, fleet: Fleet, ahead: int, wait_s: float) -> AnswerOutlook | None:
+        """What is to be expected where its target would be kept best, for an answer that begins in `wait_s` seconds,
+        after so many others; None = nothing was measured, or this policy predicts nothing.
         """
         return None
 

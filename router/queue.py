@@ -96,6 +96,13 @@ class RequestQueue:
         turns = self.tenants + (line is None)
         return min(self.backlog.before(start_by_s), own_s * turns)
 
+    def answers_ahead(self, tenant: str, start_by_s: float) -> int:
+        """Answers that would begin before one of `tenant` whose prompt must start by then, about, in the same sense."""
+        line = self._lines.get(tenant)
+        own = line.backlog.answers_before(start_by_s) if line is not None else 0
+        turns = self.tenants + (line is None)
+        return len(self._resumed) + min(self.backlog.answers_before(start_by_s), own * turns)
+
     def push(self, ticket: Ticket) -> None:
         """Add `ticket`; one that comes back keeps its place. Whether there is room is the caller's question."""
         if ticket.resumed:
@@ -110,7 +117,7 @@ class RequestQueue:
         line.count += 1
         heapq.heappush(line.heap, _entry(ticket))
         for backlog in (line.backlog, self.backlog):
-            backlog.add(ticket.start_by_s, ticket.service_s)
+            backlog.add(ticket.start_by_s, ticket.service_s, ticket.decodes)
 
     def head(self) -> Ticket | None:
         """The request whose turn it is; it stays."""
@@ -130,7 +137,7 @@ class RequestQueue:
         line = self._lines[ticket.tenant]
         line.count -= 1
         for backlog in (line.backlog, self.backlog):
-            backlog.remove(ticket.start_by_s, ticket.service_s)
+            backlog.remove(ticket.start_by_s, ticket.service_s, ticket.decodes)
         if not line.count:
             self._leave(ticket.tenant, line)
         # Entries of those that left stay in the heap until they surface; a rebuild bounds their number.

@@ -13,12 +13,12 @@ _OFTEN = 0.05
 
 
 class Overload(StrEnum):
-    """What becomes of a request whose first token would come too late, wherever it went."""
+    """What becomes of a request whose targets cannot be held, wherever it went."""
 
     REJECT = "reject"
     """It is turned away at once, with a hint when to come back."""
     DEGRADE = "degrade"
-    """It is served without targets, behind all that have some."""
+    """It is served without targets: its prompt behind all that have some, its answer beside theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class SloClass:
     overload: Overload = Overload.REJECT
     has_targets: bool = field(init=False, repr=False, compare=False)
     """Whether anything is promised."""
+    has_gap_target: bool = field(init=False, repr=False, compare=False)
+    """Whether anything is promised between tokens."""
 
     def __post_init__(self) -> None:
         """InvalidArgument says what is wrong."""
@@ -49,6 +51,7 @@ class SloClass:
             message = f"class {self.name!r} needs targets above 0 and a percentile above 0 and below 100"
             raise InvalidArgument("slo_classes", message)
         object.__setattr__(self, "has_targets", min(targets) < math.inf)
+        object.__setattr__(self, "has_gap_target", min(targets[1:]) < math.inf)
 
     def __hash__(self) -> int:
         """By name: books count by class, many times a request."""
@@ -62,11 +65,10 @@ class SloClass:
         """The longest gap there that breaks no promise, however many there are, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
 
-    @property
-    def gap_noise(self) -> float:
-        """A gap at the client ÷ the step as predicted, for all but as many gaps as may be longer."""
-        often = self.gaps_allowed >= _OFTEN and self.worst_gap_s == math.inf
-        return 1 + (GAP_NOISE - 1) / 2 if often else GAP_NOISE
+    def step_target(self, idle_step_s: float) -> float:
+        """How long steps may take there, as predicted, for these gaps to be kept in spite of noise, in seconds."""
+        noise = 1 + (GAP_NOISE - 1) / 2 if self.gaps_allowed >= _OFTEN else GAP_NOISE
+        return min(self.gap_target(idle_step_s) / noise, self.worst_gap_s / GAP_NOISE)
 
     @property
     def gaps_allowed(self) -> float:

@@ -115,17 +115,26 @@ class AnswerForecast:
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken
 
 
-def answer_outlook(worker: WorkerBooks, asked: AskedAnswer, ahead: float, wait_s: float) -> AnswerOutlook:
-    """Of an answer that joins this worker in `wait_s` seconds, after so many others `ahead` of it and like it: what
-    runs there goes on to end meanwhile.
+def answer_outlook(
+    worker: WorkerBooks, asked: AskedAnswer, ahead: float, wait_s: float, usual_tokens: float
+) -> AnswerOutlook:
+    """Of an answer that joins this worker in `wait_s` seconds, while so many `ahead` of it do, evenly: what runs there
+    ends meanwhile, and so do the first of these. Others have `usual_tokens`, and contexts as what runs there has.
     """
-    rows, each = worker.decode_requests, asked.prompt_tokens + int(asked.tokens) // 2
-    freed_s = asked.tokens * worker.step_s / rows if rows else 0.0
-    more = max(0.0, ahead - wait_s / freed_s) if freed_s else ahead
-    context = worker.decode_context + int((1 + more) * each)
-    step_s = worker.cost.decode_step_seconds(rows + 1 + round(more), context)
-    alone_s = worker.cost.decode_step_seconds(1, each)
-    return AnswerOutlook(step_s, worker.gap_target(asked.slo), alone_s, freed_s)
+    rows, own = worker.decode_requests, asked.prompt_tokens + int(asked.tokens) // 2
+    life_s = usual_tokens * max(worker.step_s, worker.idle_step_s)
+    overlap = wait_s / life_s if life_s > 0.0 else 0.0
+    beside = rows * max(0.0, 1.0 - overlap) + (ahead / overlap if overlap > 1.0 else ahead)
+    beside = min(beside, worker.max_batch_requests - 1)
+    each = worker.decode_context / rows if rows else own
+    cost = worker.cost
+    step_s, alone_s = (
+        cost.decode_step_seconds(1 + round(beside), own + int(beside * each)),
+        cost.decode_step_seconds(1, own),
+    )
+    target_s = worker.step_target(asked.slo)
+    fits_s = life_s * min(1.0, (step_s - target_s) / (step_s - alone_s)) if step_s > max(target_s, alone_s) else 0.0
+    return AnswerOutlook(step_s, target_s, alone_s, fits_s)
 
 
 def _beside_an_answer(worker: WorkerBooks, tokens: int, pairs_per_token: float) -> float:

@@ -44,6 +44,11 @@ class Ticket:
         """Tokens this attempt prefills."""
         return self.prompt_tokens + self.answered
 
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens follow the one that prefill generates."""
+        return self.max_tokens > self.answered + 1
+
     def need(self, now: float) -> Need:
         """What placement needs to know."""
         expected = None
@@ -53,7 +58,7 @@ class Ticket:
             prompt_tokens=self.prefill_tokens,
             kv_tokens=self.prompt_tokens + self.max_tokens - 1,
             expected_kv_tokens=expected,
-            decodes=self.max_tokens > self.answered + 1,
+            decodes=self.decodes,
             digests=self.digests,
             slo=self.slo,
             waited_s=now - self.arrived_s,

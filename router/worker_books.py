@@ -188,6 +188,10 @@ class WorkerBooks:
         """What answers of that class bear between tokens there, in seconds; infinite = anything, or nobody can say."""
         return slo.bears(self.idle_step_s) or math.inf
 
+    def step_target(self, slo: SloClass) -> float:
+        """How long steps may take there, as predicted, for that class; infinite = as long as they like."""
+        return slo.step_target(self.idle_step_s) or math.inf
+
     def long_per_s(self, slo: SloClass) -> float:
         """How many steps a second were too long for that class, of late."""
         gaps = self.gaps(slo)

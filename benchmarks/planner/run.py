@@ -163,7 +163,7 @@ class PlannedRun(Run):
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
-            promise=Promise(self.day.slo.ttft_s, self.day.slo.gap_target(self.idle_step_s)),
+            promise=Promise(self.day.slo.ttft_s, self.day.slo.step_target(self.idle_step_s)),
             prompts=facts,
             answers=facts,
             prefill=wanted[Role.PREFILL],
