@@ -4,6 +4,9 @@ A real cluster: one worker that does everything, or with `--workers 2` one of ea
 that one wall binds, and amid it the figures and the diagnosis that `tandem why` would print. Ceilings are those that
 the workers measured at their start; on a GPU they are compared with a longer measurement before it.
 
+A GPU's wire and host are wide: `--narrow wire` makes workers go by TCP, `--narrow host` has steps that take longer to
+launch than to run.
+
 The last line is one JSON object. Ends with 1 if a wall was misnamed.
 """
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from benchmarks.load.stage import running_cluster
 from benchmarks.load.target import find_target, touch
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.walls.loads import STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.walls.look import Door, Finding, read, under
 from telemetry import families as f
 from telemetry.scrape import Scrape
@@ -26,33 +27,36 @@ def run(arguments: Sequence[str] | None = None) -> bool:
     on_cpu = chosen.device == "cpu"
     if not on_cpu:
         need_gpu()
-    stage = STAGES["cpu" if on_cpu else "cuda"]
+    stage = MADE_NARROW[chosen.narrow] if chosen.narrow else STAGES["cpu" if on_cpu else "cuda"]
+    workers = stage.workers or chosen.workers
+    os.environ.update(stage.environment)
     with errors_in_words():
         loads = chosen_loads(stage, chosen.only)
         model = choose_model(chosen.model, chosen.shape)
         reference = {} if on_cpu else measured_at_length()
-        findings, limits = measure(chosen, stage, loads, model)
-    result = {"model": model.name, "dtype": stage.dtype, "walls_workers": chosen.workers, **figures(findings)}
+        findings, limits = measure(chosen, workers, stage, loads, model)
+    result = {"model": model.name, "dtype": stage.dtype, "walls_workers": workers, **figures(findings)}
     result |= {**limits, **compared(limits, reference), **run_facts(chosen.device)}
     if chosen.save:
-        print("saved", save_result(f"walls-{model.name}-{chosen.workers}-workers", result))
+        kind = f"-narrow-{chosen.narrow}" if chosen.narrow else ""
+        print("saved", save_result(f"walls-{model.name}-{workers}-workers{kind}", result))
     print(json.dumps(result))
     return all(each.right for each in findings)
 
 
 def measure(
-    chosen: argparse.Namespace, stage: Stage, loads: Sequence[Load], model: ServedModel
+    chosen: argparse.Namespace, workers: int, stage: Stage, loads: Sequence[Load], model: ServedModel
 ) -> tuple[list[Finding], Limits]:
     """What is found under each load, and the ceilings that the workers tell by."""
     findings: list[Finding] = []
     limits: Limits = {}
     began = time.monotonic()
-    with running_cluster(model, settings_for(stage, chosen.device, chosen.workers)) as doors:
+    with running_cluster(model, settings_for(stage, chosen.device, workers)) as doors:
         print(f"the cluster serves after {time.monotonic() - began:.0f} s", flush=True)
         target, door = find_target(doors.grpc), Door(doors.metrics, doors.token)
         touch(target)
         for number, load in enumerate(loads):
-            worker = worker_of(load.half, chosen.workers)
+            worker = worker_of(load.half, workers)
             stretch = under(load, stage, target, door, chosen.seed + number)
             findings.append(read(load, worker, stretch))
             limits = told(stretch.now, worker)
@@ -127,7 +131,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     add_model_options(parser)
     parser.add_argument("--workers", type=int, choices=(1, 2), default=1, help="1 does everything; 2: one of each role")
+    parser.add_argument(
+        "--narrow",
+        choices=tuple(MADE_NARROW),
+        help="make this narrow on a GPU: the wire (with --shape llama-3-8b) or the host (with --shape qwen3-0.6b)",
+    )
     parser.add_argument("--only", default="", help="these loads by name, comma-separated")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts' tokens")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.narrow and chosen.device == "cpu":
+        parser.error("--narrow is for GPUs: a CPU computes more slowly than any wire or host; give --device cuda")
+    return chosen

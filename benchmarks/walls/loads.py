@@ -1,7 +1,7 @@
 """The loads, and the cluster whose sizes make each of them meet its wall."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from benchmarks.load.workload import Arrival, Block, Workload
 from cluster.config import GIB, Mode
@@ -49,6 +49,10 @@ class Stage:
     loads: tuple[Load, ...]
     settle_s: float
     look_s: float
+    workers: int | None = None
+    """1 that does everything or 2 of one role each, where its loads need that."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Of the cluster's processes."""
 
     @property
     def load_s(self) -> float:
@@ -90,6 +94,30 @@ STAGES = {
     ),
 }
 """By device: pages for half of what the longest batch needs, and a batch that a hundred requests overfill."""
+
+MADE_NARROW = {
+    "wire": Stage(
+        {"page_tokens": 128, "kv_cache_bytes": 16 * GIB},
+        "bfloat16",
+        (Load("long hand-overs", Wall.TRANSFER, Role.PREFILL, requests=100, prompt=4000, answer=8),),
+        settle_s=3.0,
+        look_s=3.0,
+        workers=2,
+        environment={"UCX_TLS": "tcp,cuda_copy"},
+    ),
+    "host": Stage(
+        {"page_tokens": 128, "kv_cache_bytes": 4 * GIB, "max_step_tokens": 64},
+        "bfloat16",
+        (Load("tiny steps", Wall.HOST, Role.PREFILL, requests=4000, prompt=60, answer=1, every_s=0.002),),
+        settle_s=1.0,
+        look_s=2.0,
+        workers=1,
+    ),
+}
+"""Walls that a GPU does not meet by its load alone: half a gigabyte for each prompt of an 8B shape by TCP, which takes
+several times as long as computing it; and steps of one short prompt, of a model so small that launching its kernels
+takes longer than reading its weights (0.6B).
+"""
 
 
 def settings_for(stage: Stage, device: str, workers: int) -> dict[str, object]:

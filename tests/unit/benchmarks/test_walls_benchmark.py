@@ -14,10 +14,13 @@ from benchmarks.served_model import ServedModel
 from benchmarks.tables import make_page
 from benchmarks.walls import __main__ as program
 from benchmarks.walls import command
-from benchmarks.walls.loads import STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.walls.look import Door, Finding, _look, read
-from cluster.config import ClusterConfig, Mode
+from cluster.config import GIB, ClusterConfig, Mode
+from costs.roofline import GPU
+from costs.step_cost import StepCost
 from engine.models.shapes import shape_config
+from simulation.hardware import roofline
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
@@ -27,6 +30,8 @@ from wire.ending import pages_for
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Role
 
+TCP_BYTES_PER_S = 2e9
+"""Of one stream on a host's loopback, staged through host memory."""
 LOAD = Load("some", Wall.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
 SMALL_KV_BYTES = 46_080
 """Of a token of the default model in float32."""
@@ -55,6 +60,26 @@ def test_loads_meet_their_walls_and_no_other(device: str, tmp_path: Path) -> Non
             assert crowded is (one * rows > 0.9 * pages), load
             assert crowded is (one * (rows // 2 + 1) > pages // 2), load  # who does both promises half, and half waits
             assert (load.requests > config.batch_requests) is (load.wall in {Wall.QUEUE, Wall.KV_CAPACITY}), load
+
+
+def test_what_is_made_narrow(tmp_path: Path) -> None:
+    """By the roofline of an H200: prompts are computed faster than TCP takes their pages, and a step of the small model
+    reads its weights in less than its launches take.
+    """
+    wire, host = MADE_NARROW["wire"], MADE_NARROW["host"]
+    (handed,), (tiny,) = wire.loads, host.loads
+    compute_s = StepCost(roofline(shape_config("llama-3-8b"))).prefill_seconds(handed.prompt)
+    assert handed.prompt * kv_bytes("cuda") / TCP_BYTES_PER_S > 2 * compute_s
+    pages = 16 * GIB // (128 * kv_bytes("cuda"))
+    assert 4 * pages_for(handed.prompt + handed.answer, 128) < pages, "several of them are on the way at once"
+    small = roofline(shape_config("qwen3-0.6b"))
+    assert small.base_s < 2 * GPU.launch_s
+    for stage in (wire, host):
+        assert stage.workers is not None
+        ClusterConfig(tmp_path, **settings_for(stage, "cuda", stage.workers))  # type: ignore[arg-type]
+    assert host.settings["max_step_tokens"] < 2 * tiny.prompt  # type: ignore[operator]
+    with pytest.raises(SystemExit):
+        command.parse_arguments(["--narrow", "wire"])
 
 
 def test_what_is_due_while_it_is_looked_at() -> None:
