@@ -60,6 +60,8 @@ class Outlook:
 
     wait_s: float
     forecast: Forecast
+    answers: int
+    """That begin before it."""
 
     @property
     def ttft_s(self) -> float:
@@ -107,8 +109,7 @@ class Gate:
         """If its tokens would come too far apart wherever it went."""
         if not need.decodes or not ticket.slo.has_gap_target:
             return None
-        ahead = others + self._queue.answers_ahead(ticket.tenant, ticket.start_by_s)
-        answer = self._placement.foresee_answer(need, self._fleet, ahead, outlook.wait_s)
+        answer = self._placement.foresee_answer(need, self._fleet, outlook.answers + others, outlook.wait_s)
         return _refused_slow(ticket, answer) if answer is not None and answer.slow else None
 
     def degrade(self, ticket: Ticket) -> None:
@@ -124,9 +125,9 @@ class Gate:
             ticket.start_by_s = ticket.arrived_s + self._patience_s
 
     def _outlook(self, ticket: Ticket, forecast: Forecast, now: float) -> Outlook:
-        ahead_s = self._queue.ahead_s(ticket.tenant, ticket.start_by_s)
+        seconds, answers = self._queue.ahead(ticket.tenant, ticket.start_by_s)
         workers = len(self._fleet.prefills)
-        return Outlook(ahead_s / self.pace.seconds(now, workers) if ahead_s else 0.0, forecast)
+        return Outlook(seconds / self.pace.seconds(now, workers) if seconds else 0.0, forecast, answers)
 
 
 def _refused_late(ticket: Ticket, outlook: Outlook) -> Refused:

@@ -74,7 +74,7 @@ class Forecast(NamedTuple):
 
 
 class AnswerOutlook(NamedTuple):
-    """What is to be expected of an answer where steps would be shortest; seconds."""
+    """What is to be expected of an answer where its class would be kept best; seconds."""
 
     step_s: float
     """A decode step with it."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 
-from router.backlog import Backlog
+from router.backlog import Ahead, Backlog
 from router.ticket import Ticket
 
 BURST_TOKENS = 8192
@@ -87,21 +87,15 @@ class RequestQueue:
         line = self._lines.get(tenant)
         return (line.count if line is not None else 0) + others >= self._tenant_limit
 
-    def ahead_s(self, tenant: str, start_by_s: float) -> float:
-        """Seconds of prompts that would be computed before one of `tenant` that must start by then, about: no more
-        than what is more urgent, and than what it and as many others get in turn.
+    def ahead(self, tenant: str, start_by_s: float) -> Ahead:
+        """Prompts that would be computed before one of `tenant` that must start by then, about: no more than what is
+        more urgent, and than what it and as many others get in turn. Of answers, those that were resumed as well.
         """
         line = self._lines.get(tenant)
-        own_s = line.backlog.before(start_by_s) if line is not None else 0.0
+        all_, own = self.backlog.before(start_by_s), Ahead() if line is None else line.backlog.before(start_by_s)
         turns = self.tenants + (line is None)
-        return min(self.backlog.before(start_by_s), own_s * turns)
-
-    def answers_ahead(self, tenant: str, start_by_s: float) -> int:
-        """Answers that would begin before one of `tenant` whose prompt must start by then, about, in the same sense."""
-        line = self._lines.get(tenant)
-        own = line.backlog.answers_before(start_by_s) if line is not None else 0
-        turns = self.tenants + (line is None)
-        return len(self._resumed) + min(self.backlog.answers_before(start_by_s), own * turns)
+        answers = len(self._resumed) + min(all_.answers, own.answers * turns)
+        return Ahead(min(all_.seconds, own.seconds * turns), answers)
 
     def push(self, ticket: Ticket) -> None:
         """Add `ticket`; one that comes back keeps its place. Whether there is room is the caller's question."""

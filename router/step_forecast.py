@@ -128,10 +128,8 @@ def answer_outlook(
     beside = min(beside, worker.max_batch_requests - 1)
     each = worker.decode_context / rows if rows else own
     cost = worker.cost
-    step_s, alone_s = (
-        cost.decode_step_seconds(1 + round(beside), own + int(beside * each)),
-        cost.decode_step_seconds(1, own),
-    )
+    step_s = cost.decode_step_seconds(1 + round(beside), own + int(beside * each))
+    alone_s = cost.decode_step_seconds(1, own)
     target_s = worker.step_target(asked.slo)
     fits_s = life_s * min(1.0, (step_s - target_s) / (step_s - alone_s)) if step_s > max(target_s, alone_s) else 0.0
     return AnswerOutlook(step_s, target_s, alone_s, fits_s)

@@ -63,13 +63,13 @@ def parse_hour(text: str) -> LiveHour:
     """From NAME:RATE:PROMPT:ANSWER, mean lengths in tokens. InvalidArgument says what is wrong."""
     try:
         name, rate, prompt, answer = text.split(":")
-        mix = Synthetic(Lengths(float(prompt), _PROMPT_SIGMA), Lengths(float(answer), _ANSWER_SIGMA))
-        hour = LiveHour(name, float(rate), mix)
+        per_s = float(rate)
     except ValueError:
         raise InvalidArgument("--hour", f"{text!r} is not NAME:RATE:PROMPT_TOKENS:ANSWER_TOKENS") from None
-    if not (hour.rate > 0 and mix.prompt.mean >= 1 and mix.answer.mean >= 1):
-        raise InvalidArgument("--hour", f"{text!r} needs a rate above 0, and prompts and answers of a token or more")
-    return hour
+    if not per_s > 0:
+        raise InvalidArgument("--hour", f"{text!r} needs a rate above 0")
+    prompts = Lengths.parse("--hour", f"lognormal:{prompt}:{_PROMPT_SIGMA}")
+    return LiveHour(name, per_s, Synthetic(prompts, Lengths.parse("--hour", f"lognormal:{answer}:{_ANSWER_SIGMA}")))
 
 
 def day_of(hours: Sequence[LiveHour], seconds: float, seed: int) -> Workload:

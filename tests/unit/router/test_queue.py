@@ -47,7 +47,7 @@ def test_the_departed_are_forgotten_and_who_comes_back_keeps_the_place() -> None
     assert (len(queue), queue.full) == (2, False)
     queue.push(first)
     assert drained(queue) == [each.wire_id for each in (first, second, third)]
-    assert (queue.tenants, queue.backlog.before(1e9)) == (0, 0.0)
+    assert (queue.tenants, queue.backlog.before(1e9)) == (0, (0.0, 0))
 
 
 def test_memory_is_bounded_by_its_members() -> None:
@@ -113,10 +113,10 @@ def test_a_tenant_may_not_fill_the_queue() -> None:
 def test_how_much_is_ahead() -> None:
     flood = [ticket(f"flood-{n}", n, start_by_s=1.0, tenant="flood") for n in range(10)]
     queue = filled(RequestQueue(99), *flood, ticket("mine", 20, start_by_s=2.0, tenant="me"))
-    assert queue.ahead_s("flood", 1.0) == 5.0
-    assert queue.ahead_s("flood", 0.5) == 0.0, "less urgent ones are not before it"
-    assert queue.ahead_s("me", 3.0) == 1.0, "own work, and as much of the others'"
-    assert queue.ahead_s("third", 3.0) == 0.0
+    assert queue.ahead("flood", 1.0).seconds == 5.0
+    assert queue.ahead("flood", 0.5).seconds == 0.0, "less urgent ones are not before it"
+    assert queue.ahead("me", 3.0).seconds == 1.0, "own work, and as much of the others'"
+    assert queue.ahead("third", 3.0).seconds == 0.0
 
 
 def test_backlog_against_a_plain_sum() -> None:
@@ -129,7 +129,7 @@ def test_backlog_against_a_plain_sum() -> None:
             parts.append((dice.randrange(100) * 0.05 + 0.01, dice.random()))
             backlog.add(*parts[-1])
     for at in (0.03, 1.02, 2.51, 6.0):
-        assert abs(backlog.before(at) - sum(s for by, s in parts if by <= at + 0.01)) < 1e-6
+        assert abs(backlog.before(at).seconds - sum(s for by, s in parts if by <= at + 0.01)) < 1e-6
     for part in parts:
         backlog.remove(*part)
-    assert backlog.before(1e9) == 0.0
+    assert backlog.before(1e9) == (0.0, 0)
