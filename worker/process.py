@@ -78,7 +78,9 @@ class WorkerProcess:
                 self._engine.measure_ceilings(self._config.engine.threads)
             report("opening the transfer", 0.0)
             info = self._call(self._open(self._engine))
-        except BaseException:
+        except BaseException as error:
+            # Before it stops: whoever waits for the end must hear why, too.
+            self._end(self._why_not(error))
             self.stop()
             raise
         report("serving", 1.0)
@@ -86,7 +88,7 @@ class WorkerProcess:
         return info
 
     def wait(self) -> None:
-        """Return when the process was stopped; Internal or StaleEpoch when it had to end by itself."""
+        """Return when the process was stopped. What `start` raises, or Internal or StaleEpoch when it had to end."""
         self._ended.result()
 
     def drain(self, grace_s: float) -> int:
@@ -192,6 +194,12 @@ class WorkerProcess:
             await self._metrics.close()
         self._controller = self._worker = self._server = self._engine = None
         await self._events.shutdown_default_executor()
+
+    def _why_not(self, error: BaseException) -> TandemError:
+        """Why it did not start."""
+        if isinstance(error, TandemError):
+            return error
+        return Internal(f"worker {self._me.worker_id} failed to start: {first_line(error)}")
 
     def _die(self, error: BaseException) -> None:
         self._end(Internal(f"worker {self._me.worker_id} failed in a step: {first_line(error)}"))

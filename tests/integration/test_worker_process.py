@@ -98,9 +98,24 @@ async def refuse(peers: Peers) -> None:
 
 def test_a_model_that_is_not_there_leaves_nothing(tmp_path: Path) -> None:
     process = WorkerProcess(config(tmp_path / "nowhere"), 1)
-    with pytest.raises(ModelError):
+    with pytest.raises(ModelError) as started:
         process.start()
     assert own_threads() == set()
+    with pytest.raises(ModelError) as ended:
+        process.wait()
+    assert ended.value is started.value, "whoever waits for its end hears why, not only who starts it"
+
+
+def test_a_defect_in_the_start_is_told_to_whoever_waits(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such luck\nand a page more")
+
+    monkeypatch.setattr(ModelRunner, "measure_ceilings", broken)
+    process = WorkerProcess(config(model), 1)
+    with pytest.raises(RuntimeError):
+        process.start()
+    with pytest.raises(Internal, match=r"failed to start: RuntimeError: no such luck$"):
+        process.wait()
 
 
 def test_a_taken_port_is_named(model: Path) -> None:
