@@ -29,6 +29,10 @@ _COLLAPSED = 0.5
 """Room beside answers ÷ what comes, below which workers are kept free. Where steps may be long, room shrinks slowly,
 and workers that do both serve more; where they may not, it is gone at some number of answers.
 """
+_BORNE_MIN = 0.5
+"""Part of the answers that those which are not kept free have to bear: the gate turns away what is too much for them,
+where even shares would leave everybody's promise to the prompts.
+"""
 _CLEARED_S = 1.0
 """Within so long what waits should be computed, beside what comes."""
 _MOST_WAITED_S = 2.0
@@ -91,10 +95,9 @@ class PromptRoom:
         running = 1 + sum(worker.decode_requests for worker in decoding)
         context = asked.prompt_tokens + int(asked.tokens) // 2 + sum(worker.decode_context for worker in decoding)
 
-        def bear(workers: int) -> bool:
-            """Whether so many could decode what there is."""
-            rows, held, _ = _share(running, context, workers, target_s)
-            return rows <= like.max_batch_requests and like.cost.decode_step_seconds(rows, held) <= target_s
+        def bear(workers: int) -> float:
+            """The part of what is decoded that so many could."""
+            return _part_borne(like, _share(running, context, workers, target_s))
 
         most = 1 + _CHANCE / math.sqrt(running)
         spread = elsewhere
@@ -107,10 +110,12 @@ class PromptRoom:
         if spread >= wanted:
             return NOBODY
         needed = max(1, math.ceil((_PLENTY * coming - elsewhere) / alone))
-        if not self.free and (needed >= len(decoding) or not bear(len(decoding) - needed)):
-            return NOBODY
+        if not self.free:
+            borne = bear(len(decoding) - needed) if needed < len(decoding) else 0.0
+            if borne < _BORNE_MIN or spread >= wanted * borne:
+                return NOBODY
         needed = max(1, min(needed, len(decoding) - 1))
-        while needed > 1 and not bear(len(decoding) - needed):
+        while needed > 1 and bear(len(decoding) - needed) < 1.0:
             needed -= 1
         # Whoever is free stays so, and then who is soonest.
         order = sorted(
@@ -136,6 +141,15 @@ class PromptRoom:
 def _share(rows: float, context: float, workers: int, target_s: float) -> Beside:
     """What one of so many workers has of the answers."""
     return Beside(math.ceil(rows / workers), int(context / workers), (target_s,))
+
+
+def _part_borne(worker: WorkerBooks, share: Beside) -> float:
+    """How much of its share one worker could decode within the target: the first row costs most."""
+    rows, context, (target_s,) = share
+    step_s = worker.cost.decode_step_seconds(rows, context)
+    one_s = worker.cost.decode_step_seconds(1, context // rows)
+    in_time = 1.0 if step_s <= target_s else max(0.0, target_s - one_s) / (step_s - one_s)
+    return min(in_time, worker.max_batch_requests / rows)
 
 
 def _room(worker: WorkerBooks, beside: Beside, pairs: float) -> float:

@@ -38,7 +38,7 @@ def test_decoding_alone_may_leave_nothing() -> None:
         (Duty(Role.BOTH, PolicyName.CHUNKED), 20, Chunks(492)),
         (Duty(Role.BOTH, PolicyName.CHUNKED, 512), 0, Chunks(2048)),
         (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 0, Chunks(2048)),
-        (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.001), 20, Chunks(PROGRESS_TOKENS, PATIENCE)),
+        (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.001), 20, Chunks(2028, PATIENCE)),
         (Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.0), 20, Chunks(2028)),
     ],
 )
@@ -59,4 +59,4 @@ def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
     assert decoding_s > 2 * H200.decode_step_seconds(1, 0)
     assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context), 500.0).tokens > 300
     asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
-    assert chunks(H200, asked, 2048, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
+    assert chunks(H200, asked, 4096, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)

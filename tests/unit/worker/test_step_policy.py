@@ -59,8 +59,14 @@ def test_unchunked_gives_all_there_is() -> None:
     assert Unchunked(STEP).prefill_tokens(DECODING, MANY) == STEP - 32
 
 
+def patient(policy: StepPolicy) -> StepPolicy:
+    """Its long step was the last one."""
+    assert policy.prefill_tokens(StepWork(decode_rows=2 * STEP), MANY) > 0
+    return policy
+
+
 def test_chunked_keeps_the_whole_step_within_its_budget() -> None:
-    policy = Chunked(512)
+    policy = patient(Chunked(512))
     assert policy.prefill_tokens(DECODING, MANY) == 480
     assert policy.prefill_tokens(NOTHING, MANY) == 512
     assert policy.prefill_tokens(StepWork(decode_rows=600), MANY) == 0
@@ -81,13 +87,13 @@ def test_decode_priority_fills_what_is_left_of_the_target_and_no_more(target_ms:
 
 
 def test_decode_priority_gives_nothing_when_decoding_alone_takes_too_long() -> None:
-    assert priority(5e-3).prefill_tokens(DECODING, MANY) == 0
+    assert patient(priority(5e-3)).prefill_tokens(DECODING, MANY) == 0
 
 
 def test_decode_priority_gives_no_crumbs_but_for_a_prompt_that_is_one() -> None:
     target = GAP_NOISE * cost().seconds(DECODING.with_chunk(PIECE // 2, 0))
-    assert priority(target).prefill_tokens(DECODING, MANY) == 0
-    assert priority(target).prefill_tokens(DECODING, Waiting(1, 10, 0)) == 10
+    assert patient(priority(target)).prefill_tokens(DECODING, MANY) == 0
+    assert patient(priority(target)).prefill_tokens(DECODING, Waiting(1, 10, 0)) == 10
 
 
 def test_without_a_target_a_step_may_take_twice_an_unloaded_one() -> None:
@@ -140,24 +146,23 @@ def test_nobody_who_decodes_means_nobody_to_spare() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "beside"),
-    [(priority(1e-6), DECODING), (Chunked(512), StepWork(decode_rows=512))],
+    ("policy", "beside", "enough"),
+    [(priority(1e-6), DECODING, PROGRESS_TOKENS), (Chunked(512), StepWork(decode_rows=512), 512)],
     ids=["priority", "chunked"],
 )
-def test_no_prompt_starves(policy: StepPolicy, beside: StepWork) -> None:
+def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) -> None:
     granted = [policy.prefill_tokens(beside, MANY) for _ in range(3 * (PATIENCE + 1))]
-    assert granted == 3 * [*[0] * PATIENCE, PROGRESS_TOKENS]
+    assert granted == 3 * [enough, *[0] * PATIENCE]
 
 
-def test_patience_is_for_those_who_wait_without_getting_anything() -> None:
+def test_long_steps_are_less_than_one_in_a_hundred_whoever_waits_when() -> None:
     policy = Chunked(512)
-    beside = StepWork(decode_rows=512)
-    for waiting in (MANY, Waiting(), MANY):
-        granted = [policy.prefill_tokens(beside, waiting) for _ in range(PATIENCE)]
-        assert granted == [0] * PATIENCE
-    policy = Chunked(512)
-    beside = StepWork(decode_rows=512 - PIECE)
-    assert {policy.prefill_tokens(beside, MANY) for _ in range(3 * PATIENCE)} == {PIECE}
+    beside, full = StepWork(decode_rows=512 - PIECE), StepWork(decode_rows=512)
+    assert policy.prefill_tokens(full, MANY) == 512
+    without = [*[Waiting()] * (PATIENCE // 2), *[MANY] * (PATIENCE - PATIENCE // 2)]
+    assert not any(policy.prefill_tokens(full, waiting) for waiting in without if waiting.prompts), "not yet"
+    assert {policy.prefill_tokens(beside, MANY) for _ in range(PATIENCE // 2 + 1)} == {PIECE}, "no long step"
+    assert policy.prefill_tokens(full, MANY) == 512, "enough have passed, with nobody waiting and with pieces"
 
 
 def test_the_batch_grows_up_to_the_target() -> None:
