@@ -30,6 +30,7 @@ from prefill_worker.page_sums import OutgoingSums
 from prefill_worker.permission import Permission
 from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
+from prefill_worker.writing import WritingTime
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
 from wire.logs import about
@@ -77,6 +78,7 @@ class Handoff:
         local: LocalDecode,
         emit: Callable[[RoutedEvent], None],
         deadline_s: float,
+        writing: WritingTime,
         checks: PageChecks | None = None,
     ) -> None:
         self._request = request
@@ -90,7 +92,7 @@ class Handoff:
         self._emit = emit
         self._deadline_s = deadline_s
         self._checks = checks
-        self._writes = OutgoingWrites(sender, deadline_s)
+        self._writes = OutgoingWrites(sender, deadline_s, writing)
         self._skipped = 0
         self._aborted = False
         self._delivered = False

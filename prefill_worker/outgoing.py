@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from kv_transfer.base import PageWrite, Sender, WriteDone
+from prefill_worker.writing import WritingTime
 from wire.errors import TransferFailed
 from wire.messages import PeerRef, TransferNotice
 from wire.timeline import Edge, EdgeStamp
@@ -13,9 +14,11 @@ from wire.timeline import Edge, EdgeStamp
 class OutgoingWrites:
     """In the order they were posted; belongs to its handoff, which frees the pages. Lives on the event loop."""
 
-    def __init__(self, sender: Sender, deadline_s: float) -> None:
+    def __init__(self, sender: Sender, deadline_s: float, writing: WritingTime) -> None:
         self._sender = sender
         self._deadline_s = deadline_s
+        self._writing = writing
+        self._under_way = 0
         self._posted: list[Future[WriteDone]] = []
         self._awaited: list[asyncio.Future[WriteDone]] = []
         """The same, for whoever waits on this loop."""
@@ -41,6 +44,10 @@ class OutgoingWrites:
         write = PageWrite(peer, here, there, notice, begin_by, behind)
         self._posted.append(self._sender.write(write, self._deadline_s))
         self._awaited.append(asyncio.wrap_future(self._posted[-1]))
+        if not self._under_way:
+            self._writing.begin()
+        self._under_way += 1
+        self._awaited[-1].add_done_callback(self._settled)
 
     def raise_failed(self) -> None:
         """The oldest failure, if there is any yet."""
@@ -94,3 +101,8 @@ class OutgoingWrites:
             EdgeStamp(Edge.NOTICE_POSTED, done[-1].begun_nanos),
             EdgeStamp(Edge.TRANSFER_FINISHED, done[-1].ended_nanos),
         )
+
+    def _settled(self, _: asyncio.Future[WriteDone]) -> None:
+        self._under_way -= 1
+        if not self._under_way:
+            self._writing.end()

@@ -168,6 +168,10 @@ TRANSFER_SECONDS = histogram(
     "Of one prompt's hand-over: all its writes together, without the chunks between them; of its prefill worker.",
     _TRANSFER_S,
 )
+TRANSFER_WRITING = counter(
+    "kv_transfer_writing_seconds_total",
+    "Time with writes under way, summed over hand-overs, as it passes; its rate is how many write at once.",
+)
 TRANSFER_BYTES = counter("kv_transfer_bytes_total", "Bytes of KV handed over; of the prefill worker.")
 TRANSFER_FAILURES = counter("kv_transfer_failures_total", "Hand-overs that failed; of the prefill worker.")
 TRANSFER_BANDWIDTH = histogram(

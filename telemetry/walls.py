@@ -19,6 +19,8 @@ TRANSFERRING = 0.7
 """Part of the time with pages on the wire from which on those who wait wait for it, if the engine has less to do."""
 PILED_UP = 2.0
 """Hand-overs that write at once, on average, from which on they pile up, whoever waits yet."""
+ON_THEIR_WAY = 0.5
+"""Part of the pages that are taken from which on it is prompts on the wire that hold them."""
 COMPUTING = 0.5
 """Part of the time in steps from which on what is in them binds."""
 
@@ -60,7 +62,11 @@ class Figures:
     batch_limit: float
     """Most of them."""
     transferring: float
-    """Seconds that its hand-overs wrote, for each second; above 1 where several write at once."""
+    """Hand-overs of its own that write at once, on average: seconds for each second, also of those that do not end."""
+    arriving: float
+    """Part of its KV pages that hand-overs of others write, all the time."""
+    others_transferring: float
+    """The same as `transferring` of the one among the other workers that has the most."""
     prompts_waiting: float
     """Prompts that it has not wholly computed, all the time."""
     requests_waiting: float
@@ -79,6 +85,11 @@ class Figures:
         somebody_waits = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if somebody_waits else PILED_UP
         return self.transferring >= enough and self.transferring > self.busy
+
+    @property
+    def wires_hold_pages(self) -> bool:
+        """Whether most of the pages that are taken here wait for others, whose hand-overs pile up."""
+        return self.arriving >= ON_THEIR_WAY * self.kv_used > 0 and self.others_transferring >= PILED_UP
 
     @property
     def rest(self) -> float:
@@ -115,6 +126,9 @@ def diagnose(it: Figures) -> Diagnosis:
     if it.wire_is_narrow:
         on_the_wire = f"hand-overs write {it.transferring:.2f} s in each second"
         return _found(Wall.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
+    if it.pages_missing and it.wires_hold_pages and not it.preempted:
+        held = f"{it.arriving:.0%} of its KV pages wait for hand-overs to it, {_waiting(it)}"
+        return _found(Wall.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
     if it.pages_missing:
         return _found(Wall.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
     if not it.steps and it.prompts_waiting > 0:

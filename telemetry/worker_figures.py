@@ -2,7 +2,7 @@
 
 from telemetry import families as f
 from telemetry.family import Family
-from telemetry.scrape import Stretch
+from telemetry.scrape import Scrape, Stretch
 from telemetry.walls import Figures
 
 _ROUTER = "router"
@@ -12,6 +12,7 @@ def figures_of(stretch: Stretch, worker: str) -> Figures:
     """Of `worker` in this stretch; zeros where it has told nothing."""
     now, me = stretch.now, {"worker": worker}
     busy_s = stretch.grown(f.STEP_BUSY, **me)
+    others = set(now.values(f.TRANSFER_WRITING, "worker")) - {worker}
     return Figures(
         steps=stretch.grown(f.STEP_SECONDS, "_count", **me),
         busy=min(1.0, _part(busy_s, stretch.seconds)),
@@ -23,10 +24,17 @@ def figures_of(stretch: Stretch, worker: str) -> Figures:
         preempted=stretch.grown(f.PREEMPTIONS, **me),
         decoding=stretch.mean(f.STEP_DECODE_ROWS, **me) or 0.0,
         batch_limit=now.total(f.BATCH_LIMIT, **me),
-        transferring=stretch.rate(f.TRANSFER_SECONDS, "_sum", **me),
+        transferring=stretch.rate(f.TRANSFER_WRITING, **me),
+        arriving=_part(_all_along(stretch, f.KV_PAGES, state="advertised", **me), _pages(now, worker)),
+        others_transferring=max((stretch.rate(f.TRANSFER_WRITING, worker=each) for each in others), default=0.0),
         prompts_waiting=_all_along(stretch, f.REQUESTS_WAITING, **me),
         requests_waiting=_all_along(stretch, f.REQUESTS_WAITING, role=_ROUTER),
     )
+
+
+def _pages(now: Scrape, worker: str) -> float:
+    """All that it has."""
+    return now.total(f.KV_PAGES, worker=worker) - now.total(f.KV_PAGES, state="promised", worker=worker)
 
 
 def _all_along(stretch: Stretch, family: Family, **labels: str) -> float:

@@ -11,6 +11,7 @@ from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
 from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
+from prefill_worker.writing import WritingTime
 from wire.messages import PeerRef, RoutedEvent
 
 SETTLE_S = 2.0
@@ -29,6 +30,7 @@ class Handovers:
     checks: PageChecks
     emit: Callable[[RoutedEvent], None]
     deadline_s: float
+    writing: WritingTime
     _open: set[asyncio.Future[None]] = field(default_factory=set)
     _renewals: Renewals = field(init=False)
 
@@ -49,6 +51,7 @@ class Handovers:
             local=self.local,
             emit=self.emit,
             deadline_s=self.deadline_s,
+            writing=self.writing,
             checks=self.checks,
         )
         self._open.add(handoff.ended)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from costs.roofline import Ceilings, Roofline
 from costs.step_cost import StepWork
+from prefill_worker.writing import WritingTime
 from telemetry import families as f
 from telemetry.board import Board, Facts, Reading
 from wire.cost_parameters import CostParameters
@@ -84,6 +85,8 @@ class WorkerMetrics:
     def __init__(self, model: str, worker: str, utilization: Utilization) -> None:
         self.board = board = Board({"model": model, "worker": worker})
         self.utilization = utilization
+        self.writing = WritingTime()
+        """Of hand-overs, who tell it."""
         self._decode_steps = board.spread(f.STEP_SECONDS, "decode")
         self._prefill_steps = board.spread(f.STEP_SECONDS, "prefill")
         self._mixed_steps = board.spread(f.STEP_SECONDS, "mixed")
@@ -97,6 +100,7 @@ class WorkerMetrics:
         self._failures = board.count(f.TRANSFER_FAILURES)
         self._refusals = board.count(f.KV_REFUSALS)
         board.read(self._engine_facts)
+        board.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
 
     def step(self, work: StepWork, seconds: float) -> None:
         """Engine thread: a step has ended."""

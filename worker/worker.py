@@ -213,6 +213,7 @@ class Worker:
             self._checks,
             self.metrics.hearing(self._outbox.post),
             self._config.transfer_deadline_s,
+            self.metrics.writing,
         )
 
     def _make_halves(self) -> Halves:

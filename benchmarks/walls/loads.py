@@ -97,11 +97,11 @@ STAGES = {
 
 MADE_NARROW = {
     "wire": Stage(
-        {"page_tokens": 128, "kv_cache_bytes": 16 * GIB},
+        {"page_tokens": 128, "kv_cache_bytes": 4 * GIB},
         "bfloat16",
         (Load("long hand-overs", Wall.TRANSFER, Role.PREFILL, requests=100, prompt=4000, answer=8),),
         settle_s=3.0,
-        look_s=3.0,
+        look_s=9.0,
         workers=2,
         environment={"UCX_TLS": "tcp,cuda_copy"},
     ),
@@ -115,8 +115,9 @@ MADE_NARROW = {
     ),
 }
 """Walls that a GPU does not meet by its load alone: half a gigabyte for each prompt of an 8B shape by TCP, which takes
-several times as long as computing it; and steps of one short prompt, of a model so small that launching its kernels
-takes longer than reading its weights (0.6B).
+several times as long as computing it, with pages for eight of them, who share the wire, so that at 0.4 GB/s the first
+ones arrive in the look; and steps of one short prompt, of a model so small that launching its kernels takes longer than
+reading its weights (0.6B).
 """
 
 

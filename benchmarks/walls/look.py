@@ -65,6 +65,7 @@ class Finding:
             "mfu": round(it.compute, 4),
             "busy": round(it.busy, 4),
             "kv_used": round(it.kv_used, 4),
+            "transferring": round(it.transferring, 2),
             "decoding": round(it.decoding, 2),
             "requests_waiting": it.requests_waiting,
             "tokens_per_s": self.tokens_per_s,

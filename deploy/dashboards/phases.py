@@ -114,6 +114,12 @@ _TRANSFER = Row(
     (
         _phase("What hand-overs cost", f.TRANSFER_TIME, "From a prompt's end to the decode worker's first step."),
         _spread("Hand-overs", of_workers(f.TRANSFER_SECONDS, "_bucket"), "All writes of a prompt together."),
+        _by_worker(
+            "Hand-overs that write",
+            Unit.NUMBER,
+            rate(of_workers(f.TRANSFER_WRITING), "worker"),
+            "At once, on average, also of those that do not end; from two on the wire is slower than the prompts.",
+        ),
         _by_worker("KV handed over", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
         _spread(
             "Bandwidth of single hand-overs",

@@ -16,7 +16,7 @@ from benchmarks.walls import __main__ as program
 from benchmarks.walls import command
 from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.walls.look import Door, Finding, _look, read
-from cluster.config import GIB, ClusterConfig, Mode
+from cluster.config import ClusterConfig, Mode
 from costs.roofline import GPU
 from costs.step_cost import StepCost
 from engine.models.shapes import shape_config
@@ -25,13 +25,13 @@ from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import Wall
+from telemetry.walls import PILED_UP, Wall
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Role
 
-TCP_BYTES_PER_S = 2e9
-"""Of one stream on a host's loopback, staged through host memory."""
+TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
+"""Of one stream on a host's loopback, staged through host memory, and if that goes badly."""
 LOAD = Load("some", Wall.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
 SMALL_KV_BYTES = 46_080
 """Of a token of the default model in float32."""
@@ -70,8 +70,13 @@ def test_what_is_made_narrow(tmp_path: Path) -> None:
     (handed,), (tiny,) = wire.loads, host.loads
     compute_s = StepCost(roofline(shape_config("llama-3-8b"))).prefill_seconds(handed.prompt)
     assert handed.prompt * kv_bytes("cuda") / TCP_BYTES_PER_S > 2 * compute_s
-    pages = 16 * GIB // (128 * kv_bytes("cuda"))
-    assert 4 * pages_for(handed.prompt + handed.answer, 128) < pages, "several of them are on the way at once"
+    pool = wire.settings["kv_cache_bytes"]
+    assert isinstance(pool, int)
+    pages, one = pool // (128 * kv_bytes("cuda")), pages_for(handed.prompt + handed.answer, 128)
+    assert 2 * PILED_UP * one < pages, "several of them are on the way at once"
+    assert pages // one * compute_s < wire.settle_s, "they are before the look begins"
+    assert handed.requests * handed.prompt * kv_bytes("cuda") > 2 * TCP_BYTES_PER_S * wire.load_s, "and to its end"
+    assert pool / SLOW_TCP_BYTES_PER_S < wire.settle_s + wire.look_s, "and some of them have arrived by then"
     small = roofline(shape_config("qwen3-0.6b"))
     assert small.base_s < 2 * GPU.launch_s
     for stage in (wire, host):

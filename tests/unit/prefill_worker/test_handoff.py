@@ -17,6 +17,7 @@ from prefill_worker.handoff import Handoff
 from prefill_worker.progress import Progress
 from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
+from prefill_worker.writing import WritingTime
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
 from wire.messages import (
@@ -53,6 +54,8 @@ class Scene(Sender, DecodePeers):
         self.refuse_release: list[Exception] = []
         self.cannot: dict[str, Exception] = {}
         self.allotted = [20, 21, 22]
+        self.now_ns = 0
+        self.writing = WritingTime(lambda: self.now_ns)
         there = Destination(THERE, "nowhere", LEASE) if destination else None
         task = PrefillTask("r", RequestRef("q", 1), PROMPT, SamplingParams(max_tokens=9), there)
         self.request = PrefillRequest(task, 3, False, Progress(), Prefix(b""), pages=[10, 11, 12])
@@ -68,6 +71,7 @@ class Scene(Sender, DecodePeers):
             local=None,  # type: ignore[arg-type]
             emit=self.events.append,
             deadline_s=1.0,
+            writing=self.writing,
         )
 
     def add_peer(self, description: PeerDescription) -> None: ...
@@ -465,3 +469,39 @@ async def test_a_hand_over_that_is_over_renews_nothing() -> None:
     await asyncio.sleep(0.06)
     assert scene.diary.count("renew") == renewed
     assert not scene.handoff._renewals._pairs
+
+
+async def test_time_of_writes_counts_while_it_passes() -> None:
+    """Once for a hand-over, however many of its writes are under way, and not between its chunks."""
+    scene, second = Scene(), 10**9
+
+    def later(seconds: int) -> float:
+        scene.now_ns += seconds * second
+        return scene.writing.seconds
+
+    await scene.compute(1)
+    assert later(5) == 0, "permission to write is there, and no page yet"
+    await scene.compute(PAGE_TOKENS)
+    assert later(2) == 2
+    await scene.settle(0)
+    assert later(3) == 2, "it computes"
+    await scene.finish()
+    assert later(1) == 3
+    await scene.settle(1)
+    assert later(1) == 4, "the last page is under way"
+    await scene.settle(2)
+    assert later(7) == 4
+
+
+async def test_writes_count_until_they_are_quiet_however_the_hand_over_ended() -> None:
+    scene, second = Scene(), 10**9
+    await scene.compute(PAGE_TOKENS)
+    scene.handoff.abort()
+    await scene.turn()
+    scene.now_ns += 4 * second
+    assert scene.writing.seconds == 4
+    scene.futures[0].set_exception(TransferFailed("late"))
+    scene.request.progress.release()
+    await scene.handoff.ended
+    scene.now_ns += second
+    assert scene.writing.seconds == 4

@@ -13,8 +13,10 @@ from cli.why import findings
 from costs.roofline import Ceilings, ModelSizes, Roofline, guess
 from costs.step_cost import StepCost
 from engine.config import EngineConfig
+from prefill_worker.writing import WritingTime
 from router.config import RouterConfig
 from router.placement import Mode
+from simulation.clock import VirtualClock
 from simulation.cluster import VirtualCluster
 from simulation.network import Network
 from simulation.request import LoadRequest
@@ -107,16 +109,25 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
             metrics.refused()
             raise
 
+    metrics.writing = WritingTime(lambda: round(worker._clock() * 1e9))
+    begin = worker._prefill._hand_over
+
+    def begin_metered(*asked: Any) -> Any:
+        return told_of_writes(begin(*asked), metrics.writing, worker._clock)
+
+    worker._prefill._hand_over = begin_metered
     worker._loop._finish = finish_metered  # type: ignore[method-assign]
     worker.reserve = reserve_metered  # type: ignore[method-assign]
     worker.tell = tell_metered  # type: ignore[method-assign]
 
     def facts() -> Facts:
-        load = worker.load()
+        load, pages = worker.load(), worker.pool.counts()
         return {
             f.REQUESTS_RUNNING: load.decode_requests,
             f.REQUESTS_WAITING: load.prefill_requests,
             f.KV_USAGE: load.pages_used / load.pages_total,
+            f.KV_PAGES: {("advertised",): pages.advertised, ("others",): pages.total - pages.advertised},
+            f.OPEN_LEASES: worker.admission.open_leases,
             f.PREEMPTIONS: worker.admission.running.preemptions,
             f.BATCH_LIMIT: worker.spec.info.max_batch_requests,
             f.WORKER_READY: 1,
@@ -124,6 +135,30 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
 
     metrics.board.read(facts)
     return metrics.board
+
+
+def told_of_writes(handover: Any, writing: WritingTime, clock: VirtualClock) -> Any:
+    """A simulated hand-over, which tells of its writes as a real one does."""
+    post = handover._post
+    under_way = 0
+
+    def settled() -> None:
+        nonlocal under_way
+        under_way -= 1
+        if not under_way:
+            writing.end()
+
+    def post_metered(end: int) -> float:
+        nonlocal under_way
+        if not under_way:
+            writing.begin()
+        under_way += 1
+        landing: float = post(end)
+        clock.at(landing, settled)
+        return landing
+
+    handover._post = post_metered
+    return handover
 
 
 def load(every_s: float, prompt: int, answer: int) -> list[LoadRequest]:
@@ -139,12 +174,16 @@ class Case:
     wall: Wall
 
 
+NO_WIRE = Stage(pages=640, network=Network(bytes_per_s=1e7))
+"""Pages for ten prompts of 1000 tokens, each of which takes 13 s to write."""
 CASES = {
     "long prompts": Case(Stage(), load(0.05, 4000, 1), PREFILL, Wall.COMPUTE),
     "a few answers": Case(Stage(), load(0.2, 50, 400), DECODE, Wall.BANDWIDTH),
     "long answers, few pages": Case(Stage(pages=600), load(0.02, 100, 900), DECODE, Wall.KV_CAPACITY),
     "room for prompts": Case(Stage(pages=400, alone=True), load(0.02, 400, 900), BOTH, Wall.KV_CAPACITY),
     "a slow wire": Case(Stage(network=Network(bytes_per_s=2e9)), load(0.05, 1000, 8), PREFILL, Wall.TRANSFER),
+    "no hand-over ends": Case(NO_WIRE, load(0.02, 1000, 8), PREFILL, Wall.TRANSFER),
+    "no prompt comes": Case(NO_WIRE, load(0.02, 1000, 8), DECODE, Wall.TRANSFER),
     "a small batch": Case(Stage(batch=4), load(0.02, 100, 400), DECODE, Wall.QUEUE),
     "a slow host": Case(Stage(replace(DEVICE, launch_s=2e-2)), load(0.2, 50, 100), DECODE, Wall.HOST),
     "next to nothing": Case(Stage(), load(0.4, 50, 8), DECODE, Wall.NONE),
@@ -171,6 +210,27 @@ def test_its_change_moves_the_wall() -> None:
     assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).wall is not Wall.QUEUE
     assert "a faster wire" in found(wire.stage.under(wire.load), PREFILL).change
     assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).wall is not Wall.TRANSFER
+
+
+def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
+    """Of both workers: ten prompts write all the time, and none has been handed over when it is over."""
+    case = CASES["no hand-over ends"]
+    stretch = case.stage.under(case.load)
+    assert stretch.now.total(f.TRANSFER_SECONDS, "_count") == 0
+    prefill, decode = figures_of(stretch, PREFILL), figures_of(stretch, DECODE)
+    assert prefill.transferring == decode.others_transferring == pytest.approx(10, abs=0.01)
+    assert prefill.kv_used > 0.9 < decode.arriving
+    assert prefill.steps == prefill.arriving == decode.transferring == 0
+
+
+def test_who_has_no_room_is_not_the_wire() -> None:
+    """Answers fill the worker that decodes. Prompts wait for its pages at the router, and not on the wire."""
+    case = CASES["long answers, few pages"]
+    stretch = case.stage.under(case.load)
+    assert found(stretch, DECODE).wall is Wall.KV_CAPACITY
+    assert found(stretch, PREFILL).wall is Wall.NONE
+    assert figures_of(stretch, PREFILL).requests_waiting > 0
+    assert figures_of(stretch, PREFILL).transferring < 0.1
 
 
 def test_figures_are_what_the_load_was() -> None:

@@ -8,7 +8,7 @@ from telemetry.walls import BATCH_FULL, COMPUTING, KV_FULL, PILED_UP, TRANSFERRI
 
 IDLE = Figures(
     steps=99, busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, holders=2, refused=0, preempted=0, decoding=2,
-    batch_limit=64, transferring=0.0, prompts_waiting=0, requests_waiting=0,
+    batch_limit=64, transferring=0.0, arriving=0.0, others_transferring=0.0, prompts_waiting=0, requests_waiting=0,
 )  # fmt: skip
 BELOW = 1e-6
 
@@ -75,6 +75,18 @@ def test_the_wire() -> None:
     assert wall(transferring=PILED_UP) is Wall.TRANSFER
     assert wall(transferring=0.9, busy=0.9, compute=0.8) is Wall.COMPUTE
     assert wall(transferring=3.0, kv_used=1.0, requests_waiting=9) is Wall.TRANSFER  # it is what holds the pages
+
+
+def test_pages_that_others_write() -> None:
+    """Of a worker that decodes, while those that compute its prompts have a narrow wire, or do not."""
+    full = replace(IDLE, kv_used=1.0, arriving=0.5, others_transferring=PILED_UP, requests_waiting=9)
+    assert diagnose(full).wall is Wall.TRANSFER
+    assert "50% of its KV pages wait for hand-overs to it, 9 requests wait" in diagnose(full).because
+    assert diagnose(replace(full, arriving=0.5 - BELOW)).wall is Wall.KV_CAPACITY, "answers have most of them"
+    assert diagnose(replace(full, others_transferring=PILED_UP - BELOW)).wall is Wall.KV_CAPACITY
+    assert diagnose(replace(full, preempted=1)).wall is Wall.KV_CAPACITY
+    assert diagnose(replace(full, requests_waiting=0)).wall is Wall.NONE
+    assert diagnose(replace(full, kv_used=0.0, arriving=0.0, refused=1)).wall is Wall.KV_CAPACITY
 
 
 def test_a_look_shorter_than_a_step() -> None:

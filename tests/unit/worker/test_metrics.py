@@ -1,5 +1,7 @@
 """What a worker counts: steps by what was in them, utilization of late, hand-overs, and facts of a running pair."""
 
+import asyncio
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,11 @@ from costs.roofline import Ceilings, ModelSizes, Roofline
 from costs.step_cost import StepWork, chunk_pairs
 from engine.graph_use import GraphUse
 from telemetry import families as f
-from telemetry.exposition import Exposition
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+from telemetry.walls import Wall, diagnose
+from telemetry.worker_figures import figures_of
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.errors import ResourceExhausted
@@ -127,6 +133,48 @@ async def test_a_running_pair() -> None:
         # A step is counted behind its news.
         await until(lambda: (prefilled.value, decoded.value) == (40, 3))
         assert board.labels == {"model": "fake", "worker": "prefill-0"}
+
+
+async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
+    """Nothing lands while the metrics of a real pair are scraped twice: pages of both are taken, and more prompts wait
+    at the router.
+    """
+    sampling = SamplingParams(max_tokens=4)
+    async with WorkerPair(pages=16) as pair:
+        boards = [end.worker.metrics.board for end in pair.ends]
+        for end, board in zip(pair.ends, boards, strict=True):
+            board.read(partial(worker_facts, end.worker.report, end.worker.transport))
+        router = Board({"model": "fake", "role": "router", "worker": "router"})
+        router.read(lambda: {f.REQUESTS_WAITING: 5})
+
+        def scrape() -> Scrape:
+            text = merge(Exposition(each).render()[0].decode() for each in (router, *boards))
+            return Scrape(text, time.monotonic())
+
+        pair.fabric.hold()
+        heard = [pair.send(name, prompt_of(number), sampling) for number, name in enumerate("abc")]
+        await until(lambda: pair.prefill.worker.metrics.writing._writing == 3 and all(each.tokens for each in heard))
+        with pytest.raises(ResourceExhausted):
+            pair.reserve("d", prompt_of(3), sampling)
+        before = scrape()
+        await asyncio.sleep(0.3)
+        stretch = Stretch(before, scrape())
+        assert stretch.now.total(f.TRANSFER_SECONDS, "_count") == 0
+        prefill, decode = (figures_of(stretch, end.me.worker_id) for end in pair.ends)
+        assert prefill.transferring == decode.others_transferring == pytest.approx(3, rel=0.1)
+        assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
+        assert diagnose(prefill).wall is diagnose(decode).wall is Wall.TRANSFER
+        pair.fabric.let_go()
+        await until(lambda: all(each.finish is not None for each in heard))
+        await pair.empty()
+        written = scrape().total(f.TRANSFER_WRITING, worker="prefill-0")
+        await asyncio.sleep(0.01)
+        assert scrape().total(f.TRANSFER_WRITING, worker="prefill-0") == written > stretch.grown(f.TRANSFER_WRITING)
+
+
+def prompt_of(number: int) -> list[int]:
+    """Of 16 tokens, with no page in common with another."""
+    return list(range(3 + 16 * number, 19 + 16 * number))
 
 
 async def test_a_change_of_role_is_a_change_of_one_series() -> None:
