@@ -1,6 +1,5 @@
 """Time that hand-overs write, read while it passes."""
 
-from itertools import pairwise
 from threading import Thread
 
 from prefill_worker.writing import WritingTime
@@ -24,20 +23,28 @@ def test_several_at_once_count_for_each_of_them() -> None:
 
 
 def test_it_never_goes_back() -> None:
-    """Or Prometheus takes it for a process that began again: hand-overs begin and end while others read."""
-    writing, seen = WritingTime(), [0.0]
+    """Or Prometheus takes it for a process that began again: a hand-over begins just as somebody who asks has looked
+    at the clock.
+    """
+    now, besides = 5, []
 
-    def hand_over() -> None:
-        for _ in range(2000):
-            writing.begin()
-            writing.end()
+    def clock() -> int:
+        nonlocal now
+        seen = now
+        if besides:
+            other = besides.pop()
+            now += 2
+            other.start()
+            other.join(timeout=0.1)
+        return seen * 10**9
 
-    writers = [Thread(target=hand_over) for _ in range(3)]
-    for each in writers:
-        each.start()
-    while any(each.is_alive() for each in writers):
-        seen.append(writing.seconds)
-    for each in writers:
-        each.join()
-    assert all(before <= after for before, after in pairwise(seen))
-    assert writing.seconds == writing.seconds > 0, "none is under way"
+    writing = WritingTime(clock)
+    writing.begin()
+    now += 5
+    writing.end()
+    other = Thread(target=writing.begin)
+    besides.append(other)
+    assert writing.seconds == 5
+    other.join()
+    now += 1
+    assert writing.seconds == 6

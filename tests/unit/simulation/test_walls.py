@@ -220,7 +220,7 @@ def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
     prefill, decode = figures_of(stretch, PREFILL), figures_of(stretch, DECODE)
     assert prefill.transferring == decode.others_transferring == pytest.approx(10, abs=0.01)
     assert prefill.kv_used > 0.9 < decode.arriving
-    assert prefill.steps == prefill.arriving == decode.transferring == 0
+    assert prefill.steps == prefill.arriving == prefill.others_transferring == decode.transferring == 0
 
 
 def test_who_has_no_room_is_not_the_wire() -> None:
