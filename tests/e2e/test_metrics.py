@@ -127,6 +127,7 @@ def test_the_figures_are_true(traffic: Traffic) -> None:
     handed_over = sum(tokens > 1 for tokens in ANSWER_TOKENS)
     assert traffic.grown("kv_transfer_seconds_count") == handed_over
     assert traffic.grown("kv_transfer_bytes_total") > 0
+    assert traffic.grown("kv_transfer_writing_seconds_total") > 0
     assert traffic.grown("request_transfer_time_seconds_count") == handed_over
     assert traffic.grown("kv_transfer_failures_total") == 0
     assert traffic.grown("prefix_cache_hits_tokens_total") > 0
