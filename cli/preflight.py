@@ -6,7 +6,7 @@ from rich.markup import escape
 
 from cli.checks import host_problem, port_problem
 from cluster.config import GIB, ClusterConfig
-from engine.config import GPU_PAGE_TOKENS
+from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from wire.address import address_of, is_loopback
 from wire.errors import InvalidArgument
 
@@ -68,15 +68,12 @@ def check_page(config: ClusterConfig) -> None:
     import torch
 
     from engine.cache.paged_cache import cache_bytes
-    from engine.config import EngineConfig
     from engine.device import parse_dtype, parse_page_tokens
     from engine.models.config import load_model_config
 
     if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
         return
-    engine = EngineConfig(
-        config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
-    )
+    engine = _engine(config)
     device, shape = torch.device(config.device), load_model_config(config.model)
     page_tokens = parse_page_tokens(engine, device)
     needed = cache_bytes(shape, 1, page_tokens, parse_dtype(engine, device, shape))
@@ -86,6 +83,36 @@ def check_page(config: ClusterConfig) -> None:
             f"{config.worker_kv_cache_bytes / GIB:.4g} GiB hold no page of {page_tokens} tokens, which takes "
             f"{needed / GIB:.3g} GiB; choose more, or smaller --page-tokens",
         )
+
+
+def check_weights(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers' weights together are more than the host has. The model's folder is checked
+    already; a GPU's memory, or another host's, is its worker's to check.
+    """
+    import torch
+
+    from engine.device import parse_dtype
+    from engine.models.config import load_model_config
+    from engine.models.parameters import weight_bytes
+
+    if not config.on_cpu or config.ray_address:
+        return
+    shape = load_model_config(config.model)
+    each = weight_bytes(shape, parse_dtype(_engine(config), torch.device("cpu"), shape)) / GIB
+    free = psutil.virtual_memory().available / GIB
+    if config.worker_count * each > free:
+        raise InvalidArgument(
+            "--device",
+            f"{config.worker_count} workers with {each:.2f} GiB of weights each do not fit into the {free:.2f} GiB of "
+            "memory that are free; use --device cuda, another --dtype or a smaller model",
+        )
+
+
+def _engine(config: ClusterConfig) -> EngineConfig:
+    """What decides the sizes of weights and pages."""
+    return EngineConfig(
+        config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
+    )
 
 
 def warn_if_open(config: ClusterConfig) -> None:

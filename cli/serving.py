@@ -14,7 +14,15 @@ from cli.answering import answer_one
 from cli.client import RouterClient, Sampling
 from cli.default_model import NAME, find_default_model
 from cli.log_folder import new_log_folder
-from cli.preflight import check_device, check_doors, check_memory, check_page, warn_if_open, warn_of_slow_pages
+from cli.preflight import (
+    check_device,
+    check_doors,
+    check_memory,
+    check_page,
+    check_weights,
+    warn_if_open,
+    warn_of_slow_pages,
+)
 from cli.start_view import StartView
 from cli.timeline_table import timeline_table
 from cluster.config import ClusterConfig
@@ -115,6 +123,7 @@ def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> C
         check_device(config)
         config = replace(config, model=folder)
         check_page(config)
+        check_weights(config)
         warn_of_slow_pages(config)
         if path.is_dir():
             Tokenizer(path)  # what a GGUF file is converted to has one

@@ -1,9 +1,10 @@
-"""How much of a GPU the KV cache may take: what is left after weights, the largest step and the CUDA graphs."""
+"""What a device's memory holds: weights, and on a GPU a KV cache of what they, steps and CUDA graphs leave."""
 
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
 
+import psutil
 import torch
 
 from wire.errors import InvalidArgument
@@ -11,6 +12,24 @@ from wire.errors import InvalidArgument
 GIB = 1 << 30
 _OUTSIDE_BYTES = 3 * GIB // 4
 """Of the process, but not of PyTorch's allocator: the CUDA context, libraries, loaded kernels."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Of `device`, whoever may take them."""
+    return int(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
+
+
+def check_host_room(weights: int) -> None:
+    """InvalidArgument if the host has no room for so many bytes of weights: an operating system promises more than it
+    has, and kills who writes there.
+    """
+    free = free_bytes(torch.device("cpu"))
+    if weights > free:
+        raise InvalidArgument(
+            "device",
+            f"the weights take {weights / GIB:.2f} GiB, and {free / GIB:.2f} GiB of this host's memory are free; use a"
+            " GPU, another dtype or a smaller model.",
+        )
 
 
 def measure_peak(device: torch.device, run: Callable[[], object]) -> int:

@@ -17,11 +17,11 @@ from engine.device import choose_kernels, device_name, parse_device, parse_dtype
 from engine.graph_use import GraphUse
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
-from engine.memory import naming_the_setting, ran_out_of_memory
+from engine.memory import GIB, check_host_room, naming_the_setting, ran_out_of_memory
 from engine.model_sizes import cost_guess, roofline
 from engine.models.config import ModelConfig, load_model_config
 from engine.models.llama import LlamaModel
-from engine.models.parameters import allocate_parameters, destinations
+from engine.models.parameters import allocate_parameters, destinations, weight_bytes
 from engine.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from engine.weights.random_weights import fill_randomly, random_revision
@@ -85,6 +85,7 @@ class ModelRunner:
         shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
         dtype = parse_dtype(config, device, shape)
         if device.type == "cpu":
+            check_host_room(weight_bytes(shape, dtype))
             torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
         else:
             torch.cuda.set_device(device)
@@ -201,5 +202,7 @@ def _load_model(
         if not ran_out_of_memory(error):
             raise
         raise InvalidArgument(
-            "device", f"{device} has no room for the weights; free memory there, or serve a smaller model."
+            "device",
+            f"{device} has no room for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
+            " serve a smaller model.",
         ) from error

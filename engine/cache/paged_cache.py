@@ -2,14 +2,13 @@
 
 import mmap
 
-import psutil
 import torch
 from torch import Tensor
 
+from engine.memory import GIB, free_bytes
 from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
-GIB = 1 << 30
 _NOBODYS = 1
 """Pages of a cache beside those that requests have."""
 
@@ -81,7 +80,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
         # The operating system may promise more than it has, and kill the worker once the pages are written.
-        if size <= _free_bytes(device):
+        if size <= free_bytes(device):
             return _host_zeros(shape, dtype)
     except (OSError, torch.OutOfMemoryError) as error:
         raise _too_large(size, device) from error
@@ -89,15 +88,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _too_large(size: int, device: torch.device) -> InvalidArgument:
-    wanted, free = size / GIB, _free_bytes(device) / GIB
+    wanted, free = size / GIB, free_bytes(device) / GIB
     return InvalidArgument(
         "kv_cache_bytes",
         f"{wanted:.2f} GiB do not fit into the {free:.2f} GiB that are free on {device}; choose a smaller KV cache.",
     )
-
-
-def _free_bytes(device: torch.device) -> int:
-    return int(psutil.virtual_memory().available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0])
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

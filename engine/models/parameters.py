@@ -1,6 +1,6 @@
 """A model's weights: one tensor a kind, stacked over layers, q/k/v and gate/up stacked as kernels want them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ def allocate_parameters(config: ModelConfig, dtype: torch.dtype, device: torch.d
         q_norm=empty(layers, config.head_dim) if config.qk_norm else None,
         k_norm=empty(layers, config.head_dim) if config.qk_norm else None,
     )
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """What `allocate_parameters` takes; tied embeddings are one tensor."""
+    shapes = allocate_parameters(config, dtype, torch.device("meta"))
+    tensors: set[Tensor | None] = {getattr(shapes, field.name) for field in fields(shapes)}
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def destinations(parameters: Parameters, config: ModelConfig) -> dict[str, Tensor]:

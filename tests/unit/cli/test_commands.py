@@ -1,22 +1,27 @@
 """The commands as a shell sees them: one line of error, a code, and no heavy imports for --help."""
 
 import inspect
+import json
 import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cli import state
 from cli.client import Sampling
 from cli.main import app
 from cli.plain_errors import plain_errors
-from cli.preflight import check_memory, check_page, warn_of_slow_pages
+from cli.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
 from cluster.config import ClusterConfig
+from engine.models.config import load_model_config
+from engine.models.parameters import weight_bytes
 from tests.factories import write_tiny_model
 from wire.errors import InvalidArgument, ModelError, ResourceExhausted, TandemError, Unavailable
 
@@ -299,6 +304,35 @@ def test_other_hosts_memory_is_not_judged_by_this_one() -> None:
     with pytest.raises(InvalidArgument, match="--kv-cache-gib"):
         check_memory(here)
     check_memory(replace(here, ray_address="auto"))
+
+
+def test_weights_larger_than_the_memory_are_told_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.serving.Cluster", None)
+    model = write_tiny_model(tmp_path / "tiny")
+    deep = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": 10, "intermediate_size": 1 << 32}
+    (model / "config.json").write_text(json.dumps(deep))
+    monkeypatch.setattr("cli.random_model.random_model", lambda _: model)
+    result = CliRunner().invoke(app, ["up", "--random-weights", "x", "--kv-cache-gib", "0.1", *ANY_PORTS])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --device: 2 workers with ")
+    assert "GiB of memory that are free; use --device cuda, another --dtype or a smaller model\n" in result.stderr
+
+
+def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    config = ClusterConfig(model=model, prefill=2, decode=1)
+    one = weight_bytes(load_model_config(model), torch.float32)
+    available = [3 * one]
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
+    check_weights(config)
+    available[0] -= 1
+    with pytest.raises(InvalidArgument, match=r"3 workers with 0\.00 GiB of weights each do not fit"):
+        check_weights(config)
+    check_weights(replace(config, dtype="bfloat16"))
+    check_weights(replace(config, device="cuda"))
+    check_weights(replace(config, ray_address="auto"))
 
 
 def broken_models(tmp_path: Path) -> dict[str, Path]:

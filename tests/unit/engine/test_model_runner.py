@@ -1,6 +1,7 @@
 """Loading, limits and facts of the runner, and seeded sampling through it."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ import torch
 
 from engine.batch import StepBatch, StepRow
 from engine.model_runner import ModelRunner
+from engine.models.config import load_model_config
+from engine.models.parameters import weight_bytes
+from engine.weights.safetensors_file import read_header
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
 from wire.errors import Internal, InvalidArgument, ModelError
 
@@ -39,6 +43,37 @@ def test_context_is_what_the_pool_can_hold(folder: Path) -> None:
     assert (small.cache.pages, small.pool.counts().total, small.facts.max_context) == (3, 3, 48)
     with pytest.raises(InvalidArgument, match=f"kv_cache_bytes.*{2 * page_bytes}"):
         ModelRunner.load(tiny_engine_config(folder, kv_cache_bytes=2 * page_bytes - 1))
+
+
+def test_weights_that_the_host_has_no_room_for_are_not_allocated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner.load(tiny_engine_config(folder))
+    taken = weight_bytes(runner.model_config, torch.float32)
+    free = [taken - 1]
+    monkeypatch.setattr("engine.memory.free_bytes", lambda _: free[0])
+    with pytest.raises(InvalidArgument, match=r"device: the weights take .* memory are free; use a GPU, another dtype"):
+        ModelRunner.load(tiny_engine_config(folder))
+    free[0] += 1
+    assert ModelRunner.load(tiny_engine_config(folder)).facts == runner.facts
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_the_bytes_of_weights_are_those_of_the_checkpoint(family: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / family, family)
+    entries = read_header(model / "model.safetensors").values()
+    stored = sum(4 * math.prod(entry.shape) for entry in entries)
+    assert weight_bytes(load_model_config(model), torch.float32) == stored
+    assert weight_bytes(load_model_config(model), torch.bfloat16) == stored // 2
+
+
+def test_a_device_without_room_for_the_weights_says_how_large_they_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("engine.model_runner.fill_randomly", refuse)
+    with pytest.raises(InvalidArgument, match=r"device: cpu has no room for the weights, 0\.00 GiB; free memory there"):
+        ModelRunner.load(tiny_engine_config(folder, random_weights=True))
 
 
 @pytest.mark.parametrize("context", [1, 10, 17])
