@@ -167,6 +167,7 @@ class DecodeAttention:
         self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
         self._device = device
         self._begun = threading.local()
+        self._all_walks: dict[tuple[int, int, int], Tensor] = {}
 
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
         """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
@@ -273,10 +274,10 @@ class DecodeAttention:
 
     def _walks(self, rows: int, units: int) -> Tensor:
         """Of this thread, so many rows and so many programs, which depend on the width of the table, too: trials of
-        steps run side by side before a start, and a launch of theirs may be left out. [units, fields of `Walk`] int32.
+        steps run side by side before a start, and a launch of theirs may be left out. [units, fields of `Walk`] int32,
+        kept when the thread has ended: graphs that it captured read and write there.
         """
-        known: dict[tuple[int, int], Tensor] = self._begun.__dict__.setdefault("walks", {})
-        key = rows, units
-        if key not in known:
-            known[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
-        return known[key]
+        key = threading.get_ident(), rows, units
+        if key not in self._all_walks:
+            self._all_walks[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
+        return self._all_walks[key]

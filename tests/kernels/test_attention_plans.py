@@ -1,9 +1,13 @@
 """How many programs and how much scratch a step of decode attention has, and that steps do not meet in it."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.kernels import triton_attention
 from engine.kernels.triton_attention import DecodeAttention, make_plan
@@ -75,6 +79,22 @@ def test_steps_of_two_threads_do_not_mix() -> None:
     cache = many.cache_as(torch.float16).to(DEVICE)
     ours = attention(many.q.to(DEVICE, torch.float16), cache, LAYER, *rows_of(many)).cpu()
     assert_as_good(ours, torch_of(many, torch.float16), torch_of(many, torch.float64))
+
+
+def test_what_a_graph_reads_outlives_the_thread_that_captured_it() -> None:
+    step = decode_step([5, 90, 33], SHAPES["gqa"], 16)
+    attention = attention_of(step)
+    walks: list[ReferenceType[Tensor]] = []
+
+    def begin() -> None:
+        attention.begin_step(step.cache_as(torch.float16).to(DEVICE), *rows_of(step))
+        walks.append(ref(attention._begun.step.walks))
+
+    capturing = Thread(target=begin)
+    capturing.start()
+    capturing.join()
+    gc.collect()
+    assert walks[0]() is not None
 
 
 def test_steps_with_wider_and_wider_tables() -> None:
