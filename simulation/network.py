@@ -20,6 +20,8 @@ class Network:
     chunks_per_s: float | None = 5000.0
     """Most chunks a second that the router sends (`RouterConfig.chunks_per_s`); None = every token at once."""
     chunk_delay_max_s: float = 0.025
+    event_jitter_s: float = 3e-4
+    """What a token's way takes longer, on average: exponential, as gaps of two H200s' clients spread (0022)."""
 
 
 class Wire:
