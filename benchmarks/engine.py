@@ -55,6 +55,7 @@ class Settings:
 
 
 DEFAULTS = Settings()
+_WHAT = "The engine against transformers on a CPU, or against the chip's ceilings on a GPU. The last line is JSON."
 _CPU_OPTIONS = {
     "peer": "transformers",
     "dtype": "both",
@@ -212,7 +213,7 @@ def as_result(compared: Sequence[Comparison], bandwidth: float, suffix: str) -> 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; options that count on the other device are refused, not ignored."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.engine", description=_WHAT)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="(cpu; with --profile cuda)")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     gpu = parser.add_argument_group("with --device cuda")

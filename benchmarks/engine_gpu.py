@@ -150,7 +150,10 @@ def _attention(shape: AttentionShape, copy: float) -> Figures:
         size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)
         seconds = measure(size, make_inputs(size))
         share = size.bytes / seconds / copy
-        found |= {f"attention_bw_ratio_{size.name}": round(share, 4), f"attention_us_{size.name}": seconds * 1e6}
+        found |= {
+            f"attention_bw_ratio_{size.name}": round(share, 4),
+            f"attention_us_{size.name}": round(seconds * 1e6, 3),
+        }
         print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
     for rows, mean in UNEVEN:
         size = Size(f"{rows}_uneven", uneven(rows, mean), shape)

@@ -53,7 +53,8 @@ def compile_apart(jobs: Sequence[Job], folder: Path, device_name: str) -> Callab
     def wait() -> None:
         ends = [_ends_well(child, deadline) for child in children]
         if children and all(ends):
-            mark.touch()
+            with contextlib.suppress(OSError):  # a full disk: the next start does it once more
+                mark.touch()
 
     return wait
 

@@ -80,6 +80,13 @@ def test_a_job_that_fails_begins_anew(folder: Path, tmp_path: Path, begun: list[
     assert all(child.returncode is not None for child in begun)
 
 
+def test_a_mark_that_cannot_be_written_is_no_failure(folder: Path, tmp_path: Path) -> None:
+    wait = compile_apart([Job(Path.touch, (tmp_path / "a",))], folder, DEVICE)
+    folder.rmdir()
+    wait()
+    assert (tmp_path / "a").exists()
+
+
 @pytest.mark.parametrize("executable", ["/bin/false", "/no/such/python", ""])
 def test_a_python_that_cannot_start_is_no_failure(
     executable: str, folder: Path, monkeypatch: pytest.MonkeyPatch
