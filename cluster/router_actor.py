@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class, on_this_node
+from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class RouterActor:
         server = RouterServer(self._config)
         endpoints = await server.start()
         self._server = server
+        settle_heap()
         return endpoints
 
     async def progress(self) -> tuple[str, float]:

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
 from worker.config import WorkerConfig
 
@@ -39,6 +40,7 @@ class WorkerActor:
     async def start(self) -> str:
         """See `WorkerProcess.start`; host:port of its metrics."""
         await asyncio.to_thread(self._process.start, self._note)
+        settle_heap()
         return self._process.metrics_address
 
     async def progress(self) -> tuple[str, float]:

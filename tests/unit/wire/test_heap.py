@@ -1,0 +1,59 @@
+"""A process that has started looks for garbage only among what came since."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import router_actor
+from router import server as router_server
+from worker import actor as worker_actor
+
+_IN_A_PROCESS = """
+import gc, weakref
+from wire.heap import settle_heap
+
+class Node:
+    pass
+
+def circle():
+    node = Node()
+    node.me = node
+    return weakref.ref(node)
+
+kept, before = [Node() for _ in range(1000)], circle()
+settle_heap()
+assert before() is None, "what was garbage by then is gone"
+assert gc.isenabled()
+assert gc.get_freeze_count() >= 1000 and len(gc.get_objects()) < 1000, "nobody looks at the others again"
+after = circle()
+gc.collect()
+assert after() is None, "garbage is found as before"
+"""
+
+
+def test_what_is_there_stays_and_what_comes_is_looked_at() -> None:
+    subprocess.run([sys.executable, "-c", _IN_A_PROCESS], check=True, timeout=60)
+
+
+async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Server:
+        def __init__(self, _config: object) -> None: ...
+
+        async def start(self) -> str:
+            done.append("router")
+            return "doors"
+
+    monkeypatch.setattr(router_server, "RouterServer", Server)
+    for module in (router_actor, worker_actor):
+        monkeypatch.setattr(module, "settle_heap", lambda: done.append("settled"))
+    router = router_actor.RouterActor.__new__(router_actor.RouterActor)
+    router._config = None  # type: ignore[assignment]
+    worker = worker_actor.WorkerActor.__new__(worker_actor.WorkerActor)
+    worker._process = SimpleNamespace(start=lambda _note: done.append("worker"), metrics_address="")  # type: ignore[assignment]
+    assert await router.start() == "doors"
+    await worker.start()
+    assert done == ["router", "settled", "worker", "settled"]
