@@ -132,4 +132,4 @@ def _kept(stretch: Stretch) -> Kept:
 
 
 def _doing(workers: Sequence[WorkerInfo], role: Role) -> list[WorkerInfo]:
-    return [info for info in workers if info.open is not None and (info.duty.role if info.duty else info.role) is role]
+    return [info for info in workers if info.open is not None and info.told is role]

@@ -1,7 +1,7 @@
 """A workload against a cluster: several client processes, one start, one report."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -41,12 +41,17 @@ class LoadSettings:
 
 
 def run_load(
-    target: Target | str, workload: Workload, cells: Sequence[SloCell], settings: LoadSettings | None = None
+    target: Target | str,
+    workload: Workload,
+    cells: Sequence[SloCell],
+    settings: LoadSettings | None = None,
+    *,
+    on_start: Callable[[float], None] | None = None,
 ) -> LoadReport:
     """Send every request of `workload` when it is due, cut to the model's context, and report what came back.
 
-    `target` may be an address (host:port). Unavailable if the cluster is not there or busy with something else,
-    Internal if a client process dies.
+    `target` may be an address (host:port); `on_start` hears the moment that all counts from, by `time.monotonic`.
+    Unavailable if the cluster is not there or busy with something else, Internal if a client process dies.
     """
     settings = settings or LoadSettings()
     target = find_target(target) if isinstance(target, str) else target
@@ -56,6 +61,8 @@ def run_load(
         for pipe in pipes:
             _receive(pipe, str)
         start = time.monotonic() + _HEAD_START_S
+        if on_start is not None:
+            on_start(start)
         for pipe in pipes:
             pipe.send(start)
         results = [_receive(pipe, ShareResult) for pipe in pipes]

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.planner.hours import Day, Hour
+from benchmarks.planner.options import add_day_options
 from benchmarks.planner.oracles import judged
 from benchmarks.planner.run import NETWORK, PlannedRun, Run
 from benchmarks.results import run_facts, save_result
@@ -59,20 +60,12 @@ def _planned(machine: Hardware, day: Day, split: Split, step_policy: str, window
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--hours", type=int, default=4)
-    parser.add_argument("--hour-seconds", type=float, default=300.0)
-    parser.add_argument("--static-seconds", type=float, default=120.0, help="of the hours that the oracles look at")
-    parser.add_argument("--window", type=float, default=5.0, help="seconds between two looks of the planner")
+    add_day_options(parser, workers=64, hour_s=300.0, static_s=120.0, ttft_ms=3000.0, itl_ms=30.0)
     parser.add_argument("--shape", default="qwen3-32b")
     parser.add_argument("--kv-gib", type=float, default=50.0)
     parser.add_argument("--step-policy", default="decode-priority")
-    parser.add_argument("--ttft-ms", type=float, default=3000.0)
-    parser.add_argument("--itl-ms", type=float, default=30.0)
     parser.add_argument("--misjudged", type=float, default=1.0, help="predicted ÷ true seconds of a step")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     return parser.parse_args(arguments)
 
 

@@ -1,208 +1,169 @@
-"""The planner of a real cluster through a day that swings: `python -m benchmarks.planner.live`.
+"""The planner of a real cluster through a day that swings: `python -m benchmarks.planner.live --set threads=4`.
 
-As `benchmarks.planner`, with workers, router and clients of their own processes in place of the virtual clock: one
-cluster whose planner is on meets the whole day, another whose planner is off meets an hour of each kind in each split.
-On a CPU each worker computes with one thread. The last line is one JSON object.
+As `benchmarks.planner`, with workers, router and clients of their own processes in place of the virtual clock. The
+first cluster, whose planner is off, measures how fast its workers are, sizes the day by that (`sizes.py`), and meets an
+hour of each kind in each split; another one, whose planner is on, meets the whole day. All of it takes `--seconds` at
+most. With `--hour` the day is what was asked for. On a CPU each worker computes with one thread if nothing else is set;
+it needs cores of its own. The last line is one JSON object.
 """
 
 import argparse
-import asyncio
 import json
-import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
-from types import TracebackType
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.load.command import show
-from benchmarks.load.report import LoadReport
-from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.run import LoadSettings
 from benchmarks.load.slo import SloCell
 from benchmarks.load.stage import parse_setting, running_cluster
-from benchmarks.load.synthetic import Lengths, Synthetic
-from benchmarks.load.target import Target, find_target, warm_up
-from benchmarks.load.workload import Arrival, Workload
+from benchmarks.load.target import find_target, touch
+from benchmarks.planner.live_hours import LiveDay, LiveHour, parse_hour
+from benchmarks.planner.live_load import ask
+from benchmarks.planner.options import add_day_options
 from benchmarks.planner.oracles import judged
+from benchmarks.planner.rehearsal import Rehearsal
+from benchmarks.planner.sizes import TTFT_PROMPTS, Pace, Sizes, promises, size
+from benchmarks.planner.statics import Statics
+from benchmarks.planner.timetable import Timetable
+from benchmarks.planner.watch import Watch
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.strategies.rows import Strategy
 from benchmarks.strategies.switch import Switch
-from cli.controller_client import ControllerClient
+from cluster.config import CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS
 from cluster.launcher import Endpoints
 from cluster.planner_config import PlannerConfig, PlannerMode
-from planner.decision import Direction, Split
-from router.slo import SloClass
-from router.verdict import Outcome
+from planner.decision import Split
+from router.slo import BEST_EFFORT, SloClass
 from wire.errors import InvalidArgument, TandemError
-from wire.messages import Role
 
-_HOUR_BITS = 32
-"""More than requests of an hour: prompts of two hours have nothing in common."""
-_PROMPT_SIGMA, _ANSWER_SIGMA = 0.5, 0.3
-HOURS = ("prefill-heavy:1.5:200:5", "decode-heavy:1.5:30:80")
-"""For a small model on two cores, each of which computes some 260 tokens of prompts a second."""
-_LOOK_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class LiveHour:
-    """A stretch of time in which the mix stays as it is; `rate` in requests a second."""
-
-    name: str
-    rate: float
-    source: Synthetic
-
-    def workload(self, seconds: float, seed: int) -> Workload:
-        return replace(self.source.at(self.rate, seconds, seed), name=self.name)
+BATCH_REQUESTS, STEP_TOKENS = 8, 256
+"""What makes a worker's capacity definite: answers that it decodes at once, and a step that is no longer than a prompt,
+unless `--set` says otherwise.
+"""
+DAWN_S = 6.0
+"""Before the first hour, like the last one: every hour begins with a swing, and workers have measured their steps."""
+_TAIL = 4.0
+"""What answers take after the last request, in targets for the first token."""
+_NOTE = (
+    "Hours of a real day last 3600 s, in which what a swing costs is a hundredth of what it costs here; the planner's "
+    "window is as much shorter than its default of 15 s. Statics are shares of such hours times the day's requests."
+)
 
 
-def parse_hour(text: str) -> LiveHour:
-    """From NAME:RATE:PROMPT:ANSWER, mean lengths in tokens. InvalidArgument says what is wrong."""
-    try:
-        name, rate, prompt, answer = text.split(":")
-        per_s = float(rate)
-    except ValueError:
-        raise InvalidArgument("--hour", f"{text!r} is not NAME:RATE:PROMPT_TOKENS:ANSWER_TOKENS") from None
-    if not per_s > 0:
-        raise InvalidArgument("--hour", f"{text!r} needs a rate above 0")
-    prompts = Lengths.parse("--hour", f"lognormal:{prompt}:{_PROMPT_SIGMA}")
-    return LiveHour(name, per_s, Synthetic(prompts, Lengths.parse("--hour", f"lognormal:{answer}:{_ANSWER_SIGMA}")))
-
-
-def day_of(hours: Sequence[LiveHour], seconds: float, seed: int) -> Workload:
-    """The hours one after the other, each `seconds` long."""
-    arrivals = [
-        Arrival(
-            number * seconds + arrival.due_s,
-            tuple(replace(block, key=(number << _HOUR_BITS) + block.key) for block in arrival.prompt),
-            arrival.new_tokens,
-        )
-        for number, hour in enumerate(hours)
-        for arrival in hour.workload(seconds, seed + number).arrivals
-    ]
-    whole_s = seconds * len(hours)
-    return Workload("day", len(arrivals) / whole_s, whole_s, seed, tuple(arrivals))
-
-
-def met_by_hour(report: LoadReport, cell: SloCell, hours: int) -> tuple[list[int], list[int]]:
-    """Requests that kept their promise, and all, of each hour of a day, by the moment they were due."""
-    seconds = report.workload.seconds / hours
-    of = [min(int(record.due_s / seconds), hours - 1) for record in report.records]
-    met = Counter(hour for hour, record in zip(of, report.records, strict=True) if cell.judge(record) is Outcome.MET)
-    due = Counter(of)
-    return [met[hour] for hour in range(hours)], [due[hour] for hour in range(hours)]
-
-
-class Watch(AbstractContextManager["Watch"]):
-    """Asks the controller once a second who prefills; `changes` has what changed, `at_s` seconds after its start."""
-
-    def __init__(self, doors: Endpoints) -> None:
-        self.changes: list[dict[str, Any]] = []
-        self._controller = ControllerClient(doors.controller, doors.token)
-        self._over = threading.Event()
-        self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        before: Split | None = None
-        while not self._over.wait(_LOOK_S):
-            now = asyncio.run(self._split())
-            if before is not None and now.prefill != before.prefill:
-                self._note(now, now.prefill - before.prefill)
-            before = now
-
-    async def _split(self) -> Split:
-        roles = Counter(info.duty.role if info.duty else info.role for info in await self._controller.workers())
-        return Split(roles[Role.PREFILL], roles[Role.DECODE])
-
-    def _note(self, now: Split, more: int) -> None:
-        at_s, way = time.monotonic() - self._began, Direction.TO_PREFILL if more > 0 else Direction.TO_DECODE
-        change = {"at_s": round(at_s, 1), "split": now.text, "flips": abs(more), "direction": way.value}
-        print(f"{at_s:8.1f} s  {now.text}", flush=True)
-        self.changes.append(change)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Replay:
-    """What both clusters have in common."""
+    """One run."""
 
     model: ServedModel
     arguments: argparse.Namespace
-    hours: Sequence[LiveHour] = field(default_factory=tuple)
+    table: Timetable
+    given: Sizes | None
+    """None = the day is to be sized."""
+    pace: Pace | None = None
+    start_s: float = 0.0
+    """That a cluster takes until it serves."""
+    beside_s: float = 0.0
+    """That a load takes beside the time in which its requests come."""
+    settings: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        own = {} if self.given else {"max_batch_requests": BATCH_REQUESTS, "max_step_tokens": STEP_TOKENS}
+        cpu = {"threads": 1} if self.arguments.device == "cpu" else {}
+        self.settings = {**own, **cpu, **dict(parse_setting(each) for each in self.arguments.set)}
 
     @property
-    def slo(self) -> SloClass:
-        return SloClass("planned", self.arguments.ttft_ms / 1e3, self.arguments.itl_ms / 1e3, itl_percent=95.0)
+    def splits(self) -> list[Split]:
+        """From the right one of prefill-heavy hours to that of decode-heavy ones."""
+        workers = self.arguments.workers
+        return [Split(prefill, workers - prefill) for prefill in range(workers - 1, 0, -1)]
 
     @property
-    def cell(self) -> SloCell:
-        slo = self.slo
-        return SloCell(slo.name, slo.ttft_s, slo.itl_s, slo.itl_percent)
+    def clients(self) -> LoadSettings:
+        return LoadSettings(self.arguments.clients, self.arguments.drain_seconds)
 
-    def settings(self, split: Split, planner: PlannerConfig) -> dict[str, object]:
-        """Of a cluster."""
-        arguments = self.arguments
-        extra: dict[str, object] = {"threads": 1} if arguments.device == "cpu" else {}
-        extra |= dict(parse_setting(each) for each in arguments.set)
+    def cluster(self, split: Split, planner: PlannerConfig) -> AbstractContextManager[Endpoints]:
+        """Begun in this split."""
+        classes: tuple[SloClass, ...] = (self.given.slo,) if self.given else promises()
         roles = {"mode": "disaggregated", "prefill": split.prefill, "decode": split.decode, "planner": planner}
-        return extra | roles | {"device": arguments.device, "slo_classes": (self.slo,), "default_slo_class": "planned"}
+        named = {"device": self.arguments.device, "slo_classes": (*classes, BEST_EFFORT)}
+        self.table.say(f"starting a cluster, {split.text}, planner {planner.mode.value}")
+        return running_cluster(self.model, self.settings | roles | named)
 
-    def load(self, target: Target, workload: Workload) -> LoadReport:
-        """Of requests that all have the promise."""
-        settings = LoadSettings(self.arguments.clients, self.arguments.drain_seconds, slo_class=self.cell.name)
-        print(f"{workload.name:>14} ", end="")
-        return show(run_load(target, workload, [self.cell], settings))
-
-    def planned(self, split: Split) -> dict[str, Any]:
-        """The whole day, begun in this split."""
-        arguments, count = self.arguments, len(self.hours)
-        planner = PlannerConfig(PlannerMode.ON, arguments.window)
-        with running_cluster(self.model, self.settings(split, planner)) as doors:
+    def statics(self) -> tuple[Sizes, Statics]:
+        """What each split keeps, of hours that were sized by what workers can do."""
+        began = self.table.passed_s
+        with self.cluster(self.splits[0], PlannerConfig()) as doors:
+            self.start_s = self.table.passed_s - began
             target = find_target(doors.grpc)
-            warm_up(target)
-            with Watch(doors) as watch:
-                report = self.load(target, day_of(self.hours, arguments.hour_seconds, arguments.seed))
-        met, due = met_by_hour(report, self.cell, count)
+            switch = Switch(doors, target, self.arguments.drain_seconds)
+            statics = Statics(target, switch, self.clients, self.arguments.seed)
+            self.table.say("serves")
+            sizes, seconds = self.given or self.sized(statics), self.arguments.static_seconds
+            kinds, cell = list(sizes.kinds), cell_of(sizes.slo)
+            if not self.given:
+                seconds = self.table.static_seconds(
+                    self.arguments.hours, len(self.splits) * len(kinds) + 1, self.start_s + DAWN_S, self.beside_s
+                )
+                self.table.say(f"oracles look at hours of {seconds:.1f} s")
+                for number, split in ((1, self.splits[-1]), (0, self.splits[0])):
+                    kinds[number] = statics.tuned(split, kinds[number], number, cell, seconds)
+            statics.all(self.splits, kinds, cell, seconds)
+            self.table.say(f"kept: {statics.shares}")
+        return Sizes(sizes.slo, kinds[0], kinds[1], sizes.window_s), statics
+
+    def sized(self, statics: Statics) -> Sizes:
+        """By what workers can do."""
+        defaults = CPU_BATCH_REQUESTS if self.arguments.device == "cpu" else GPU_BATCH_REQUESTS
+        batch = int(str(self.settings.get("max_batch_requests", defaults)))
+        self.pace, beside_s = statics.measure(self.arguments.workers, batch)
+        self.table.say(f"pace: {self.pace}")
+        sizes = size(self.pace)
+        self.table.say(f"sized: {json.dumps(sizes.as_result())}")
+        self.beside_s = beside_s + _TAIL * sizes.slo.ttft_s
+        return sizes
+
+    def planned(self, doors: Endpoints, sizes: Sizes, day: LiveDay) -> dict[str, Any]:
+        """The whole day."""
+        target, cell = find_target(doors.grpc), cell_of(sizes.slo)
+        with Watch(doors, self.table.say) as watch:
+            report = ask(target, day.workload, cell, self.clients, where="planned", on_start=watch.start)
+        met, due = day.met(report, cell)
+        changes = [{**each, "at_s": round(each["at_s"] - day.dawn_s, 1)} for each in watch.changes]
         return {
-            "goodput_per_s": [round(each / arguments.hour_seconds, 4) for each in met],
+            "goodput_per_s": [round(each / day.seconds, 4) for each in met],
             "share": [round(kept / max(all_, 1), 4) for kept, all_ in zip(met, due, strict=True)],
-            "changes": watch.changes,
+            "changes": [each for each in changes if each["at_s"] >= 0],
+            "changes_before": [each for each in changes if each["at_s"] < 0],
             "load": report.as_result(),
             **target.as_result(),
         }
 
-    def static(self, splits: Sequence[Split]) -> dict[str, dict[str, float]]:
-        """Goodput of each split in an hour of each kind, without a planner."""
-        arguments, found = self.arguments, {split.text: dict[str, float]() for split in splits}
-        with running_cluster(self.model, self.settings(splits[0], PlannerConfig())) as doors:
-            target = find_target(doors.grpc)
-            warm_up(target)
-            switch = Switch(doors, target, arguments.drain_seconds)
-            for split in splits:
-                settings = {"mode": "disaggregated", "prefill": split.prefill, "decode": split.decode}
-                switch.to(Strategy(split.text, "disaggregated", settings))
-                for number, hour in enumerate({each.name: each for each in self.hours}.values()):
-                    # Every load has tokens of its own: none finds another's prompts in a cache.
-                    seed = arguments.seed + number
-                    workload = hour.workload(arguments.static_seconds, seed)
-                    fresh = replace(workload, seed=seed + (split.prefill << _HOUR_BITS))
-                    print(f"{split.text} ", end="")
-                    (score,) = self.load(target, fresh).scores
-                    found[split.text][hour.name] = round(score.per_s, 4)
+    def predicted(self, sizes: Sizes, hour_s: float, static_s: float) -> dict[str, Any] | None:
+        """By the virtual clock; None for a day that was not sized."""
+        if self.pace is None:
+            return None
+        batch, tokens = (int(str(self.settings[name])) for name in ("max_batch_requests", "max_step_tokens"))
+        seed, began = self.arguments.seed, time.process_time()
+        rehearsal = Rehearsal.of(self.pace, sizes, batch=batch, step_tokens=tokens, seed=seed)
+        found = rehearsal.go(self.splits, self.arguments.hours, hour_s, static_s)
+        self.table.say(f"predicted in {time.process_time() - began:.1f} s: {json.dumps(found)}")
         return found
+
+    def day(self, sizes: Sizes) -> LiveDay:
+        """As long as there is time."""
+        count = self.arguments.hours
+        hours: list[LiveHour] = [sizes.kinds[number % 2] for number in range(count)]
+        if self.given:
+            return LiveDay(hours, self.arguments.hour_seconds, self.arguments.seed)
+        seconds = self.table.hour_seconds(count, DAWN_S + self.beside_s)
+        return LiveDay(hours, seconds, self.arguments.seed, DAWN_S)
+
+
+def cell_of(slo: SloClass) -> SloCell:
+    """The class as clients judge it."""
+    return SloCell(slo.name, slo.ttft_s, slo.itl_s, slo.itl_percent)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -210,48 +171,78 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     description = (__doc__ or "").split("\n", 1)[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.live", description=description)
     add_model_options(parser)
+    add_day_options(parser, workers=3, hour_s=200.0, static_s=90.0, ttft_ms=5000.0, itl_ms=150.0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a field of ClusterConfig")
+    parser.add_argument("--seconds", type=float, default=330.0, help="of the whole run, where the day is sized")
     parser.add_argument(
         "--hour",
         action="append",
         metavar="NAME:RATE:PROMPT:ANSWER",
-        help=f"a kind of hour: requests a second and mean tokens; repeatable; default: {' '.join(HOURS)}",
+        help="one of two kinds of hours: requests a second and mean tokens, with lengths and targets as the options "
+        "above say; without it the day is sized by how fast workers are",
     )
-    parser.add_argument("--hours", type=int, default=4, help="of the day; the kinds take turns")
-    parser.add_argument("--hour-seconds", type=float, default=200.0)
-    parser.add_argument("--static-seconds", type=float, default=90.0, help="of the hours that the oracles look at")
-    parser.add_argument("--window", type=float, default=5.0, help="seconds between two looks of the planner")
-    parser.add_argument("--ttft-ms", type=float, default=5000.0)
-    parser.add_argument("--itl-ms", type=float, default=150.0)
     parser.add_argument("--clients", type=int, default=2, help="client processes")
-    parser.add_argument("--drain-seconds", type=float, default=60.0, help="for answers after the last arrival")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    parser.add_argument("--drain-seconds", type=float, default=30.0, help="for answers after the last arrival")
     return parser.parse_args(arguments)
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Everything, printed as it comes. InvalidArgument for a cluster of fewer than two workers."""
-    if arguments.workers < 2:
-        raise InvalidArgument("--workers", f"{arguments.workers} cannot be split into roles; two or more can")
-    kinds = [parse_hour(each) for each in arguments.hour or HOURS]
-    hours = [kinds[number % len(kinds)] for number in range(arguments.hours)]
-    replay = Replay(choose_model(arguments.model, arguments.shape), arguments, hours)
-    splits = [Split(prefill, arguments.workers - prefill) for prefill in range(1, arguments.workers)]
-    planned = replay.planned(splits[0])
-    by_split = replay.static(splits)
+def given(arguments: argparse.Namespace) -> Sizes | None:
+    """What the command line asks for; None = nothing."""
+    if not arguments.hour:
+        return None
+    if len(arguments.hour) != 2:
+        raise InvalidArgument("--hour", f"{len(arguments.hour)} kinds of hours cannot take turns; two can")
+    slo = SloClass("planned", ttft_s=arguments.ttft_ms / 1e3, itl_s=arguments.itl_ms / 1e3, itl_percent=95.0)
+    first, second = map(parse_hour, arguments.hour)
+    return Sizes(slo, first, second, arguments.window)
+
+
+def run(arguments: argparse.Namespace, table: Timetable) -> dict[str, Any]:
+    """Everything, printed as it comes, and kept before the last cluster stops. InvalidArgument for a cluster of fewer
+    than three workers.
+    """
+    if arguments.workers < 3:
+        raise InvalidArgument("--workers", f"{arguments.workers} have one split; three or more can be changed")
+    replay = Replay(choose_model(arguments.model, arguments.shape), arguments, table, given(arguments))
+    sizes, statics = replay.statics()
+    with replay.cluster(replay.splits[-1], PlannerConfig(PlannerMode.ON, sizes.window_s)) as doors:
+        touch(find_target(doors.grpc))
+        day = replay.day(sizes)
+        table.say(f"a day of {len(day.hours)} hours of {day.seconds:.1f} s, over in {day.end_s:.0f} s")
+        result = summary(replay, sizes, statics, day, replay.planned(doors, sizes, day))
+        result["predicted"] = replay.predicted(sizes, day.seconds, statics.loads[-1].workload.seconds)
+        if arguments.save:
+            name = f"planner-live-{result['model']}-{arguments.workers}-workers"
+            table.say(f"saved {save_result(name, result)}")
+        print(json.dumps({key: value for key, value in result.items() if key not in _LONG}), flush=True)
+    return result
+
+
+_LONG = {"planned", "static_loads", "predicted"}
+
+
+def summary(replay: Replay, sizes: Sizes, statics: Statics, day: LiveDay, planned: dict[str, Any]) -> dict[str, Any]:
+    """Ready for JSON."""
+    arguments, by_split = replay.arguments, statics.goodput(day.due_per_s())
     return {
-        "hours": [{"name": hour.name, "rate": hour.rate, **asdict(hour.source)} for hour in hours],
-        "hour_seconds": arguments.hour_seconds,
-        "window_s": arguments.window,
-        "slo": replay.cell.as_result(),
-        **judged(planned, by_split, [hour.name for hour in hours], arguments.hour_seconds),
+        **judged(planned, by_split, [hour.name for hour in day.hours], day.seconds),
+        **sizes.as_result(),
+        "note": _NOTE,
+        "share": planned["share"],
+        "changes": planned["changes"],
+        "hours": len(day.hours),
+        "hour_seconds": day.seconds,
+        "dawn_seconds": day.dawn_s,
+        "ttft_prompts": TTFT_PROMPTS,
+        "pace": None if replay.pace is None else asdict(replay.pace),
         "planned": planned,
+        "static_share": statics.shares,
         "static_goodput_per_s": by_split,
-        "static_seconds": arguments.static_seconds,
-        "settings": [*arguments.set],
+        "static_loads": statics.as_result(),
+        "settings": {name: str(value) for name, value in replay.settings.items()},
+        "start_seconds": round(replay.start_s, 1),
+        "seconds": round(replay.table.passed_s, 1),
         "seed": arguments.seed,
         "model": planned["model"],
         "dtype": planned["dtype"],
@@ -261,14 +252,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Replay, show, judge; JSON last."""
+    began = time.monotonic()
     parsed = parse_arguments(arguments)
+    table = Timetable(parsed.seconds, began)
     try:
-        result = run(parsed)
+        run(parsed, table)
     except TandemError as error:
         raise SystemExit(error.message) from None
-    if parsed.save:
-        print("saved", save_result(f"planner-live-{result['model']}-{parsed.workers}-workers", result))
-    print(json.dumps({key: value for key, value in result.items() if key != "planned"}))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from benchmarks.planner.hours import Day, Tally
@@ -51,6 +52,8 @@ class Run:
     day: Day
     split: Split
     step_policy: str
+    settings: Mapping[str, object] = field(default_factory=dict, kw_only=True)
+    """Other fields of `ClusterConfig`."""
     tally: Tally = field(init=False)
     cluster: VirtualCluster = field(init=False)
 
@@ -61,6 +64,7 @@ class Run:
             "prefill": 1,
             "decode": 1,
             "step_policy": self.step_policy,
+            **self.settings,
         }
         pair = make_cluster(self.machine, settings, NETWORK, classes=(self.day.slo,))
         specs = [
@@ -101,6 +105,8 @@ class PlannedRun(Run):
 
     window_s: float = 10.0
     limits: Limits = field(default_factory=Limits)
+    limits_told: bool = False
+    """Whether requests say how long their answers are going to be."""
     changes: list[Change] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     _state: State = field(default_factory=State)
@@ -115,7 +121,7 @@ class PlannedRun(Run):
 
     def _arrive(self, asked: LoadRequest) -> None:
         self._offered.append(asked)
-        self._expected += self._lengths.mean(SAME_LIMIT)
+        self._expected += asked.new_tokens if self.limits_told else self._lengths.mean(SAME_LIMIT)
         Run._arrive(self, asked)
 
     def _end(self, outcome: Outcome) -> Verdict:

@@ -48,6 +48,11 @@ class WorkerInfo:
         return self.role if self.closing is None else self.role.without(self.closing)
 
     @property
+    def told(self) -> Role:
+        """What it was told to do last, whatever it still finishes."""
+        return self.role if self.duty is None else self.duty.role
+
+    @property
     def takes_prompts(self) -> bool:
         return self.open is not None and self.open.prefills
 

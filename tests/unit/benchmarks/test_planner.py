@@ -10,7 +10,7 @@ from benchmarks.load.report import make_report
 from benchmarks.load.slo import SloCell
 from benchmarks.planner.__main__ import hours
 from benchmarks.planner.hours import Day
-from benchmarks.planner.live import day_of, met_by_hour, parse_hour
+from benchmarks.planner.live_hours import LiveDay, parse_hour
 from benchmarks.planner.oracles import judged, undone
 from benchmarks.planner.run import PlannedRun, Run
 from planner.decision import Split
@@ -53,7 +53,7 @@ def test_oracles_are_the_best_of_what_was_simulated() -> None:
 def test_a_day_for_a_real_cluster() -> None:
     """Its hours follow each other, and no prompt of one begins like one of another."""
     kinds = [parse_hour("many:20:100:5"), parse_hour("few:5:10:50")]
-    day = day_of([*kinds, *kinds], 10.0, seed=3)
+    day = LiveDay([*kinds, *kinds], 10.0, seed=3).workload
     assert list(day.arrivals) == sorted(day.arrivals, key=lambda arrival: arrival.due_s)
     hours = [[each for each in day.arrivals if number * 10 <= each.due_s < number * 10 + 10] for number in range(4)]
     assert [len(hour) for hour in hours] == pytest.approx([200, 50, 200, 50], rel=0.3)
@@ -65,12 +65,12 @@ def test_a_day_for_a_real_cluster() -> None:
 def test_goodput_of_the_hours_of_a_day() -> None:
     """By the moment that a request was due, whenever it ended."""
     cell = SloCell("planned", ttft_s=1.0, gap_s=1.0)
-    day = day_of([parse_hour("a:1:10:5")] * 2, 10.0, seed=0)
+    day = LiveDay([parse_hour("a:1:10:5")] * 2, 10.0)
     records = [
         RequestRecord(number, due_s, due_s, due_s + 30, (due_s + wait_s,), 1)
         for number, (due_s, wait_s) in enumerate(((0.0, 0.5), (9.9, 0.9), (9.9, 1.1), (10.0, 0.5), (20.1, 1.5)))
     ]
-    assert met_by_hour(make_report(day, records, [cell], 0.01), cell, 2) == ([2, 1], [3, 2])
+    assert day.met(make_report(day.workload, records, [cell], 0.01), cell) == ([2, 1], [3, 2])
 
 
 @pytest.mark.parametrize("text", ["a:1:10", "a:0:10:5", "a:1:0:5", "a:1:x:5", "a:1:10:0.5"])

@@ -1,0 +1,25 @@
+"""A load of a real cluster's day, all of whose requests have one promise."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from benchmarks.load.command import show
+from benchmarks.load.report import LoadReport
+from benchmarks.load.run import LoadSettings, run_load
+from benchmarks.load.slo import SloCell
+from benchmarks.load.target import Target
+from benchmarks.load.workload import Workload
+
+
+def ask(
+    target: Target,
+    workload: Workload,
+    cell: SloCell,
+    settings: LoadSettings,
+    *,
+    where: str,
+    on_start: Callable[[float], None] | None = None,
+) -> LoadReport:
+    """One line for a person says where, and how it went."""
+    print(f"{where:>9} {workload.name:>14} ", end="", flush=True)
+    return show(run_load(target, workload, [cell], replace(settings, slo_class=cell.name), on_start=on_start))
