@@ -42,7 +42,7 @@ BATCH_REQUESTS, STEP_TOKENS = 8, 256
 """What makes a worker's capacity definite: answers that it decodes at once, and a step that is no longer than a prompt,
 unless `--set` says otherwise.
 """
-DAWN_S = 6.0
+DAWN_S = 8.0
 """Before the first hour, like the last one: every hour begins with a swing, and workers have measured their steps."""
 _TAIL = 4.0
 """What answers take after the last request, in targets for the first token."""

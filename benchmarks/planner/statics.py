@@ -19,7 +19,7 @@ from planner.decision import Split
 
 KEPT = 0.97
 """Part of the requests that the right split should keep: an hour of which it keeps less asks for too much."""
-LESS_MIN, LESS_MAX = 0.8, 0.95
+LESS_MIN, LESS_MAX = 0.9, 0.95
 """What such an hour asks for instead, in parts: what was kept of it, within these bounds."""
 RETRIES = 2
 """Hours that may be asked again in all: each takes its time from the day."""
