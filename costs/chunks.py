@@ -43,7 +43,8 @@ def gap_target(
     decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
 
     With targets no step breaks the tightest that can be kept. If all answers have one, and nothing was asked for, a
-    step may last as long as leaves the first gap of a local prompt within it.
+    step may last as long as leaves the first gap of a local prompt within it, or twice as long as decoding alone: where
+    that is half of the target already, prompts would have no room for the sake of one gap each.
     """
     decoding_s = cost.decode_step_seconds(rows, context_tokens)
     usual_s = SPARE_STEPS * cost.decode_step_seconds(1, 0)
@@ -54,7 +55,7 @@ def gap_target(
     kept_s = tightest_kept(targets, decoding_s)
     if asked_s is not None or kept_s == math.inf or targets[-1] == math.inf:
         return min(usual_s, kept_s) / GAP_NOISE
-    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS)) / GAP_NOISE
+    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS, SPARE_STEPS * decoding_s)) / GAP_NOISE
 
 
 class Chunks(NamedTuple):

@@ -37,6 +37,8 @@ _CLEARED_S = 1.0
 """Within so long what waits should be computed, beside what comes."""
 _MOST_WAITED_S = 2.0
 """Of a request's age: a retried one is older than what waits."""
+_DOUBT = 1.2
+"""Room beside answers that is gone where steps take so much longer than predicted is none."""
 _CHANCE = 2.0
 """Standard deviations of the number of answers: they come and end by chance."""
 _LOOK_S = 0.05
@@ -102,7 +104,8 @@ class PromptRoom:
         most = 1 + _CHANCE / math.sqrt(running)
         spread = elsewhere
         if decoding:
-            spread += count * _room(like, _share(most * running, most * context, len(decoding), target_s), pairs)
+            tight_s = target_s / _DOUBT
+            spread += count * _room(like, _share(most * running, most * context, len(decoding), tight_s), pairs)
         wanted = _COLLAPSED * coming
         if self.free:
             waiting = coming * min(waited_s, _MOST_WAITED_S) + sum(worker.prefill_tokens for worker in either)

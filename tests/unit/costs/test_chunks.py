@@ -60,3 +60,15 @@ def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
     assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context), 500.0).tokens > 300
     asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
     assert chunks(H200, asked, 4096, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
+
+
+def test_prompts_keep_room_beside_answers_whose_steps_take_half_of_what_they_bear() -> None:
+    """The first gap of a local prompt may be longer then: it is one of many."""
+    many, context, bears_s = 60, 180_000, 0.020
+    decoding_s = H200.decode_step_seconds(many, context)
+    assert bears_s / 2 < GAP_NOISE * decoding_s < bears_s
+    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (bears_s,)), 500.0)
+    assert given.pause == 0
+    assert given.tokens == H200.tokens_within(2 * decoding_s / GAP_NOISE, many, context, 500.0)
+    tight = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (0.0125,)), 500.0)
+    assert tight.tokens < given.tokens, "never more than they bear"

@@ -106,7 +106,9 @@ def test_prompts_are_expected_in_the_chunks_that_the_answers_there_bear(at: Test
     at.answers("w", 4, slo=LOOSE)
     assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030 / GAP_NOISE, rel=0.01)
     at.answers("w", 1, slo=STRICT)
-    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.008 / GAP_NOISE, rel=0.01), "two unloaded steps"
+    assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.0081 / GAP_NOISE, rel=0.01), (
+        "twice what they take"
+    )
     worker.unbook_decode("answer-4")
     assert PromptForecast(worker, 8000, 0).longest_s == pytest.approx(0.030 / GAP_NOISE, rel=0.01)
     at.answers("w", 1)

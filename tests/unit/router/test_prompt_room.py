@@ -17,10 +17,11 @@ from wire.cost_parameters import CostParameters
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
 
-TIGHT = SloClass("tight", ttft_s=2.0, itl_s=0.0077)
+TIGHT = SloClass("tight", ttft_s=2.0, itl_s=0.00924)
 LOOSE = SloClass("loose", ttft_s=2.0, itl_s=0.1)
 COSTS = replace(H200, prompt_base_s=1e-3, row_s=5e-5)
-"""Beside 17 rows of a thousand tokens there is room for prompts in steps of 6.4 ms, beside 18 there is none."""
+"""Beside 17 rows of a thousand tokens there is room for prompts in steps of 6.4 ms, beside 18 there is none: what is
+left of the tight target for noise and for doubt."""
 FACTS = {
     "pages_total": 100_000,
     "max_step_tokens": 2048,
@@ -171,11 +172,11 @@ def test_others_that_prefill_alone_are_counted_on() -> None:
 
 
 def test_no_more_are_kept_free_than_leave_the_others_what_they_bear() -> None:
-    at = fleet(workers=4, rows=14)
+    at = fleet(workers=4, rows=17)
     assert looked(at, fed(at, PromptRoom(), 90_000)) == []
     room = fed(at, PromptRoom(), 8000)
     assert looked(at, room) == ["w0"]
-    assert looked(at, fed(at, room, 90_000)) == ["w0", "w1"], "56 rows on one would take 8.5 ms"
+    assert looked(at, fed(at, room, 90_000)) == ["w0", "w1"], "68 rows on one would take 9.5 ms"
 
 
 def test_the_tightest_class_decides() -> None:
