@@ -14,6 +14,7 @@ from typing import Protocol
 from router.answer_text import TextJob, TextThread
 from router.chunk_budget import ChunkBudget
 from router.config import RouterConfig
+from router.first_token import hold_s
 from router.request import RoutedRequest
 from wire.errors import Internal, TandemError, Unavailable, from_code
 from wire.messages import FinishReason, RequestEvent, StepEvents
@@ -45,6 +46,8 @@ class EventStream:
         self._jobs: dict[str, TextJob] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._timer: asyncio.TimerHandle | None = None
+        self._held: dict[str, TextJob] = {}
+        """First tokens that wait for the second."""
 
     async def close(self) -> None:
         """End the text thread."""
@@ -103,13 +106,33 @@ class EventStream:
             self._generated(request)
         if not fresh and finished is None:
             return False
-        job = self._jobs.get(request.wire_id)
-        if job is None:
-            job = self._jobs[request.wire_id] = TextJob(request)
+        held = self._held.pop(request.wire_id, None)
+        job = held or self._jobs.get(request.wire_id) or TextJob(request)
         job.token_ids.extend(fresh)
         job.logprobs.extend(logprobs)
         job.finish = finished
-        return first or finished is not None
+        if first and finished is None and self._hold(job, now):
+            return False
+        self._jobs[request.wire_id] = job
+        return first or held is not None or finished is not None
+
+    def _hold(self, job: TextJob, now: float) -> bool:
+        """Whether this first token waits for the second, which comes from elsewhere."""
+        request = job.request
+        if request.forecast is None or request.decode in {None, request.prefill}:
+            return False
+        waited_s = now - request.ticket.arrived_s
+        seconds = hold_s(request.ticket.slo, request.pace.target_s, request.forecast.itl_s, waited_s)
+        if seconds:
+            self._held[request.wire_id] = job
+            asyncio.get_running_loop().call_later(seconds, self._let_go, request.wire_id)
+        return seconds > 0
+
+    def _let_go(self, wire_id: str) -> None:
+        """It has waited long enough."""
+        job = self._held.pop(wire_id, None)
+        if job is not None and not job.request.ended:
+            self._text.submit([job])
 
     def _flush_when_due(self, now: float) -> None:
         if self._timer is not None:

@@ -49,6 +49,8 @@ class Outcome:
     """The first token of each attempt."""
     pieces: list[Piece] = field(default_factory=list)
     """What was decoded behind each of these."""
+    held_s: float = 0.0
+    """How long its first token may wait for the second."""
     turned_away: Verdict | None = None
     """At the door, at once."""
 
@@ -60,4 +62,6 @@ class Outcome:
             if number < len(self.pieces):
                 piece = self.pieces[number]
                 moments += [end_s + later_s for end_s in piece.log.ends(piece.first, piece.count)]
+        if self.held_s and len(moments) > 1:
+            moments[0] = min(moments[0] + self.held_s, moments[1])
         return moments

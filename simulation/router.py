@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from router.binder import Binder, book
 from router.config import RouterConfig
 from router.cost_placement import CostPlacement
+from router.first_token import hold_s
 from router.fleet import Fleet
 from router.foresight import Foresight, PlacementRecord
 from router.placement import Pair
@@ -264,6 +265,7 @@ class VirtualRouter:
             flow.began, flow.tokens = None, event.first_index + 1
             if event.first_index == 0:
                 flow.outcome.cached_tokens = event.cached_tokens
+                flow.outcome.held_s = self._hold_s(flow, pair)
         elif event.token_ids:
             if flow.began is None:
                 flow.began = heard.number - (event.first_index - flow.ticket.answered - 1)
@@ -271,6 +273,14 @@ class VirtualRouter:
         if event.finish_reason is FinishReason.LENGTH:
             self._unbook(flow, pair)
             self._end(flow, "")
+
+    def _hold_s(self, flow: Flow, pair: Pair) -> float:
+        """For how long the first token waits for the second, if that comes from elsewhere."""
+        if pair.forecast is None or pair.decode in {None, pair.prefill}:
+            return 0.0
+        slo, books = flow.ticket.slo, self._links[pair.decode].books
+        waited_s = self.clock.now - flow.ticket.arrived_s
+        return hold_s(slo, slo.gap_target(books.idle_step_s), pair.forecast.itl_s, waited_s)
 
     def _close_piece(self, flow: Flow, worker: VirtualWorker, number: int, event: RequestEvent) -> None:
         """What the attempt has decoded up to this event."""

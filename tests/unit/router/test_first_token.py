@@ -1,0 +1,131 @@
+"""A first token that the hand-over would leave alone too long goes with the second."""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.first_token import hold_s
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.test_generate import Client, ask, expected
+from wire.cost_parameters import UNMEASURED
+
+STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
+PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
+"""Whose first token may come whenever it does."""
+COUNT = 6
+
+
+def test_it_waits_where_the_handover_takes_longer_than_a_gap_may() -> None:
+    assert hold_s(STRICT, 0.010, 0.005, 0.1) == pytest.approx(0.030)
+    assert hold_s(STRICT, 0.020, 0.005, 0.1) == 0.0, "three steps fit"
+    assert hold_s(replace(STRICT, worst_gap_s=0.012), 0.020, 0.005, 0.1) == pytest.approx(0.030)
+
+
+def test_it_waits_for_nobody_who_was_promised_nothing_between_tokens() -> None:
+    assert hold_s(BEST_EFFORT, math.inf, 0.005, 0.0) == 0.0
+    assert hold_s(SloClass("soon", ttft_s=2.0), math.inf, 0.005, 0.0) == 0.0
+
+
+def test_it_does_not_wait_where_it_would_come_late_itself() -> None:
+    assert hold_s(STRICT, 0.010, 0.005, 0.96) == pytest.approx(0.030)
+    assert hold_s(STRICT, 0.010, 0.005, 0.98) == 0.0
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT)}
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        yield Client(channel)
+
+
+async def steps_take(cluster: Cluster, seconds: float) -> None:
+    """By what the workers say."""
+    for worker in cluster.workers:
+        worker.cost = replace(UNMEASURED, base_s=seconds, observed=1)
+        worker.cache([])
+    links = cluster.router._dispatcher.pool.links
+    await until(lambda: all(link.books.cost.parameters.observed for link in links), "the router heard it")
+
+
+async def pieces(client: Client, count: int, slo_class: str, heard: asyncio.Queue[list[int]]) -> list[int]:
+    """The answer's tokens; each chunk's are `heard` when it comes."""
+    ids: list[int] = []
+    async for message in client.stub.Generate(ask(count, slo_class=slo_class)):
+        if message.chunk.token_ids:
+            heard.put_nowait(list(message.chunk.token_ids))
+            ids += message.chunk.token_ids
+    return ids
+
+
+def held(cluster: Cluster) -> int:
+    return len(cluster.router._dispatcher._events._held)
+
+
+async def test_it_goes_with_the_second(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 100.0)
+    cluster.decode.switches.held_at = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    await until(lambda: held(cluster) == 1, "the first token waits")
+    assert heard.empty()
+    cluster.decode.go.set()
+    assert await answer == expected(COUNT)
+    assert heard.get_nowait()[:2] == expected(2)
+    assert not held(cluster)
+
+
+async def test_it_goes_alone_when_the_second_does_not_come(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 0.001)
+    cluster.decode.switches.held_at = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    async with asyncio.timeout(60.0):
+        assert await heard.get() == expected(1)
+    cluster.decode.go.set()
+    assert await answer == expected(COUNT)
+
+
+async def test_others_have_it_at_once(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 100.0)
+    cluster.decode.switches.held_at = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "best_effort", heard))
+    async with asyncio.timeout(60.0):
+        assert await heard.get() == expected(1)
+    cluster.decode.go.set()
+    assert await answer == expected(COUNT)
+
+
+async def test_an_answer_of_one_token_waits_for_nothing(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 100.0)
+    assert await pieces(client, 1, "patient", asyncio.Queue()) == expected(1)
+
+
+async def test_another_attempt_brings_the_second(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 100.0)
+    cluster.prefill.switches.fail_transfers = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    assert await pieces(client, COUNT, "patient", heard) == expected(COUNT)
+    assert heard.get_nowait()[:2] == expected(2)
+    assert not held(cluster)
+
+
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(cluster: Cluster, client: Client) -> None:
+    await steps_take(cluster, 0.5)
+    cluster.decode.switches.held_at = 1
+    call = client.stub.Generate(ask(COUNT, slo_class="patient"))
+    await until(lambda: held(cluster) == 1, "the first token waits")
+    call.cancel()
+    await until(lambda: not held(cluster), "its time is over")
+    cluster.decode.go.set()
+    await until(lambda: cluster.decode.idle, "the workers have let go")
