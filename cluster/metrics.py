@@ -51,7 +51,9 @@ class ClusterMetrics:
         self._targets: dict[str, Target] = {}
         self._answered: dict[str, bool] = {}
         self.board = Board({"model": model, "worker": _ME})
-        self.board.read(self._facts)
+        self._said: Facts = {}
+        """What the next page says. It is rendered beside the event loop, on which workers come and go meanwhile."""
+        self.board.read(lambda: self._said)
         self._own = metrics_page(Exposition(self.board))
         self._door = MetricsDoor({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
@@ -75,6 +77,7 @@ class ClusterMetrics:
     async def text(self) -> str:
         """All processes' series, now."""
         texts = await asyncio.gather(*(self._ask(name, target) for name, target in tuple(self._targets.items())))
+        self._said = self._facts()
         own, _ = await self._own(TEXT)
         return merge([own.decode(), *texts])
 

@@ -115,7 +115,7 @@ _TRAFFIC = Row(
             "Turned away",
             Unit.REQUESTS,
             (Query(rate(series(f.ADMISSION_REJECTIONS), "reason"), "{{reason}}"),),
-            "At the door, by reason. `slo`: the class's promise could not be held.",
+            "At the door, by reason. `slo_ttft`, `slo_itl`: the class's promise of that time could not be held.",
         ),
         Panel(
             "Failed",

@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +72,23 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
     found = await samples(cluster)
     assert ("tandem_metrics_target_up", "decode-0") not in found
     await doors[1].close()
+
+
+async def test_who_lives_is_asked_where_that_changes() -> None:
+    """Not beside the event loop, where a worker that comes or goes meanwhile would end the page in an error."""
+    asked: list[threading.Thread] = []
+
+    def kept() -> list[tuple[str, Health]]:
+        asked.append(threading.current_thread())
+        return [("decode", UP)]
+
+    def roles() -> dict[str, str]:
+        asked.append(threading.current_thread())
+        return {}
+
+    metrics = ClusterMetrics("m", TOKEN, frozenset(), kept, roles)
+    assert 'role="decode"' in await metrics.text()
+    assert set(asked) == {threading.current_thread()}
 
 
 async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(cluster: ClusterMetrics) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import UserDict
@@ -63,7 +64,7 @@ class World:
             "m", "", frozenset(), lambda: [("prefill", health)], lambda: {WORKER: self.role(self.minute)}
         )
         cluster._answered[WORKER] = True
-        self.boards = (self.worker, router, cluster.board)
+        self.boards, self.cluster = (self.worker, router), cluster
 
     def scrapes(self, namespace: str) -> Iterator[dict[str, float]]:
         """Series by their name and labels, minute by minute."""
@@ -71,7 +72,8 @@ class World:
             for number, family in enumerate(HISTOGRAMS, 1):
                 for cell in _cells(family):
                     self.worker.spread(family, *cell).observe(family.buckets[1], number * (1 + self.minute))
-            text = merge(Exposition(board).render()[0].decode() for board in self.boards)
+            texts = (Exposition(board).render()[0].decode() for board in self.boards)
+            text = merge([*texts, asyncio.run(self.cluster.text())])
             yield {
                 name: 3.0 * self.minute if name.startswith("process_") else value
                 for name, value in said(text, namespace).items()

@@ -31,6 +31,7 @@ from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
 from wire.errors import FailedPrecondition, Internal, InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import Role
 from wire.request_trace import RequestTrace, TraceContext
 from wire.timeline import Edge, EdgeStamp, Timeline
@@ -38,7 +39,9 @@ from wire.timeline import Edge, EdgeStamp, Timeline
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")
 SECOND = 10**9
-TRIES = 5
+TRIES, TRIES_MAX = 5, 100
+"""Requests that are looked at, and at most until one of them was not held up on its way."""
+NEAR_S = 2e-3
 PHASES = (f.QUEUE_TIME, f.PREFILL_TIME, f.TRANSFER_TIME, f.DECODE_TIME, f.STALL_TIME)
 
 
@@ -124,20 +127,30 @@ def seconds(span: trace_pb2.Span) -> float:
 
 async def test_spans_add_up_to_what_clients_measure(cluster: Cluster, receiver: Receiver) -> None:
     """The phases of a request are its span without a gap, and that is what its client waited, but for the way there and
-    back.
+    back: that is what an empty call takes and 2 ms, of those that a busy machine held up the least.
     """
     cluster.decode.switches.step_s = 2e-3
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         client = Client(channel)
+        empty_s: list[float] = []
+        ways_s: list[float] = []
         await client.run(ask(2))
-        for number in range(TRIES):
-            heard, asked = Heard(cluster.prefill, cluster.decode), time.time_ns()
-            await client.run(ask(3 + number))
+        heard = Heard(cluster.prefill, cluster.decode)
+        while len(ways_s) < TRIES or (min(ways_s) >= NEAR_S + min(empty_s) and len(ways_s) < TRIES_MAX):
+            heard.moments.clear()
+            asked = time.time_ns()
+            await client.stub.GetServerInfo(pb.GetServerInfoRequest())
+            empty_s.append((time.time_ns() - asked) / SECOND)
+            asked = time.time_ns()
+            await client.run(ask(3 + len(ways_s) % TRIES))
+            waited_s = (time.time_ns() - asked) / SECOND
             await flush(cluster)
             root, phases = receiver.roots[-1], receiver.under(receiver.roots[-1])
             assert [span.name for span in phases] == ["queue", "prefill", "transfer", "decode"]
             assert sum(map(seconds, phases)) == pytest.approx(seconds(root), abs=1e-9)
             heard.check(root, asked)
+            ways_s.append(waited_s - sum(map(seconds, phases)))
+        assert min(ways_s) < NEAR_S + min(empty_s), (ways_s, empty_s)
 
 
 async def test_spans_of_a_request_whose_worker_dies_add_up(cluster: Cluster, receiver: Receiver) -> None:
