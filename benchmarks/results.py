@@ -100,7 +100,9 @@ def _command() -> str:
     """The command, without this machine's paths."""
     program = Path(sys.argv[0])
     module = program.parent if program.name == "__main__.py" else program
-    name = f"python -m benchmarks.{module.stem}" if module.parent.name == "benchmarks" else program.name
+    parts = module.with_suffix("").parts
+    inside = parts[len(parts) - parts[::-1].index("benchmarks") :] if "benchmarks" in parts else ()
+    name = f"python -m {'.'.join(('benchmarks', *inside))}" if inside else program.name
     return " ".join([name, *(Path(each).name if each.startswith("/") else each for each in sys.argv[1:])])
 
 

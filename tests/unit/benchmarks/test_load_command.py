@@ -121,3 +121,7 @@ def test_a_command_names_the_module_and_no_machine_paths(monkeypatch: pytest.Mon
     assert results.run_facts("cpu")["command"] == "python -m benchmarks.load --trace trace.jsonl --save"
     monkeypatch.setattr("sys.argv", ["/somewhere/benchmarks/serving.py", "--device", "cpu"])
     assert results.run_facts("cpu")["command"] == "python -m benchmarks.serving --device cpu"
+    monkeypatch.setattr("sys.argv", ["/some/where/benchmarks/planner/live.py", "--save"])
+    assert results.run_facts("cpu")["command"] == "python -m benchmarks.planner.live --save"
+    monkeypatch.setattr("sys.argv", ["/some/where/tandem", "plan"])
+    assert results.run_facts("cpu")["command"] == "tandem plan"
