@@ -17,6 +17,8 @@ BATCH_FULL = 0.9
 """The same of the batch's rows."""
 TRANSFERRING = 0.7
 """Part of the time with pages on the wire from which on those who wait wait for it, if the engine has less to do."""
+BACKLOG = 0.05
+"""Part of the KV pages from which on hand-overs are not only many, but more than leave."""
 PILED_UP = 2.0
 """Hand-overs that write at once, on average, from which on they pile up, whoever waits yet."""
 ON_THEIR_WAY = 0.5
@@ -81,10 +83,13 @@ class Figures:
 
     @property
     def wire_is_narrow(self) -> bool:
-        """Whether pages leave more slowly than they are made: hand-overs that overlap without harm are none."""
+        """Whether pages leave more slowly than they are made: hand-overs that overlap do no harm while the engine
+        computes on beside them and they hold next to no pages.
+        """
         somebody_waits = self.requests_waiting > 0 or self.prompts_waiting > 0
         enough = TRANSFERRING if somebody_waits else PILED_UP
-        return self.transferring >= enough and self.transferring > self.busy
+        harm = self.busy < COMPUTING or self.kv_used >= BACKLOG
+        return harm and self.transferring >= enough and self.transferring > self.busy
 
     @property
     def wires_hold_pages(self) -> bool:

@@ -118,7 +118,7 @@ _TRANSFER = Row(
             "Hand-overs that write",
             Unit.NUMBER,
             rate(of_workers(f.TRANSFER_WRITING), "worker"),
-            "At once, on average, also of those that do not end; from two on the wire is slower than the prompts.",
+            "At once, on average, also of those that do not end; the wire binds where they leave no pages or no work.",
         ),
         _by_worker("KV handed over", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
         _spread(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from telemetry.walls import BATCH_FULL, COMPUTING, KV_FULL, PILED_UP, TRANSFERRING, Figures, Wall, diagnose
+from telemetry.walls import BACKLOG, BATCH_FULL, COMPUTING, KV_FULL, PILED_UP, TRANSFERRING, Figures, Wall, diagnose
 
 IDLE = Figures(
     steps=99, busy=0.1, compute=0.1, bandwidth=0.1, kv_used=0.2, holders=2, refused=0, preempted=0, decoding=2,
@@ -75,6 +75,13 @@ def test_the_wire() -> None:
     assert wall(transferring=PILED_UP) is Wall.TRANSFER
     assert wall(transferring=0.9, busy=0.9, compute=0.8) is Wall.COMPUTE
     assert wall(transferring=3.0, kv_used=1.0, requests_waiting=9) is Wall.TRANSFER  # it is what holds the pages
+
+
+def test_many_short_handovers_are_no_narrow_wire() -> None:
+    many = {"transferring": 4.0, "prompts_waiting": 1, "compute": 0.9}
+    assert wall(**many, busy=0.74, kv_used=BACKLOG - BELOW) is Wall.COMPUTE
+    assert wall(**many, busy=0.74, kv_used=BACKLOG) is Wall.TRANSFER, "more come than leave"
+    assert wall(**many, busy=COMPUTING - BELOW, kv_used=0.0) is Wall.TRANSFER, "it computes less than it could"
 
 
 def test_pages_that_others_write() -> None:
