@@ -5,7 +5,8 @@ from pathlib import Path
 
 from benchmarks.floors import floors_of
 from benchmarks.metrics_cost import SURE
-from benchmarks.tables import make_page
+from benchmarks.results import RESULTS
+from benchmarks.tables import PAGE, make_page
 
 FACTS = {"hardware": {"name": "Chip"}, "dtype": "bfloat16", "commit": "0123456789abcdef", "command": "python -m it"}
 
@@ -135,3 +136,7 @@ def test_the_newest_runs_with_eager_steps_and_fused_kernels(tmp_path: Path) -> N
     page = make_page(tmp_path)
     assert rows_of(page, "CUDA graphs")["1"] == ["4.000", "8.000", "2.000"]
     assert rows_of(page, "Fused kernels")["silu"] == ["8", "2.000", "5.000", "2.500"]
+
+
+def test_the_page_is_made_from_the_runs_that_are_kept() -> None:
+    assert PAGE.read_text(encoding="utf-8") == make_page(RESULTS), "make it anew: python -m benchmarks.tables"
