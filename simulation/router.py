@@ -10,15 +10,16 @@ from router.config import RouterConfig
 from router.cost_placement import CostPlacement
 from router.first_token import hold_s
 from router.fleet import Fleet
-from router.foresight import Foresight, PlacementRecord
+from router.foresight import Foresight
 from router.placement import Pair
 from router.prefix_feed import PrefixFeed
 from router.ticket import Ticket
 from router.verdict import turned_away
 from router.worker_books import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerBooks
 from simulation.clock import VirtualClock
+from simulation.flow import Flow
 from simulation.network import Network
-from simulation.request import LoadRequest, Outcome, Piece
+from simulation.request import LoadRequest, Outcome
 from simulation.worker import VirtualWorker, WorkerNews
 from wire.errors import Internal, ResourceExhausted, RoleClosed
 from wire.messages import (
@@ -36,25 +37,6 @@ from wire.prefixes import PrefixList
 
 ROUTER_ID = "router"
 _COME_LATER = (ResourceExhausted, RoleClosed)
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """A request on its way."""
-
-    ticket: Ticket
-    outcome: Outcome
-    sampling: SamplingParams
-    pair: Pair | None = None
-    attempt: int = 1
-    tokens: int = 0
-    """Of the answer, heard or known to be decoded before the attempt failed."""
-    began: int | None = None
-    """The step of its decode worker that brought the first token of this attempt behind the prefill's."""
-
-    @property
-    def ref(self) -> RequestRef:
-        return RequestRef(self.ticket.wire_id, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,7 +251,7 @@ class VirtualRouter:
         elif event.token_ids:
             if flow.began is None:
                 flow.began = heard.number - (event.first_index - flow.ticket.answered - 1)
-            self._close_piece(flow, heard.worker, heard.number, event)
+            flow.close_piece(heard.worker.log, heard.number, event)
         if event.finish_reason is FinishReason.LENGTH:
             self._unbook(flow, pair)
             self._end(flow, "")
@@ -281,15 +263,6 @@ class VirtualRouter:
         slo, books = flow.ticket.slo, self._links[pair.decode].books
         waited_s = self.clock.now - flow.ticket.arrived_s
         return hold_s(slo, slo.gap_target(books.idle_step_s), pair.forecast.itl_s, waited_s)
-
-    def _close_piece(self, flow: Flow, worker: VirtualWorker, number: int, event: RequestEvent) -> None:
-        """What the attempt has decoded up to this event."""
-        began = number if flow.began is None else flow.began
-        piece = Piece(worker.log, began, number - began + 1)
-        pieces, attempts = flow.outcome.pieces, len(flow.outcome.firsts_s)
-        del pieces[attempts - 1 :]
-        pieces.append(piece)
-        flow.tokens = event.first_index + 1
 
     def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
         code = event.error.code if event.error is not None else Internal.code
@@ -304,26 +277,9 @@ class VirtualRouter:
         outcome.error, outcome.ended_s = code, self.clock.now
         if self._flows.pop(flow.ticket.wire_id, None) is not None:
             self.binder.ended(flow.ticket, flow.tokens)
-            self._record(flow)
+            if (record := flow.placement_record(self.network.event_s)) is not None:
+                self.foresight.record(record)
         self.on_end(outcome)
-
-    def _record(self, flow: Flow) -> None:
-        outcome = flow.outcome
-        if outcome.forecast is None or outcome.error or flow.attempt > 1:
-            return
-        later_s, gaps = self.network.event_s, flow.tokens - 1
-        self.foresight.record(
-            PlacementRecord(
-                request_id=flow.ticket.wire_id,
-                prefill_worker=outcome.prefill_worker,
-                decode_worker=outcome.decode_worker,
-                slo_class=flow.ticket.slo.name,
-                forecast=outcome.forecast,
-                ttft_s=outcome.firsts_s[0] + later_s - outcome.placed_s,
-                itl_s=(outcome.ended_s - later_s - outcome.firsts_s[0]) / gaps if gaps > 0 else None,
-                cached_tokens=outcome.cached_tokens,
-            )
-        )
 
     @property
     def flows(self) -> Sequence[Flow]:

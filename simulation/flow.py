@@ -1,0 +1,56 @@
+"""A request on its way through the simulated router."""
+
+from dataclasses import dataclass
+
+from router.foresight import PlacementRecord
+from router.placement import Pair
+from router.ticket import Ticket
+from simulation.request import Outcome, Piece
+from simulation.step_log import StepLog
+from wire.messages import RequestEvent, RequestRef, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """A request on its way."""
+
+    ticket: Ticket
+    outcome: Outcome
+    sampling: SamplingParams
+    pair: Pair | None = None
+    attempt: int = 1
+    tokens: int = 0
+    """Of the answer, heard or known to be decoded before the attempt failed."""
+    began: int | None = None
+    """The step of its decode worker that brought the first token of this attempt behind the prefill's."""
+
+    @property
+    def ref(self) -> RequestRef:
+        return RequestRef(self.ticket.wire_id, self.attempt)
+
+    def close_piece(self, log: StepLog, number: int, event: RequestEvent) -> None:
+        """What the attempt has decoded up to this event, of step `number` of the worker with that `log`."""
+        began = number if self.began is None else self.began
+        pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
+        del pieces[attempts - 1 :]
+        pieces.append(Piece(log, began, number - began + 1))
+        self.tokens = event.first_index + 1
+
+    def placement_record(self, later_s: float) -> PlacementRecord | None:
+        """What was foreseen of it and what came, where its first attempt brought it all; a token takes `later_s` from
+        its worker to the client.
+        """
+        outcome = self.outcome
+        if outcome.forecast is None or outcome.error or self.attempt > 1:
+            return None
+        gaps = self.tokens - 1
+        return PlacementRecord(
+            request_id=self.ticket.wire_id,
+            prefill_worker=outcome.prefill_worker,
+            decode_worker=outcome.decode_worker,
+            slo_class=self.ticket.slo.name,
+            forecast=outcome.forecast,
+            ttft_s=outcome.firsts_s[0] + later_s - outcome.placed_s,
+            itl_s=(outcome.ended_s - later_s - outcome.firsts_s[0]) / gaps if gaps > 0 else None,
+            cached_tokens=outcome.cached_tokens,
+        )
