@@ -1,7 +1,7 @@
 """A small model folder, and a router over fake workers."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from router.server import RouterEndpoints, RouterServer
 from router.tokenizer import Tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.messages import Role
+from wire.messages import PeerRef, Role, WorkerInfo
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -69,12 +69,13 @@ class Cluster:
         return next(w for w in self.workers if w.role.decodes)
 
     async def members(self, *workers: FakeWorker) -> None:
-        """Make these the cluster's workers and wait until the router is ready."""
+        """Make these the cluster's workers, as they are now, and wait until the router knows."""
         self.workers = list(workers)
         self.extra.extend(workers)
         await self.controller.set(*workers)
-        peers = {worker.info.peer for worker in workers}
-        await until(lambda: {view.peer for view in self.router._dispatcher.pool.views()} == peers, "all are live")
+        told = [worker.info for worker in workers]
+        views = self.router._dispatcher.pool.views
+        await until(lambda: _open([view.info for view in views()]) == _open(told), "all are live")
 
     async def settled(self) -> None:
         """Wait until neither the router nor any live worker knows of a request."""
@@ -87,6 +88,11 @@ class Cluster:
             assert not link.books.slo_loads
         assert not dispatcher._live._by_client_id
         assert dispatcher.waiting == 0
+
+
+def _open(infos: Iterable[WorkerInfo]) -> dict[PeerRef, WorkerInfo]:
+    """Those that take anything new; the others leave when their work is done."""
+    return {info.peer: info for info in infos if info.open is not None}
 
 
 @pytest.fixture
