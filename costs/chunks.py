@@ -55,7 +55,7 @@ def gap_target(
     kept_s = tightest_kept(targets, decoding_s)
     if asked_s is not None or kept_s == math.inf or targets[-1] == math.inf:
         return min(usual_s, kept_s) / GAP_NOISE
-    return min(kept_s, max(usual_s, kept_s / FIRST_GAP_STEPS, SPARE_STEPS * decoding_s)) / GAP_NOISE
+    return min(kept_s, max(kept_s / FIRST_GAP_STEPS, SPARE_STEPS * decoding_s)) / GAP_NOISE
 
 
 class Chunks(NamedTuple):

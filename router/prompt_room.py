@@ -60,7 +60,7 @@ class PromptRoom:
         self._known_s = 0.0
         self._at_s = self._looked_s = self._asked_s = -math.inf
         self._target_s = math.inf
-        self._room = 0.0, 0.0
+        self._even = 0.0, 0.0
         """Prompt tokens a second: those that come, and those that even shares leave room for."""
 
     def note(self, prompt: PromptForecast) -> None:
@@ -108,7 +108,7 @@ class PromptRoom:
         if decoding:
             tight_s = target_s / _DOUBT
             spread += count * _room(like, _share(most * running, most * context, len(decoding), tight_s), pairs)
-        self._room = coming, spread
+        self._even = coming, spread
         wanted = _COLLAPSED * coming
         if self.free:
             waiting = coming * min(waited_s, _MOST_WAITED_S) + sum(worker.prefill_tokens for worker in either)
@@ -132,7 +132,7 @@ class PromptRoom:
     def _keep(self, chosen: frozenset[int], live: Collection[WorkerBooks]) -> None:
         if chosen != self.free:
             names = sorted(worker.peer.worker_id for worker in live if worker.slot in chosen)
-            told = ", ".join(names) or "nobody", *self._room
+            told = ", ".join(names) or "nobody", *self._even
             log.info("kept free of answers for prompts: %s (%.0f tokens/s of them come, even shares leave %.0f)", *told)
         self.free = chosen
 

@@ -260,9 +260,8 @@ class VirtualRouter:
         """For how long the first token waits for the second, if that comes from elsewhere."""
         if pair.forecast is None or pair.decode in {None, pair.prefill}:
             return 0.0
-        slo, books = flow.ticket.slo, self._links[pair.decode].books
-        waited_s = self.clock.now - flow.ticket.arrived_s
-        return hold_s(slo, slo.gap_target(books.idle_step_s), pair.forecast.itl_s, waited_s)
+        slo, waited_s = flow.ticket.slo, self.clock.now - flow.ticket.arrived_s
+        return hold_s(slo, self._links[pair.decode].books.gap_target(slo), pair.forecast.itl_s, waited_s)
 
     def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
         code = event.error.code if event.error is not None else Internal.code

@@ -39,6 +39,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 LOAD_S = float(os.environ.get("TANDEM_MIXED_LOAD_S", "16"))
+WHOLE_LOAD_S = 120.0
+"""From this length on a standstill is too little of it to excuse anything."""
 PROCESSES = 3
 RECOVERS_S = 120.0
 OTHER_CLOCK_S = 5.0
@@ -166,8 +168,8 @@ def _met(records: list[RequestRecord], cell: SloCell) -> int:
 
 
 def test_latencies_are_in_the_clients_buckets(watched: Watched, tell: Callable[[str], None]) -> None:
-    """Or in one beside them, but what a moment's standstill of either moves: of first tokens, which clients never see
-    before a router, the upper end is held to the one side, of gaps the median alone is.
+    """Or in one beside them; over a short load but for what a moment's standstill of either moves: of first tokens,
+    which clients never see before a router, the upper end is held to the one side, of gaps the median alone is.
     """
     records = [record for each in watched.requests.values() for record in each]
     _compare(watched, tell, f.TIME_TO_FIRST_TOKEN, [each.ttft_s for each in since_sent(records) if each.token_s])
@@ -182,8 +184,9 @@ def _compare(watched: Watched, tell: Callable[[str], None], family: Family, seen
         ours = float(np.quantile(seen, part, method="inverted_cdf"))
         apart = bisect_left(family.buckets, theirs) - bisect_left(family.buckets, ours)
         tell(f"{family.name} p{part * 100:g}: {theirs * 1e3:.1f} ms by Prometheus, {ours * 1e3:.1f} ms by clients")
-        assert apart <= 1 or (part > 0.5 and family is f.INTER_TOKEN_LATENCY), (family.name, part, theirs, ours)
-        assert apart >= -1 or part > 0.5, (family.name, part, theirs, ours)
+        moved = part > 0.5 and LOAD_S < WHOLE_LOAD_S
+        assert apart <= 1 or (moved and family is f.INTER_TOKEN_LATENCY), (family.name, part, theirs, ours)
+        assert apart >= -1 or moved, (family.name, part, theirs, ours)
 
 
 def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) -> None:

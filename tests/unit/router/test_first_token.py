@@ -84,22 +84,16 @@ async def test_it_goes_with_the_second(cluster: Cluster, client: Client) -> None
     assert not held(cluster)
 
 
-async def test_it_goes_alone_when_the_second_does_not_come(cluster: Cluster, client: Client) -> None:
-    await steps_take(cluster, 0.001)
+@pytest.mark.parametrize(
+    ("step_s", "slo_class"),
+    [(0.001, "patient"), (100.0, "best_effort")],
+    ids=["the second does not come in time", "nothing was promised between tokens"],
+)
+async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, slo_class: str) -> None:
+    await steps_take(cluster, step_s)
     cluster.decode.switches.held_at = 1
     heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
-    async with asyncio.timeout(60.0):
-        assert await heard.get() == expected(1)
-    cluster.decode.go.set()
-    assert await answer == expected(COUNT)
-
-
-async def test_others_have_it_at_once(cluster: Cluster, client: Client) -> None:
-    await steps_take(cluster, 100.0)
-    cluster.decode.switches.held_at = 1
-    heard: asyncio.Queue[list[int]] = asyncio.Queue()
-    answer = asyncio.create_task(pieces(client, COUNT, "best_effort", heard))
+    answer = asyncio.create_task(pieces(client, COUNT, slo_class, heard))
     async with asyncio.timeout(60.0):
         assert await heard.get() == expected(1)
     cluster.decode.go.set()
