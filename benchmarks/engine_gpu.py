@@ -87,7 +87,7 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
     for batch in batches:
         seconds = engine.decode_seconds(batch, CONTEXT)
         share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
-        device = engine.graph_seconds(batch, CONTEXT)
+        device = engine.graph_seconds([CONTEXT] * batch)
         spans = engine.decode_spans(batch, CONTEXT)
         idle = idle_share(spans)
         found |= {
@@ -105,7 +105,24 @@ def _decode(engine: GpuEngine, copy: float) -> Figures:
     for batch in sorted({32, 256}.intersection(batches)):
         sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
         found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
+    for batch in sorted({32, 128, 256}.intersection(batches)):
+        found |= _uneven_decode(engine, batch, copy)
     return found
+
+
+def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
+    """The device alone, for a step of rows whose lengths differ as those of conversations do."""
+    longest = engine.runner.facts.max_context - 1
+    contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
+    seconds = engine.graph_seconds(contexts)
+    share = (engine.weight_bytes() + engine.kv_bytes(sum(contexts))) / seconds / copy
+    print(
+        f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy: the device alone, uneven rows", flush=True
+    )
+    return {
+        f"decode_uneven_device_ms_b{batch}": round(seconds * 1e3, 4),
+        f"decode_uneven_bw_ratio_b{batch}": round(share, 4),
+    }
 
 
 def _held(engine: GpuEngine) -> list[int]:

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -26,7 +27,7 @@ _SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
 
 
 class GpuEngine:
-    """A runner whose pages this object hands out by position: row r has pages r · share, r · share + 1, …"""
+    """A runner whose pages this object hands out: those of one row behind those of the row before."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
@@ -76,20 +77,20 @@ class GpuEngine:
         spans = record_spans(lambda: deque(self.decode_steps(batch, context - every, every), maxlen=0))
         return last_steps(spans, steps, every)
 
-    def graph(self, batch: int, context: int) -> StepGraph:
-        """The CUDA graph of such a step, as it was left by one."""
-        pages = self._pages(batch, context + 1)
-        step = StepBatch([StepRow([1000 + row], context, pages[row], _GREEDY) for row in range(batch)])
+    def graph(self, contexts: Sequence[int]) -> StepGraph:
+        """The CUDA graph of a step of rows of these contexts, as it was left by one."""
+        rows = zip(contexts, self._pages_of([context + 1 for context in contexts]), strict=True)
+        step = StepBatch([StepRow([1000 + row], context, pages, _GREEDY) for row, (context, pages) in enumerate(rows)])
         self.runner.run(step)
         stepper = self.runner.stepper
         assert isinstance(stepper, CudaStepper)
         graph = stepper.graphs.fitting(step)
-        assert graph is not None, f"no CUDA graph takes {batch} rows"
+        assert graph is not None, f"no CUDA graph takes {len(contexts)} rows"
         return graph
 
-    def graph_seconds(self, batch: int, context: int) -> float:
+    def graph_seconds(self, contexts: Sequence[int]) -> float:
         """Seconds of the device alone for such a step: its CUDA graph replayed back to back."""
-        return median_seconds(self.graph(batch, context).graph.replay, rounds=30)
+        return median_seconds(self.graph(contexts).graph.replay, rounds=30)
 
     def prefill_seconds(self, rows: int, tokens: int, rounds: int = 9) -> float:
         """Median seconds from prompts on the host to their first tokens on the host, in one step."""
@@ -141,10 +142,13 @@ class GpuEngine:
         return self.shape.vocab_size * self.shape.hidden_size
 
     def _pages(self, rows: int, tokens: int) -> Sequence[Sequence[int]]:
-        each = self._pages_of_row(tokens)
-        if not self.holds(rows, tokens):
-            raise ValueError(f"{rows} rows of {tokens} tokens need {rows * each} pages of {self.runner.cache.pages}")
-        return [range(row * each, (row + 1) * each) for row in range(rows)]
+        return self._pages_of([tokens] * rows)
+
+    def _pages_of(self, lengths: Sequence[int]) -> Sequence[Sequence[int]]:
+        ends = list(accumulate(map(self._pages_of_row, lengths), initial=0))
+        if ends[-1] > self.runner.cache.pages:
+            raise ValueError(f"{len(lengths)} rows need {ends[-1]} pages of {self.runner.cache.pages}")
+        return [range(first, end) for first, end in pairwise(ends)]
 
     def _pages_of_row(self, tokens: int) -> int:
         return -(-tokens // self.runner.page_tokens)

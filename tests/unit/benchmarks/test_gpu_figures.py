@@ -1,6 +1,6 @@
 """What the GPU benchmark divides by a time, by hand, and in which order it launches and reads steps. No GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ class RecordedRunner:
         self.model_config = load_model_config(write_shape("llama-3-8b", folder))
         self.page_tokens = page_tokens
         self.cache = SimpleNamespace(page_bytes=page_tokens * KV_OF_A_TOKEN, pages=64)
+        self.facts = SimpleNamespace(max_context=8192)
         self.steps: list[StepBatch] = []
         self.events: list[str] = []
 
@@ -106,8 +107,12 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
         measured.append(batch)
         return 1.0
 
-    for name in ("decode_seconds", "graph_seconds"):
-        monkeypatch.setattr(GpuEngine, name, seconds)
+    def device_seconds(_: GpuEngine, contexts: Sequence[int]) -> float:
+        measured.append(len(contexts))
+        return 1.0
+
+    monkeypatch.setattr(GpuEngine, "decode_seconds", seconds)
+    monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
     monkeypatch.setattr(GpuEngine, "decode_spans", lambda *_: STEP)
     monkeypatch.setattr(engine_gpu, "BATCHES", (1, 7, 8, 32))
     found = engine_gpu._decode(engine, 1e12)
@@ -115,6 +120,36 @@ def test_rows_that_the_cache_does_not_hold_are_left_out(
     assert found["decode_ms_b7"] == 1000
     assert "decode_ms_b8" not in found
     assert "decode b8    left out: the KV cache holds fewer rows of 1024 tokens" in capsys.readouterr().out
+
+
+def test_uneven_rows_are_a_step_of_their_own(
+    runner: RecordedRunner, engine: GpuEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are those of the weights and of what each row has; none is longer than the engine takes."""
+    steps: list[Sequence[int]] = []
+
+    def device_seconds(_: GpuEngine, contexts: Sequence[int]) -> float:
+        steps.append(contexts)
+        return 0.01
+
+    monkeypatch.setattr(GpuEngine, "graph_seconds", device_seconds)
+    runner.facts = SimpleNamespace(max_context=2048)
+    found = engine_gpu._uneven_decode(engine, 128, 4e12)
+    (contexts,) = steps
+    assert len(contexts) == 128
+    assert min(contexts) < 256
+    assert max(contexts) == 2047
+    read = 2 * (LAYERS * LAYER + HEAD) + sum(contexts) * KV_OF_A_TOKEN
+    assert found["decode_uneven_bw_ratio_b128"] == round(read / 0.01 / 4e12, 4)
+    assert found["decode_uneven_device_ms_b128"] == 10
+
+
+def test_rows_of_any_lengths_have_pages_of_their_own(engine: GpuEngine) -> None:
+    pages = engine._pages_of([1, 128, 129, 300])
+    assert [len(each) for each in pages] == [1, 1, 2, 3]
+    assert [page for each in pages for page in each] == list(range(7))
+    with pytest.raises(ValueError, match="2 rows need 72 pages of 64"):
+        engine._pages_of([128 * 70, 129])
 
 
 def test_walking_is_compared_with_rows_that_are_all_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
