@@ -14,11 +14,12 @@ from torch import Tensor
 from benchmarks.ceilings import graph_seconds
 from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import (
+from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_attention_plan import (
     LARGE_TILE,
     NARROW_TILE,
+    ROUNDS_TILE,
     SMALL_TILE,
-    DecodeAttention,
     Plan,
     PlanFunction,
     make_plan,
@@ -34,7 +35,7 @@ COMPILERS = 16
 TILES = [
     SMALL_TILE,
     NARROW_TILE,
-    Plan(block_tokens=64, warps=4, stages=3),
+    ROUNDS_TILE,
     Plan(block_tokens=64, warps=4, stages=4),
     LARGE_TILE,
 ]

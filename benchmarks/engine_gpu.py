@@ -22,7 +22,7 @@ from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import Plan, make_plan
+from engine.kernels.triton_attention_plan import Plan, make_plan
 from engine.layers.attention import attention_shape
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape

@@ -2,18 +2,16 @@
 
 Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a stretch of the tokens that
 rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
-from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths: as many as
-there are programs that run at a time, so that no program waits for another's end and none is held up by a long row. A
-single row, and those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs
-want it: how long a stretch is, and which rows it meets, follows on the device from the rows' contexts, once a step. The
-last program of a row and key head to finish merges the partial results in the order of the stretches, whoever that is,
-so the same inputs give the same bits.
+from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths, so none is
+held up by a long row: as many as there are programs that run at a time, or a second round of them. A single row, and
+those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs want it: how long
+a stretch is, and which rows it meets, follows on the device from the rows' contexts, once a step. The last program of a
+row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs
+give the same bits.
 """
 
 import math
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +25,9 @@ from engine.kernels.triton_attention_kernels import (
     split_attention_kernel,
     walking_attention_kernel,
 )
-from engine.kernels.triton_launch import INTERPRETED, share_memory_evenly
+from engine.kernels.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
+from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
 
-LEAST_DOT = 16
-"""Fewest rows of a tile that the matrix units take."""
 MERGED_ELEMENTS = 8192
 """Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128."""
 LINE_BYTES = 128
@@ -38,78 +35,10 @@ LINE_BYTES = 128
 INTERPRETER_SMS = 8
 """Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
 
-PROGRAMS_PER_SM, NARROW_PROGRAMS_PER_SM = 2, 4
-"""Programs among which rows are divided, the second with `NARROW_TILE`: as many as have room at a time. With room for
-more, those of the next call would come in before this one's have ended, and leave some multiprocessors with too many.
-"""
-NEARLY = 15 / 16
-"""Part of these at which there are as many as divide rows of one length evenly: the others would have nothing to do."""
-MOST_SPLITS = 32
-"""More make a row no faster, as its last program has to merge them."""
 ROWS_TILE = 32
 """Rows whose contexts a program looks at together: one warp's."""
-EXACT_SPLITS, EXACT_TOKENS = 8, 512
-"""Splits and shortest stretch of float32, whatever the batch."""
 ENDLESS = 1 << 30
 """Tokens of a table that is as wide as any."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How a call is cut up: tokens of a tile, warps, pipeline stages, and either `units` or `splits`."""
-
-    block_tokens: int
-    warps: int
-    stages: int
-    units: int = 0
-    """Programs that walk over all rows; 0 = each row has its own."""
-    splits: int = 1
-    """Programs of each row."""
-    least_tiles: int = 1
-    """Tiles of the shortest stretch of a row that is split."""
-    overlaps: bool = False
-    """Whether it shares multiprocessors with the kernels before and after it (see `share_memory_evenly`)."""
-
-    def partials(self, rows: int) -> int:
-        """Partial results that `rows` rows have room for, of each key head."""
-        return self.units + rows if self.units else self.splits * rows
-
-
-SMALL_TILE = Plan(block_tokens=32, warps=2, stages=4, overlaps=True)
-"""Few rows: small tiles are on their way soonest, and the kernels around them count."""
-LARGE_TILE = Plan(block_tokens=128, warps=4, stages=2)
-"""Many rows: they need all of a multiprocessor's shared memory."""
-LARGE_TILE_DIMS = 128
-"""Largest head dim whose tile fits into shared memory."""
-NARROW_TILE = Plan(block_tokens=64, warps=2, stages=3)
-"""The same of narrow heads, whose tiles are smaller."""
-NARROW_DIMS = 64
-"""Largest head dim of narrow heads."""
-
-PlanFunction = Callable[[int, int, int, int, torch.dtype, int], Plan]
-"""`make_plan` or a stand-in for it."""
-
-
-def make_plan(rows: int, kv_heads: int, head_dim: int, capacity: int, dtype: torch.dtype, sms: int) -> Plan:
-    """The plan of `rows` rows of at most `capacity` seen tokens on a GPU of `sms` multiprocessors.
-
-    float32 is cut the same way whatever the batch, so that a row's bits do not depend on the rows beside it.
-    """
-    if dtype == torch.float32:
-        block = LEAST_DOT
-        splits = min(EXACT_SPLITS, -(-capacity // EXACT_TOKENS))
-        return Plan(block, warps=4, stages=2, splits=splits, least_tiles=EXACT_TOKENS // block)
-    tile, programs = SMALL_TILE, PROGRAMS_PER_SM * sms
-    if rows * kv_heads > programs and head_dim <= NARROW_DIMS:
-        tile, programs = NARROW_TILE, NARROW_PROGRAMS_PER_SM * sms
-    elif rows * kv_heads > programs and head_dim <= LARGE_TILE_DIMS:
-        tile = LARGE_TILE
-    resident = max(1, programs // kv_heads)
-    most = min(MOST_SPLITS, -(-capacity // tile.block_tokens))
-    if rows == 1:
-        return replace(tile, splits=min(resident, most))
-    whole = resident // rows * rows
-    return replace(tile, units=min(whole if whole >= NEARLY * resident else resident, rows * most))
 
 
 class _Step(NamedTuple):
@@ -241,8 +170,8 @@ class DecodeAttention:
             num_stages=chosen.stages,
             launch_pdl=self._pdl,
         )
-        if self._pdl and chosen.overlaps and compiled is not None:  # None: see `engine.compile_ahead.Trial`
-            share_memory_evenly(compiled)
+        if self._pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.compile_ahead.Trial`
+            prefer_shared_memory(compiled, chosen.shared_percent)
         return out
 
     def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:

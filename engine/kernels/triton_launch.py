@@ -20,7 +20,6 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _PREFERRED_CARVEOUT = 9
 """CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT"""
-_CARVEOUT_PERCENT = 50
 
 OVERLAPPED_CAPABILITY = (9, 0)
 """First compute capability whose kernels can overlap their launches."""
@@ -31,22 +30,21 @@ def overlaps_launches() -> bool:
     return not INTERPRETED and torch.cuda.is_available() and torch.cuda.get_device_capability() >= OVERLAPPED_CAPABILITY
 
 
-def share_memory_evenly(compiled: Any) -> None:
-    """Let multiprocessors give this kernel about half of their memory as shared memory, the rest as L1 cache.
+def prefer_shared_memory(compiled: Any, percent: int) -> None:
+    """Let multiprocessors give this kernel about `percent` of their memory as shared memory, the rest as L1 cache.
 
-    `compiled` is what a launch returns. A multiprocessor runs kernels side by side only if they agree on that split.
-    By default a kernel with large tiles gets all it can, so that the kernels before and after it, which have none,
-    cannot overlap with it: the whole gain of overlapped launches in a decode step (docs/decisions/0006).
+    `compiled` is what a launch returns. By default a kernel with large tiles gets all it can. A multiprocessor runs
+    kernels side by side only if they agree on that split, so the kernels before and after, which have no tiles, could
+    not overlap with it: the whole gain of overlapped launches in a decode step. And it has no room for more programs
+    than fit into their part. Both are measured in docs/decisions/0006-gpu-decode-step.md.
     """
     if not INTERPRETED:
-        _prefer_carveout(compiled.function)
+        _prefer_carveout(compiled.function, percent)
 
 
 @lru_cache(maxsize=1024)
-def _prefer_carveout(function: int) -> None:
-    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
-        ctypes.c_void_p(function), _PREFERRED_CARVEOUT, _CARVEOUT_PERCENT
-    )
+def _prefer_carveout(function: int, percent: int) -> None:
+    status = ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, percent)
     if status:
         raise RuntimeError(f"CUDA refused a kernel's share of shared memory (error {status})")
 

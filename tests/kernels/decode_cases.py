@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction
+from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_attention_plan import Plan, PlanFunction
 from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step

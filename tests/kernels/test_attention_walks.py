@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from engine.kernels import triton_attention_kernels as kernels
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention, Plan, PlanFunction, make_plan
+from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_attention_kernels import Walk
+from engine.kernels.triton_attention_plan import Plan, PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
 
 from . import walk_model

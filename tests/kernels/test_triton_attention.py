@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention, PlanFunction, make_plan
+from engine.kernels.triton_attention import DecodeAttention
+from engine.kernels.triton_attention_plan import PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
 
 from .decode_cases import (

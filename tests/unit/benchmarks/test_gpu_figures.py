@@ -13,7 +13,7 @@ from benchmarks.device_spans import Span, added_time, idle_share, idle_share_bes
 from benchmarks.gpu_engine import GpuEngine
 from engine.batch import StepBatch, StepResult
 from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import PlanFunction, make_plan
+from engine.kernels.triton_attention_plan import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.config import load_model_config
 from engine.models.shapes import write_shape
