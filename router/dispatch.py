@@ -236,7 +236,10 @@ class Dispatcher:
         """A piece of its answer is on its way to the client."""
         if tokens and not request.pace.tokens:
             request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
-        self.metrics.tokens_leave(request, tokens)
+        gap_s = self.metrics.tokens_leave(request, tokens)
+        handed_over = request.pace.tokens - tokens == 1
+        if gap_s is not None and not handed_over and request.decode is not None:
+            request.decode.books.note_gap(request.ticket.slo, gap_s)
 
     def _close(self, request: RoutedRequest) -> None:
         """Its reader is gone."""

@@ -79,10 +79,12 @@ class RouterMetrics:
         """An attempt failed, another follows."""
         self._retries.add()
 
-    def tokens_leave(self, request: RoutedRequest, tokens: int) -> None:
-        """A piece of the answer is on its way to the client, with so many tokens; perhaps none, but text."""
+    def tokens_leave(self, request: RoutedRequest, tokens: int) -> float | None:
+        """A piece of the answer is on its way to the client, with so many tokens; perhaps none, but text. → the gap
+        between its first token and the one before, in seconds.
+        """
         if not tokens:
-            return
+            return None
         gap = request.pace.leave(tokens, self.clock())
         if gap is None:
             ttft_s = request.timeline().seconds(Edge.RECEIVED, Edge.FIRST_TOKEN)
@@ -93,6 +95,7 @@ class RouterMetrics:
         if tokens > 1:
             self._itl.observe(0.0, tokens - 1)
         self._generation_tokens.add(tokens)
+        return gap
 
     def placed(self, record: PlacementRecord) -> None:
         """What was expected of a placement, and what came."""

@@ -8,9 +8,6 @@ from enum import StrEnum
 from costs.chunks import GAP_NOISE
 from wire.errors import InvalidArgument
 
-_OFTEN = 0.05
-"""Part of the gaps that may be longer from which on half of the noise counts: the rest is rarer than that."""
-
 
 class Overload(StrEnum):
     """What becomes of a request whose targets cannot be held, wherever it went."""
@@ -65,10 +62,11 @@ class SloClass:
         """The longest gap there that breaks no promise, however many there are, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
 
-    def step_target(self, idle_step_s: float) -> float:
-        """How long steps may take there, as predicted, for these gaps to be kept in spite of noise, in seconds."""
-        noise = 1 + (GAP_NOISE - 1) / 2 if self.gaps_allowed >= _OFTEN else GAP_NOISE
-        return min(self.gap_target(idle_step_s) / noise, self.worst_gap_s / GAP_NOISE)
+    def step_target(self, idle_step_s: float, noise: float = GAP_NOISE) -> float:
+        """How long steps may take there, as predicted, for gaps that are `noise` times as long at this percentile to
+        be kept, in seconds.
+        """
+        return min(self.gap_target(idle_step_s) / noise, self.worst_gap_s / max(noise, GAP_NOISE))
 
     @property
     def gaps_allowed(self) -> float:

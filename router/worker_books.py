@@ -9,6 +9,7 @@ from typing import Protocol
 from costs.chunks import Beside
 from costs.step_cost import StepCost, chunk_pairs
 from costs.transfer_cost import TransferCost
+from router.gap_noise import GapNoise
 from router.long_gaps import LongGaps
 from router.placed_work import AnswerWork, PromptWork
 from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
@@ -48,7 +49,7 @@ class WorkerBooks:
         "_answers", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps", "_prompts",
         "_queue", "_ready", "_refused_until_s", "_tokens", "clock", "cost", "decode_context", "decode_requests",
         "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live",
-        "max_batch_requests", "max_step_tokens", "order", "page_tokens", "pages_total", "pages_used", "peer",
+        "max_batch_requests", "max_step_tokens", "noise", "order", "page_tokens", "pages_total", "pages_used", "peer",
         "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
         "tightest_s", "transfer",
     )  # fmt: skip
@@ -71,6 +72,7 @@ class WorkerBooks:
         self.gap_targets: tuple[float, ...] = ()
         """The targets of their classes, rising."""
         self.clock = clock
+        self.noise = GapNoise()
         self._prompt_steps: PromptSteps | None = None
         self._queue: Run | None = None
         self._prompts: dict[str, PromptWork] = {}
@@ -177,6 +179,11 @@ class WorkerBooks:
         for gaps in self._gaps.values():
             gaps.note(steps, longest_s, now)
 
+    def note_gap(self, slo: SloClass, gap_s: float) -> None:
+        """An answer of that class got a token from there, so long after the one before it."""
+        if slo.has_gap_target:
+            self.noise.note(slo, gap_s, self.step_s, self.decode_requests, self.clock())
+
     def gaps(self, slo: SloClass) -> LongGaps:
         """What its steps mean for answers of that class."""
         found = self._gaps.get(slo)
@@ -190,7 +197,7 @@ class WorkerBooks:
 
     def step_target(self, slo: SloClass) -> float:
         """How long steps may take there, as predicted, for that class; infinite = as long as they like."""
-        return slo.step_target(self.idle_step_s) or math.inf
+        return slo.step_target(self.idle_step_s, self.noise.of(slo)) or math.inf
 
     def long_per_s(self, slo: SloClass) -> float:
         """How many steps a second were too long for that class, of late."""
@@ -268,6 +275,8 @@ class WorkerBooks:
         self.prefill_tokens = max(tokens, load.prefill_tokens) if load else tokens
         """Prompt tokens not yet computed."""
         waiting = self.prefill_tokens
+        if (waiting > 0) is not self.noise.prompts:
+            self.noise.change(waiting > 0, self.clock())
         self.prefill_pairs = self._pairs * waiting / tokens if tokens else chunk_pairs(waiting, 0)
         """Attention pairs of these."""
         if self.order is not None:

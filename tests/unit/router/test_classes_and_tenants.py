@@ -22,6 +22,7 @@ from wire.rpc import RETRY_AFTER
 
 HOPELESS = SloClass("hopeless", ttft_s=1e-3)
 KIND = SloClass("kind", ttft_s=1e-3, overload=Overload.DEGRADE)
+STRICT = DEFAULT_CLASSES[0]
 PROMPT = list(range(5, 5 + 40))
 
 
@@ -73,6 +74,19 @@ class TestClasses:
         async with openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0) as http:
             with pytest.raises(openai.RateLimitError):
                 await http.completions.create(model="fake", prompt="x", extra_body={"slo_class": "hopeless"})
+
+    async def test_gaps_as_they_leave_tell_how_much_they_err(self, cluster: Cluster, client: Client) -> None:
+        """But for the first, in which the request is handed over."""
+        await measured(cluster)
+        decode = next(link.books for link in cluster.router._dispatcher.pool.links if link.books.decodes)
+        noise = decode.noise.of(STRICT)
+        cluster.decode.switches.step_s = 0.02
+        await client.run(ask(2, slo_class="strict"))
+        assert decode.noise.of(STRICT) == noise
+        await client.run(ask(6, slo_class="best_effort"))
+        assert decode.noise.of(STRICT) == noise
+        await client.run(ask(6, slo_class="strict"))
+        assert decode.noise.of(STRICT) != noise
 
     async def test_a_busy_cluster_says_when_to_come_back(self, cluster: Cluster, client: Client) -> None:
         await measured(cluster, token_s=0.02)
