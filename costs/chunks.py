@@ -102,5 +102,10 @@ def chunks(cost: StepCost, duty: Duty | None, most: int, beside: Beside, pairs_p
     return chunks_within(target_s, cost, most, beside, pairs_per_token)
 
 
+def seldom_chunks(most: int) -> Chunks:
+    """What prompts get that else get less than a piece, in steps of at most so many of their tokens."""
+    return Chunks(max(1, min(PROGRESS_TOKENS, most)), PATIENCE)
+
+
 def _worthwhile(tokens: int, most: int) -> Chunks:
-    return Chunks(min(tokens, most)) if tokens >= PIECE else Chunks(max(1, min(PROGRESS_TOKENS, most)), PATIENCE)
+    return Chunks(min(tokens, most)) if tokens >= PIECE else seldom_chunks(most)

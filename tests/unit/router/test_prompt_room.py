@@ -75,6 +75,30 @@ def test_a_worker_is_kept_free_where_none_has_room(rows: int, tokens_per_s: int,
     assert len(looked(at, fed(at, PromptRoom(), tokens_per_s))) == kept
 
 
+@pytest.mark.parametrize(
+    ("rows", "tokens_per_s", "slo", "kept"),
+    [
+        (30, 1000, TIGHT, 0),
+        (14, 1000, TIGHT, 1),
+        (30, 4000, TIGHT, 1),
+        (30, 1000, replace(TIGHT, itl_percent=99.9), 1),
+        (30, 1000, replace(TIGHT, worst_gap_s=0.02), 1),
+    ],
+    ids=["few prompts", "the other bears all answers", "more prompts", "a class of fewer long gaps", "or of none"],
+)
+def test_few_prompts_get_a_long_step_now_and_then(rows: int, tokens_per_s: int, slo: SloClass, kept: int) -> None:
+    """One in 128, of both workers 4,100 tokens a second; one worker alone bears 40 answers and a few."""
+    at = fleet(rows=rows, slo=slo)
+    assert len(looked(at, fed(at, PromptRoom(), tokens_per_s), slo)) == kept
+
+
+def test_a_worker_whose_steps_are_all_alike_has_none_now_and_then() -> None:
+    at = fleet(rows=30)
+    for worker in at.workers.values():
+        worker.change(replace(worker.info, duty=Duty(Role.BOTH, step_policy=PolicyName.CHUNKED, step_budget=512)))
+    assert len(looked(at, fed(at, PromptRoom(), 1000))) == 1
+
+
 def test_nothing_is_kept_free_before_anything_came() -> None:
     at = fleet(rows=14)
     room = PromptRoom()
