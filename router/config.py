@@ -79,7 +79,8 @@ class RouterConfig:
     """Longest silence of the workers about a placed request, in seconds."""
     chunks_per_s: float = 5000.0
     """Most chunks a second that all answers together send before each carries several tokens. A chunk costs about
-    100 µs here and as much at the client, on a CPU that the engine may need. First and last tokens never wait."""
+    100 µs here and as much at the client, on a CPU that the engine may need. First and last tokens never wait, nor do
+    those of a class whose target between tokens would be missed by it."""
     chunk_delay_max_s: float = 0.025
     """Longest a token waits for others to travel with, in seconds."""
     tokenizer_threads: int = 2

@@ -1,7 +1,8 @@
 """From workers' events to the client's answer: order the tokens, turn them into text, end the answer.
 
 Every token is sent at once as long as all answers together stay within a budget of chunks a second, so that sending
-never takes the CPU from an engine on the same machine. Beyond it a chunk carries the tokens of several steps.
+never takes the CPU from an engine on the same machine. Beyond it a chunk carries the tokens of several steps, but for
+answers whose class would be let down by that.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class EventStream:
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, TextJob] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
+        self._delay_max_s = config.chunk_delay_max_s
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, TextJob] = {}
         """First tokens that wait for the second."""
@@ -81,6 +83,7 @@ class EventStream:
             if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
                 self._owner.requeue(request)
         if urgent:
+            self._budget.spend(now, len(urgent))
             self._text.submit(urgent)
         if self._jobs:
             self._flush_when_due(now)
@@ -114,7 +117,12 @@ class EventStream:
         if first and finished is None and self._hold(job, now):
             return False
         self._jobs[request.wire_id] = job
-        return first or held is not None or finished is not None
+        return first or held is not None or finished is not None or self._keeps_pace(request)
+
+    def _keeps_pace(self, request: RoutedRequest) -> bool:
+        """Whether its class's target between tokens holds, and would not if tokens waited for others."""
+        forecast = request.forecast
+        return forecast is not None and forecast.itl_s < request.pace.target_s < forecast.itl_s + self._delay_max_s
 
     def _hold(self, job: TextJob, now: float) -> bool:
         """Whether this first token waits for the second, which comes from elsewhere."""
