@@ -79,7 +79,8 @@ class LoadClient:
     async def connected(self) -> None:
         """And called once: a process's first call takes several times as long as the others."""
         await self._channel.channel_ready()
-        await self._channel.unary_unary(_GET_LOADS)(inference_pb2.GetLoadsRequest().SerializeToString())
+        call: Any = self._channel.unary_unary(_GET_LOADS)
+        await call(inference_pb2.GetLoadsRequest().SerializeToString())
 
     async def close(self) -> None:
         await self._channel.close()

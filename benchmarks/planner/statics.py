@@ -1,6 +1,5 @@
 """What each split of a real cluster keeps in each kind of hour, without a planner; and how fast its workers are."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,9 +45,7 @@ class Statics:
         self._to(Split(most, 1))
         prompts, handover_s = serve_prompts(self.target, most, self.load)
         self._to(Split(1, most))
-        began = time.monotonic()
-        answers, step_s, other_s, last_s = serve_answers(self.target, most, batch, self.load)
-        beside_s = time.monotonic() - began - last_s
+        answers, step_s, other_s, beside_s = serve_answers(self.target, most, batch, self.load)
         return Pace(workers, prompts, answers, step_s, max(handover_s, other_s)), beside_s
 
     def tuned(self, split: Split, kind: LiveHour, number: int, cell: SloCell, seconds: float) -> LiveHour:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.load.record import RequestRecord
 from benchmarks.planner.live_hours import LiveDay, parse_hour
-from benchmarks.planner.pace import answer_rate, handover_gap, prompt_rate
+from benchmarks.planner.pace import answer_lengths, answer_rate, burst, handover_gap, prompt_rate
 from benchmarks.planner.rehearsal import Rehearsal
 from benchmarks.planner.sizes import ITL_HANDOVERS, ITL_STEPS, LOAD, Pace, size
 from benchmarks.planner.timetable import END_S, HOUR_MAX_S, HOUR_MIN_S, Timetable
@@ -70,6 +70,21 @@ def test_rates_are_those_of_busy_workers() -> None:
     records = [_record(number, first, first + 0.1) for number, first in enumerate(firsts)]
     assert prompt_rate(records, 100) == pytest.approx(400.0)
     assert handover_gap(records) == pytest.approx(0.1)
+
+
+def test_a_start_that_is_slow_does_not_count() -> None:
+    firsts = [3.0 + 0.5 * (1 + number // 2) for number in range(12)]
+    records = [_record(number, first, first + 0.1) for number, first in enumerate(firsts)]
+    assert prompt_rate(records, 100) == pytest.approx(400.0)
+
+
+def test_bursts_differ_and_their_answers_end_one_by_one() -> None:
+    lengths = answer_lengths(48)
+    assert sorted(lengths) == [*range(24, 72)]
+    assert fmean(lengths[:16]) == pytest.approx(48, rel=0.1)
+    bursts = [burst(24, [5, 6]), burst(24, [5, 6], 1), burst(25, [5, 6])]
+    assert len({each.seed for each in bursts}) == 3
+    assert [arrival.new_tokens for arrival in bursts[0].arrivals] == [5, 6]
 
 
 def test_answers_count_in_the_middle() -> None:
