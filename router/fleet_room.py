@@ -97,7 +97,7 @@ class FleetRoom:
         cost = self.like.cost
         step_s = cost.decode_step_seconds(rows, context)
         one_s = cost.decode_step_seconds(1, context // rows)
-        in_time = 1.0 if step_s <= target_s else max(0.0, target_s - one_s) / (step_s - one_s)
+        in_time = 1.0 if step_s <= target_s else max(0.0, target_s - one_s) / max(step_s - one_s, _SHORTEST_S)
         return min(in_time, self.like.max_batch_requests / rows)
 
     def _chunks(self, beside: Beside) -> Chunks:

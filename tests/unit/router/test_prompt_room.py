@@ -99,6 +99,14 @@ def test_a_worker_whose_steps_are_all_alike_has_none_now_and_then() -> None:
     assert len(looked(at, fed(at, PromptRoom(), 1000))) == 1
 
 
+@pytest.mark.parametrize(("workers", "itl_s"), [(2, 0.0040), (4, 0.0045)], ids=["its target", "that less noise"])
+def test_where_an_answer_alone_takes_longer_than_its_class_bears_nobody_bears_it(workers: int, itl_s: float) -> None:
+    """One answer a worker at most, of 4.08 ms a step: nothing is left to divide by."""
+    slo = replace(TIGHT, itl_s=itl_s)
+    at = fleet(workers)
+    assert looked(at, fed(at, PromptRoom(), 8000), slo) == []
+
+
 def test_nothing_is_kept_free_before_anything_came() -> None:
     at = fleet(rows=14)
     room = PromptRoom()
