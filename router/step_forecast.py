@@ -119,7 +119,9 @@ def answer_outlook(
     worker: WorkerBooks, asked: AskedAnswer, ahead: float, wait_s: float, usual_tokens: float
 ) -> AnswerOutlook:
     """Of an answer that joins this worker in `wait_s` seconds, while so many `ahead` of it do, evenly: what runs there
-    ends meanwhile, and so do the first of these. Others have `usual_tokens`, and contexts as what runs there has.
+    ends meanwhile, and so do the first of these. Others have `usual_tokens`, and contexts as what runs there has. An
+    answer that only the noise of late would make miss its target alone has nobody beside it: else the gate, shut
+    further and further as noise grows, would stand open at the next long gap.
     """
     rows, own = worker.decode_requests, asked.prompt_tokens + int(asked.tokens) // 2
     life_s = usual_tokens * max(worker.step_s, worker.idle_step_s)
@@ -131,6 +133,8 @@ def answer_outlook(
     step_s = cost.decode_step_seconds(1 + round(beside), own + int(beside * each))
     alone_s = cost.decode_step_seconds(1, own)
     target_s = worker.step_target(asked.slo)
+    if target_s < alone_s <= asked.slo.step_target(worker.idle_step_s):
+        target_s = alone_s
     fits_s = life_s * min(1.0, (step_s - target_s) / (step_s - alone_s)) if step_s > max(target_s, alone_s) else 0.0
     return AnswerOutlook(step_s, target_s, alone_s, fits_s)
 

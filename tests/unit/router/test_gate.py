@@ -171,6 +171,20 @@ def test_the_more_gaps_err_the_fewer_are_let_in() -> None:
     assert max(steps_s) <= 1.02 * GAP_S
 
 
+def test_more_noise_never_opens_the_gate() -> None:
+    """At its most an answer alone would miss this gap, at what is taken at first eleven beside each other keep it."""
+    slo, refused = SloClass("gap", 2.0, itl_s=5.5e-3), []
+    for standstills in (0, 5, 10, 20):
+        world = World()
+        for worker in world.by_peer.values():
+            for number in range(standstills):
+                worker.noise.note(slo, 9.0, 1.0, 1, 10.0 * number)
+        asked = arrivals(world, 1000.0, 6.0, CAPACITY, slo)
+        world.run()
+        refused.append(sum(each.refused is not None for each in asked))
+    assert len(asked) // 2 < refused[0] < refused[1] < refused[2] <= refused[3] < len(asked) - 6
+
+
 def test_a_gap_that_an_answer_alone_would_miss_limits_nothing() -> None:
     world = World()
     asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, SloClass("gap", 2.0, itl_s=H200.base_s))
