@@ -41,12 +41,14 @@ class Answer:
     calls `close` at last, in every case: that cancels what still runs.
     """
 
-    __slots__ = ("_close", "_ending", "_error", "_leave", "_piece", "_waiter", "request_id", "token_count")
+    __slots__ = ("_close", "_ending", "_error", "_leave", "_piece", "_waiter", "at_once", "request_id", "token_count")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.token_count = 0
         """Tokens that were pushed so far."""
+        self.at_once = False
+        """Whether the newest piece came as soon as it could: its reader waited for it, and it for nothing."""
         self._leave: Callable[[int], None] | None = None
         self._close: Callable[[], None] | None = None
         self._piece: Piece | None = None
@@ -88,11 +90,14 @@ class Answer:
             self._leave = self._ending = None  # they hold the request
             self.fail(Cancelled("the client left"))
 
-    def push(self, text: str, token_ids: list[int], scores: list[TokenScore]) -> None:
-        """Router side: more text and tokens, with a score for each of these or for none."""
+    def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
+        """Router side: more text and tokens, with a score for each of these or for none. `waited`: they were kept back
+        for others to travel with.
+        """
         self.token_count += len(token_ids)
         if self._piece is None:
             self._piece = Piece(text, token_ids, scores)
+            self.at_once = self._waiter is not None and not waited
         else:
             self._piece.text += text
             self._piece.token_ids.extend(token_ids)

@@ -45,6 +45,8 @@ class TextJob:
     text: str = ""
     matched_stop: str = ""
     failed: bool = False
+    waited: bool = False
+    """Whether it was kept back for others to travel with."""
 
 
 class AnswerText:

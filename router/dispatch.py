@@ -237,8 +237,8 @@ class Dispatcher:
         if tokens and not request.pace.tokens:
             request.edges.append(EdgeStamp.now(Edge.FIRST_TOKEN))
         gap_s = self.metrics.tokens_leave(request, tokens)
-        handed_over = request.pace.tokens - tokens == 1
-        if gap_s is not None and not handed_over and request.decode is not None:
+        handed_over = request.pace.tokens - tokens <= request.answered + 1
+        if gap_s is not None and not handed_over and request.answer.at_once and request.decode is not None:
             request.decode.books.note_gap(request.ticket.slo, gap_s)
 
     def _close(self, request: RoutedRequest) -> None:

@@ -1,8 +1,8 @@
 """How much longer gaps at clients are than a worker's steps as predicted, but for the few that a class allows.
 
 Steps err, rows come while a prediction stands, and words have a way to go: how much that adds up to belongs to the
-machine. So it is learned from the gaps as they leave in which nothing but decoding happened; steps with prompts are as
-long as they were planned to be.
+machine. So it is learned from the gaps as they leave in which nothing but decoding happened, and that were held up by
+neither their reader nor the budget of chunks; steps with prompts are as long as they were planned to be.
 """
 
 from __future__ import annotations

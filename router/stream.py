@@ -156,6 +156,8 @@ class EventStream:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            for job in self._jobs.values():
+                job.waited = True
         if self._jobs:
             self._budget.spend(time.monotonic(), len(self._jobs))
             self._text.submit([job for job in self._jobs.values() if not job.request.ended])
@@ -200,7 +202,7 @@ class EventStream:
                 self._owner.fail(request, Internal("the answer could not be decoded; the router's log has the details"))
                 continue
             if job.token_ids or job.text:
-                request.answer.push(job.text, job.token_ids, job.scores)
+                request.answer.push(job.text, job.token_ids, job.scores, waited=job.waited)
             if job.matched_stop:
                 self._owner.finish(request, FinishReason.STOP, job.matched_stop)
             elif job.finish is not None:

@@ -181,7 +181,7 @@ class WorkerBooks:
 
     def note_gap(self, slo: SloClass, gap_s: float) -> None:
         """An answer of that class got a token from there, so long after the one before it."""
-        if slo.has_gap_target:
+        if slo.has_gap_target and self.cost.parameters.observed:
             self.noise.note(slo, gap_s, self.step_s, self.decode_requests, self.clock())
 
     def gaps(self, slo: SloClass) -> LongGaps:
