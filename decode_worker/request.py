@@ -1,19 +1,14 @@
 """One request in the decode half."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from engine.batch import History
 from engine.cache.prefix_cache import Prefix
 from wire.ending import Ending
 from wire.messages import Lease, Reservation
 from wire.timeline import EdgeStamp
-
-if TYPE_CHECKING:
-    from decode_worker.seat import Seat
 
 
 class Stage(Enum):
@@ -72,8 +67,8 @@ class DecodeRequest:
     """Its last token is here; a step that was launched before may still use its pages."""
     yielding: bool = False
     """Running, but to give way when the launched steps with a row of it are over."""
-    seat: Seat | None = None
-    """Of a running request, in the batch."""
+    batch: "Batch | None" = None
+    """The one it runs in; that one's to change."""
     prompt_tokens: int = field(init=False)
     """Of the client's own prompt."""
     ending: Ending = field(init=False)
@@ -88,8 +83,8 @@ class DecodeRequest:
     @property
     def token_ids(self) -> list[int]:
         """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
-        if self.seat is not None:
-            self.seat.batch.hear(self)
+        if self.batch is not None:
+            self.batch.hear(self)
         return self.answer
 
     @property
@@ -107,8 +102,18 @@ class DecodeRequest:
     @property
     def in_flight(self) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""
-        return 0 if self.seat is None else self.seat.batch.in_flight(self)
+        return 0 if self.batch is None else self.batch.in_flight(self)
 
     @property
     def key(self) -> tuple[str, str]:
         return self.reservation.router_id, self.reservation.ref.request_id
+
+
+class Batch(Protocol):
+    """What a running request asks of the batch it is in."""
+
+    def hear(self, request: DecodeRequest) -> None:
+        """Make the tokens that are here part of its `answer`."""
+
+    def in_flight(self, request: DecodeRequest) -> int:
+        """Launched steps with a row of it whose tokens are not here yet."""

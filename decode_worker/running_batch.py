@@ -76,8 +76,8 @@ class RunningBatch:
         ending, now = request.ending, self._launches
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
-        seat = request.seat = Seat(request, self, self._free.pop(), now, position - now, last, now)
-        self._seats[request] = seat
+        seat = self._seats[request] = Seat(request, self._free.pop(), now, position - now, last, now)
+        request.batch = self
         self._going += 1
         self._cohort = None
         self._columns.enter(seat)
@@ -93,13 +93,13 @@ class RunningBatch:
 
     def grown(self, request: DecodeRequest) -> None:
         """It has a page for its next row now."""
-        seat = _seat_of(request)
+        seat = self._seats[request]
         self._short.remove(seat)
         self._copy_pages(seat)
 
     def stop(self, request: DecodeRequest) -> None:
         """No more rows for it; the tokens of launched steps are still its own."""
-        seat = _seat_of(request)
+        seat = self._seats[request]
         if seat.stopped:
             return
         self._going -= 1
@@ -114,7 +114,7 @@ class RunningBatch:
         """No more rows for it, and what is drawn for it in launched steps counts no more."""
         self.stop(request)
         self.hear(request)
-        _seat_of(request).over = True
+        self._seats[request].over = True
 
     def gone(self) -> list[DecodeRequest]:
         """Who was stopped or dropped and is in no launched step any more."""
@@ -124,9 +124,8 @@ class RunningBatch:
         """Its place is free; it is in no launched step."""
         self.stop(request)
         self.hear(request)
-        seat, stops = _seat_of(request), request.ending.stops
-        request.seat = None
-        del self._seats[request]
+        seat, stops = self._seats.pop(request), request.ending.stops
+        request.batch = None
         self._columns.leave(seat)
         self._free.append(seat.place)
         for some in (self._stopping, self._short, self._untold, self._looking_back):
@@ -140,7 +139,7 @@ class RunningBatch:
 
     def hear(self, request: DecodeRequest) -> None:
         """Make the tokens that are here part of its `answer`."""
-        seat = _seat_of(request)
+        seat = self._seats[request]
         end = min(self._landings, seat.last + 1)
         if not seat.over and seat.heard < end:
             first = self._landings - 1 - (self._landings - 1) % HEARD_TOGETHER
@@ -152,7 +151,7 @@ class RunningBatch:
 
     def in_flight(self, request: DecodeRequest) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""
-        seat = _seat_of(request)
+        seat = self._seats[request]
         return sum(seat.in_launch(number) for number, _ in self.flying)
 
     @property
@@ -205,7 +204,7 @@ class RunningBatch:
 
     def told(self, request: DecodeRequest) -> None:
         """What there was to tell of it is told; log probabilities come with every token."""
-        seat = _seat_of(request)
+        seat = self._seats[request]
         if seat in self._untold and request.reservation.sampling.logprobs is None:
             self._untold.remove(seat)
 
@@ -296,11 +295,6 @@ class RunningBatch:
     def _make_places(self, more: int) -> None:
         self._free.extend(reversed(self._columns.widen(more)))
         self._heard = np.concatenate((self._heard, np.zeros((HEARD_TOGETHER, more), dtype=np.int64)), axis=1)
-
-
-def _seat_of(request: DecodeRequest) -> Seat:
-    assert request.seat is not None, "it runs"
-    return request.seat
 
 
 def _place(seat: Seat) -> int:

@@ -4,14 +4,9 @@ Launches are numbered from 0. A request that has a row of each launch from its f
 row of launch n has position `shift` + n. So nothing about it changes from step to step.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from decode_worker.request import DecodeRequest
-    from decode_worker.running_batch import RunningBatch
+from decode_worker.request import DecodeRequest
 
 NEVER = 1 << 62
 """A launch that does not come."""
@@ -22,7 +17,6 @@ class Seat:
     """Engine thread only; the batch's to change."""
 
     request: DecodeRequest
-    batch: RunningBatch
     place: int
     """Its index in the batch's columns."""
     first: int

@@ -152,7 +152,7 @@ def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     """A cancelled request leaves the batch with its pages while a step writes to them."""
 
     def gone(self: RunningBatch) -> list[DecodeRequest]:
-        return [request for request in self.requests if request.seat is not None and request.seat.stopped]
+        return [seat.request for seat in self._stopping]
 
     patch.setattr(RunningBatch, "gone", gone)
 

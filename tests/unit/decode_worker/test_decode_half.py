@@ -499,7 +499,7 @@ def test_an_answer_is_whole_whenever_it_is_asked_for() -> None:
             assert late.token_ids == said  # asked twice, handed over once
     house.abort("late")
     house.half.schedule(16)
-    assert late.seat is None
+    assert late.batch is None
     assert late.answer == said
 
 
