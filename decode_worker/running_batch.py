@@ -15,12 +15,8 @@ from decode_worker.columns import Columns
 from decode_worker.landed import Landed
 from decode_worker.request import DecodeRequest
 from decode_worker.seat import NEVER, Seat
+from decode_worker.unheard import Unheard
 from engine.token_rows import TokenRows
-
-HEARD_TOGETHER = 64
-"""Tokens of a request that are columns before they become part of its answer: to append to hundreds of lists each step
-takes longer than all else that a step's tokens need.
-"""
 
 
 class RunningBatch:
@@ -30,12 +26,11 @@ class RunningBatch:
         """`places` is how many requests run at first; more make it larger."""
         self.page_tokens = page_tokens
         self._columns = Columns()
+        self._unheard = Unheard()
         self._free: list[int] = []
         self._seats: dict[DecodeRequest, Seat] = {}
         self._going = 0
         self._launches = 0
-        self._landings = 0
-        """Launches whose tokens are here."""
         self.flying: deque[tuple[int, Cohort]] = deque()
         """Launches whose tokens are not here yet, oldest first, each with its number."""
         self._cohort: Cohort | None = None
@@ -56,8 +51,6 @@ class RunningBatch:
         """Sets of tokens that end an answer, and how many of the requests have each."""
         self._ending: frozenset[int] = frozenset()
         """All of these tokens."""
-        self._heard = np.zeros((HEARD_TOGETHER, 0), dtype=np.int64)
-        """The newest tokens, by launch and place."""
         self._make_places(places)
 
     def __len__(self) -> int:
@@ -139,15 +132,7 @@ class RunningBatch:
 
     def hear(self, request: DecodeRequest) -> None:
         """Make the tokens that are here part of its `answer`."""
-        seat = self._seats[request]
-        end = min(self._landings, seat.last + 1)
-        if not seat.over and seat.heard < end:
-            first = self._landings - 1 - (self._landings - 1) % HEARD_TOGETHER
-            here = self._heard[seat.heard - first : end - first, seat.place].tolist()
-            if seat.absent:
-                here = [token for number, token in enumerate(here, seat.heard) if number not in seat.absent]
-            request.answer.extend(here)
-            seat.heard = end
+        self._unheard.hear(self._seats[request])
 
     def in_flight(self, request: DecodeRequest) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""
@@ -193,12 +178,9 @@ class RunningBatch:
         number, cohort = self.flying.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
         self._columns.newest[cohort.places] = tokens
-        self._heard[number % HEARD_TOGETHER, cohort.places] = tokens
-        self._landings = number + 1
-        if not self._landings % HEARD_TOGETHER:
-            self._hear_all()
+        self._unheard.land(number, cohort.places, tokens, self._seats.values())
         for seat in self._looking_back:
-            self.hear(seat.request)
+            self._unheard.hear(seat)
         over, special = self._not_usual(number, cohort, token_ids)
         return Landed(number, cohort, token_ids, sorted(special), over | special)
 
@@ -225,15 +207,11 @@ class RunningBatch:
         """As if so many steps, `alike` and `paged`, had been launched behind those in flight, and as many had landed,
         with tokens 0. For whoever has no device.
         """
-        for request, seat in self._seats.items():
-            self.hear(request)
-            request.answer.extend([0] * steps)
-            seat.heard += steps
+        self._unheard.skip(steps, self._seats.values())
         self._columns.newest[:] = 0
         self._launches += steps
         if self._launches - 1 in self._lasts:
             self._cohort = None
-        self._landings += steps
         self.flying = deque((number + steps, cohort) for number, cohort in self.flying)
 
     def _together(self, number: int) -> Cohort | None:
@@ -274,16 +252,6 @@ class RunningBatch:
             special |= {row for row, (token, seat) in ends if token in seat.request.ending.stops}
         return over, special - over
 
-    def _hear_all(self) -> None:
-        """Before their columns are used again. All at once, as that takes a fraction of one by one."""
-        columns, end = self._heard.T.tolist(), self._landings
-        for request, seat in self._seats.items():
-            if seat.absent or seat.over or seat.last < end - 1:
-                self.hear(request)
-            elif seat.heard < end:
-                request.answer.extend(columns[seat.place][seat.heard - end :])
-                seat.heard = end
-
     def _copy_pages(self, seat: Seat) -> None:
         self._columns.copy_pages(seat)
         turn = len(seat.request.pages) * self.page_tokens - seat.shift
@@ -294,7 +262,7 @@ class RunningBatch:
 
     def _make_places(self, more: int) -> None:
         self._free.extend(reversed(self._columns.widen(more)))
-        self._heard = np.concatenate((self._heard, np.zeros((HEARD_TOGETHER, more), dtype=np.int64)), axis=1)
+        self._unheard.widen(more)
 
 
 def _place(seat: Seat) -> int:

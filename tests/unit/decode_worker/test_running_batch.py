@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from decode_worker.request import DecodeRequest
-from decode_worker.running_batch import HEARD_TOGETHER, RunningBatch
+from decode_worker.running_batch import RunningBatch
+from decode_worker.unheard import HEARD_TOGETHER
 from engine.batch import History
 from engine.cache.prefix_cache import Prefix
 from engine.token_rows import FROM_HOST
