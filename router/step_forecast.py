@@ -99,7 +99,7 @@ class AnswerForecast:
         if slo.has_targets:
             gaps = worker.gaps(slo)
             target_s = gaps.target_s
-            if step_s > target_s:
+            if step_s > worker.step_target(slo):
                 broken = 1.0
             elif gaps.passed:
                 # Prompts go on to come where some have come of late.

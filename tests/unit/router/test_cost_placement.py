@@ -96,6 +96,19 @@ def test_an_answer_goes_where_steps_are_short(at: TestFleet) -> None:
     assert names(placed(at, need())) == ("p", "d1")
 
 
+def test_an_answer_goes_where_its_target_holds_with_what_is_kept_for_noise(at: TestFleet) -> None:
+    """As the gate counts, which else would let it in for the sake of a worker that it does not go to."""
+    at.add("p", Role.PREFILL, **BIG)
+    for name, rows, context in (("many", 60, 100), ("long", 6, 8000)):
+        at.add(name, Role.DECODE, **BIG)
+        at.answers(name, rows, context=context)
+    assert names(placed(at, need())) == ("p", "long")
+    step_s = at.workers["long"].step_s
+    for times, chosen in ((1.1, "many"), (1.4, "long")):
+        slo = SloClass("c", itl_s=times * step_s)
+        assert names(placed(at, replace(need(), slo=slo))) == ("p", chosen)
+
+
 LOOSE = SloClass("loose", itl_s=0.060)
 PRIORITY = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
 
