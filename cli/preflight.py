@@ -86,8 +86,8 @@ def check_page(config: ClusterConfig) -> None:
 
 
 def check_weights(config: ClusterConfig) -> None:
-    """InvalidArgument if the workers' weights together are more than the host has. The model's folder is checked
-    already; a GPU's memory, or another host's, is its worker's to check.
+    """InvalidArgument if the workers' weights, with their KV pages, are more than the host has. The model's folder is
+    checked already; a GPU's memory, or another host's, is its worker's to check.
     """
     import torch
 
@@ -99,12 +99,13 @@ def check_weights(config: ClusterConfig) -> None:
         return
     shape = load_model_config(config.model)
     each = weight_bytes(shape, parse_dtype(_engine(config), torch.device("cpu"), shape)) / GIB
-    free = psutil.virtual_memory().available / GIB
-    if config.worker_count * each > free:
+    free, pages = psutil.virtual_memory().available / GIB, (config.worker_kv_cache_bytes or 0) / GIB
+    if config.worker_count * (each + pages) > free:
         raise InvalidArgument(
             "--device",
-            f"{config.worker_count} workers with {each:.2f} GiB of weights each do not fit into the {free:.2f} GiB of "
-            "memory that are free; use --device cuda, another --dtype or a smaller model",
+            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages:.3g} GiB of KV cache each do not "
+            f"fit into the {free:.2f} GiB of memory that are free; use --device cuda, another --dtype, less "
+            "--kv-cache-gib or a smaller model",
         )
 
 

@@ -19,7 +19,7 @@ from cli.client import Sampling
 from cli.main import app
 from cli.plain_errors import plain_errors
 from cli.preflight import check_memory, check_page, check_weights, warn_of_slow_pages
-from cluster.config import ClusterConfig
+from cluster.config import CPU_KV_CACHE_BYTES, ClusterConfig
 from engine.models.config import load_model_config
 from engine.models.parameters import weight_bytes
 from tests.factories import write_tiny_model
@@ -317,20 +317,23 @@ def test_weights_larger_than_the_memory_are_told_before_ray_starts(
     result = CliRunner().invoke(app, ["up", "--random-weights", "x", "--kv-cache-gib", "0.1", *ANY_PORTS])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --device: 2 workers with ")
-    assert "GiB of memory that are free; use --device cuda, another --dtype or a smaller model\n" in result.stderr
+    assert " and 0.1 GiB of KV cache each do not fit into the " in result.stderr
+    advice = "use --device cuda, another --dtype, less --kv-cache-gib or a smaller model\n"
+    assert f"GiB of memory that are free; {advice}" in result.stderr
 
 
 def test_all_workers_weights_count_where_they_lie_in_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     config = ClusterConfig(model=model, prefill=2, decode=1)
     one = weight_bytes(load_model_config(model), torch.float32)
-    available = [3 * one]
+    available = [3 * (one + CPU_KV_CACHE_BYTES)]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available[0]))
     check_weights(config)
     available[0] -= 1
-    with pytest.raises(InvalidArgument, match=r"3 workers with 0\.00 GiB of weights each do not fit"):
+    with pytest.raises(InvalidArgument, match=r"3 workers with 0\.00 GiB of weights and 1 GiB of KV cache each"):
         check_weights(config)
     check_weights(replace(config, dtype="bfloat16"))
+    check_weights(replace(config, kv_cache_bytes=CPU_KV_CACHE_BYTES // 2))
     check_weights(replace(config, device="cuda"))
     check_weights(replace(config, ray_address="auto"))
 
