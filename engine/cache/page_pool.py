@@ -18,25 +18,11 @@ first: nobody is ever refused because of them.
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from engine.cache.free_pages import FreePages
+from engine.cache.page_census import PageCensus, PageCounts, lease_name
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
 from wire.messages import Lease, RequestRef
-
-
-@dataclass(frozen=True, slots=True)
-class PageCounts:
-    """Pages by state; `promised` of those that are `free` or `cached` are spoken for."""
-
-    total: int
-    free: int
-    owned: int
-    shared: int
-    cached: int
-    advertised: int
-    quarantined: int
-    promised: int
 
 
 class PagePool:
@@ -104,7 +90,7 @@ class PagePool:
         """
         with self.lock:
             if lease in self._quarantined:
-                raise StaleEpoch(f"Lease {_named(lease)} is over; ask for a new one.")
+                raise StaleEpoch(f"Lease {lease_name(lease)} is over; ask for a new one.")
             taken = self._take(pages, from_promise)
             if taken:
                 self._advertised.setdefault(lease, []).extend(taken)
@@ -191,16 +177,7 @@ class PagePool:
     def counts(self) -> PageCounts:
         """Pages by state, all of one moment."""
         with self.lock:
-            return PageCounts(
-                total=self._total,
-                free=len(self._free),
-                owned=_sum(self._owned.values()),
-                shared=len(self._shared),
-                cached=len(self._cached),
-                advertised=_sum(self._advertised.values()),
-                quarantined=_sum(self._quarantined.values()),
-                promised=self._promised,
-            )
+            return self._census().counts()
 
     def readers(self) -> dict[int, int]:
         """How many read each shared or cached page; cached ones, which nobody reads, in the order they are taken."""
@@ -216,30 +193,19 @@ class PagePool:
 
     def faults(self) -> Iterable[str]:
         """What is wrong, in words; under the lock."""
-        places: dict[int, list[str]] = {page: [] for page in range(self._total)}
-        for place, page in self._places():
-            places.setdefault(page, []).append(place)
-        for page, found in places.items():
-            if not 0 <= page < self._total:
-                yield f"page {page} ({found[0]}) is not one of {self._total}"
-            elif not found:
-                yield f"page {page} is lost: in no state"
-            elif len(found) > 1:
-                yield f"page {page} is in {len(found)} states: {', '.join(found)}"
-        there = len(self._free) + len(self._cached)
-        if not 0 <= self._promised <= there:
-            yield f"{self._promised} pages are promised and {there} are free"
-        yield from (f"shared page {page} has {count} readers" for page, count in self._shared.items() if count < 1)
+        return self._census().faults()
 
-    def _places(self) -> Iterable[tuple[str, int]]:
-        yield from (("free", page) for page in self._free)
-        yield from (("shared", page) for page in self._shared)
-        yield from (("cached", page) for page in self._cached)
-        for owner, held in self._owned.items():
-            yield from ((f"owned by {owner.request_id}#{owner.attempt}", page) for page in held)
-        for state, leases in (("advertised", self._advertised), ("quarantined", self._quarantined)):
-            for lease, pages in leases.items():
-                yield from ((f"{state} under {_named(lease)}", page) for page in pages)
+    def _census(self) -> PageCensus:
+        return PageCensus(
+            self._total,
+            self._free,
+            self._owned,
+            self._shared,
+            self._cached,
+            self._advertised,
+            self._quarantined,
+            self._promised,
+        )
 
     def _take(self, pages: int, from_promise: bool) -> list[int]:
         if from_promise:
@@ -290,17 +256,9 @@ class PagePool:
 
     def _pop(self, leases: dict[Lease, list[int]], lease: Lease) -> list[int]:
         if lease not in leases:
-            raise StaleEpoch(f"Lease {_named(lease)} holds no such pages; it is over or was never granted here.")
+            raise StaleEpoch(f"Lease {lease_name(lease)} holds no such pages; it is over or was never granted here.")
         return leases.pop(lease)
 
     def _give_back(self, pages: Sequence[int]) -> int:
         self._free.give(pages)
         return len(pages)
-
-
-def _named(lease: Lease) -> str:
-    return f"{lease.request_id}#{lease.attempt} (epoch {lease.epoch})"
-
-
-def _sum(held: Iterable[Sequence[int] | dict[int, None]]) -> int:
-    return sum(len(pages) for pages in held)

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from engine.cache.page_pool import PageCounts, PagePool
+from engine.cache.page_census import PageCounts
+from engine.cache.page_pool import PagePool
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
 from wire.messages import Lease, RequestRef
 
