@@ -2,8 +2,8 @@
 
 A compiler that vectorizes a reduction picks its own lanes and unrolling, and picks differently for one row than for
 eight; then a request's numbers would depend on its neighbours. Here a sum runs in 16 lanes folded by halves, whatever
-is around it. LLVM lowers the 16 lanes to what the host has (AVX-512, AVX2, NEON); nothing is tied to one instruction
-set, but that pairs of bfloat16 are multiplied at once where the host can.
+is around it. LLVM lowers the 16 lanes to what the host has (AVX-512, AVX2, NEON); nothing here is tied to one
+instruction set.
 
 Addresses are int64. A `tag` is the numba type that names the element type in memory: float32, or uint16 for the bits
 of bfloat16. All arithmetic is float32.
@@ -13,10 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
-from llvmlite.binding import get_host_cpu_features
 from numba import types
 
 LANES = 16
@@ -179,32 +177,6 @@ def at(builder: Builder, base: Value, index: Value, item_bytes: int) -> Value:
     return builder.add(base, builder.mul(index, I64(item_bytes)))
 
 
-def first_lanes(builder: Builder, count: Value, lanes: int) -> Value:
-    """A mask of `lanes` bits whose first `count` are set."""
-    kind = ir.VectorType(I32, lanes)
-    undefined = ir.Constant(kind, ir.Undefined)
-    one = builder.insert_element(undefined, builder.trunc(count, I32), I32(0))
-    every = builder.shuffle_vector(one, undefined, ir.Constant(kind, [0] * lanes))
-    return builder.icmp_signed("<", ir.Constant(kind, list(range(lanes))), every)
-
-
-def load_masked(builder: Builder, address: Value, mask: Value, tag: Any, pairs: bool) -> Value:
-    """A vector whose unset lanes are 0 and whose memory is not touched."""
-    lanes = mask.type.count
-    element, suffix = (F32, "f32") if tag == types.float32 else (I16, "i16")
-    kind = ir.VectorType(element, lanes)
-    signature = ir.FunctionType(kind, [kind.as_pointer(), I32, mask.type, kind])
-    name = f"llvm.masked.load.v{lanes}{suffix}.p0"
-    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
-    zeros = ir.Constant(kind, [0.0 if element is F32 else 0] * lanes)
-    loaded = builder.call(function, [pointer(builder, address, kind), I32(2 if element is I16 else 4), mask, zeros])
-    if tag == types.float32:
-        return loaded
-    if pairs:
-        return builder.bitcast(loaded, ir.VectorType(BFloatType(), lanes))
-    return widen(builder, loaded, VEC, ir.VectorType(I32, LANES))
-
-
 @dataclass(frozen=True, slots=True)
 class Function:
     """Code that is emitted once in each module and called; `emit(builder, tag, args)` writes its body."""
@@ -238,58 +210,6 @@ def steps(builder: Builder, stop: Value, sizes: Sequence[int], body: Callable[[V
 
         loop(builder, start, end, size, [], once)
         start = end
-
-
-def has_pair_products() -> bool:
-    """Whether the host multiplies pairs of bfloat16 into float32 lanes (AVX512_BF16)."""
-    chosen = numba.config.CPU_FEATURES
-    if chosen is not None:
-        return "+avx512bf16" in str(chosen)
-    return bool(get_host_cpu_features().get("avx512bf16", False))
-
-
-def multiplies_pairs(tag: Any) -> bool:
-    """Whether products of `tag` elements are made two at a time."""
-    return bool(tag != types.float32) and has_pair_products()
-
-
-def unit_bytes(tag: Any) -> int:
-    """Bytes in memory of what one lane multiplies at once."""
-    return 4 if multiplies_pairs(tag) else tag_bytes(tag)
-
-
-def load_unit(builder: Builder, address: Value, tag: Any) -> Value:
-    """What one lane multiplies at once, in 32 bits."""
-    return load_element(builder, address, types.float32 if multiplies_pairs(tag) else tag)
-
-
-def load_units(builder: Builder, address: Value, tag: Any) -> Value:
-    """Sixteen neighbouring units."""
-    return load_vector(builder, address, types.float32 if multiplies_pairs(tag) else tag)
-
-
-class BFloatType(ir.Type):  # type: ignore[misc]
-    """LLVM's bfloat, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BFloatType)
-
-    def __hash__(self) -> int:
-        return hash(BFloatType)
-
-
-def load_pairs(builder: Builder, address: Value, tag: Any) -> Value:
-    kind = ir.VectorType(BFloatType(), 2 * LANES)
-    return builder.load(pointer(builder, address, kind), align=2)
-
-
-def multiply_pairs(builder: Builder, a: Value, b: Value, c: Value) -> Value:
-    """c + the products of a's and b's neighbouring lanes, two by two."""
-    kind = ir.FunctionType(VEC, [VEC, a.type, b.type])
-    return builder.call(builder.module.declare_intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", fnty=kind), [c, a, b])
 
 
 def exponential(builder: Builder, x: Value) -> Value:

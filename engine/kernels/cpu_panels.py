@@ -15,26 +15,21 @@ from engine.kernels.cpu_ir import (
     I64,
     LANES,
     VEC,
-    BFloatType,
     Builder,
     Function,
     Value,
     at,
-    load_unit,
-    load_units,
     load_vector,
     loop,
-    multiplies_pairs,
     multiply_add,
-    multiply_pairs,
     pointer,
     row_addresses,
     splat,
     steps,
     tag_bytes,
-    unit_bytes,
 )
 from engine.kernels.cpu_tiles import BLOCK
+from engine.kernels.cpu_units import BFloatType, load_unit, load_units, multiplies_pairs, multiply_pairs, unit_bytes
 
 
 def _panel_tile(tokens: int) -> Function:

@@ -21,16 +21,11 @@ from engine.kernels.cpu_ir import (
     Value,
     at,
     constant,
-    first_lanes,
     fold,
-    has_pair_products,
     load_element,
-    load_masked,
-    load_pairs,
     load_vector,
     loop,
     multiply_add,
-    multiply_pairs,
     pointer,
     prefetch,
     row_addresses,
@@ -38,6 +33,7 @@ from engine.kernels.cpu_ir import (
     steps,
     tag_bytes,
 )
+from engine.kernels.cpu_units import first_lanes, has_pair_products, load_masked, load_pairs, multiply_pairs
 
 
 def _dot_tile(rows: int, tokens: int) -> "Function":
