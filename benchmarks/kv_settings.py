@@ -1,0 +1,34 @@
+"""How much is handed over where `benchmarks.kv_transfer` measures, on each kind of device."""
+
+from dataclasses import dataclass
+
+ROOM = 16
+"""Tokens of a model's context that prompts leave to their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What depends on the device. Prompt, chunk and answers are in tokens; `streams` decode in the background."""
+
+    page_tokens: int
+    prompt: int
+    chunk: int
+    streams: int
+    stream_tokens: int
+    rounds: int
+    dtype: str
+    transfers: tuple[int, ...]
+    """Tokens of transfers whose bandwidth is measured, beside one page and a chunk."""
+
+    @property
+    def prompt_name(self) -> int:
+        """The prompt's length in names of figures: where it leaves room to the answer, that counts as well."""
+        return self.prompt if self.prompt % self.page_tokens == 0 else self.prompt + ROOM
+
+
+SETTINGS = {
+    "cuda": Settings(
+        128, 8192 - ROOM, 2048, streams=8, stream_tokens=600, rounds=12, dtype="bfloat16", transfers=(2048, 4096, 8192)
+    ),
+    "cpu": Settings(16, 1536, 512, streams=2, stream_tokens=60, rounds=4, dtype="float32", transfers=(2048,)),
+}
