@@ -120,9 +120,14 @@ class EventStream:
         return first or held is not None or finished is not None or self._keeps_pace(request)
 
     def _keeps_pace(self, request: RoutedRequest) -> bool:
-        """Whether its class's target between tokens holds, and would not if tokens waited for others."""
-        forecast = request.forecast
-        return forecast is not None and forecast.itl_s < request.pace.target_s < forecast.itl_s + self._delay_max_s
+        """Whether what its class bears between tokens held when it was placed, and would not if tokens waited for
+        others: where steps have grown since then, by steps as they are.
+        """
+        slo, forecast, decode = request.ticket.slo, request.forecast, request.decode
+        if forecast is None or decode is None or not slo.has_gap_target:
+            return False
+        bears_s = min(request.pace.target_s, slo.worst_gap_s)
+        return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._delay_max_s
 
     def _hold(self, job: TextJob, now: float) -> bool:
         """Whether this first token waits for the second, which comes from elsewhere."""

@@ -41,26 +41,6 @@ async def measured(cluster: Cluster, token_s: float = UNMEASURED.token_s) -> Non
     await until(lambda: all(link.books.cost.parameters.observed for link in links), "the router heard it")
 
 
-class TestScarceChunks:
-    @pytest.fixture
-    def settings(self) -> dict[str, Any]:
-        return {"chunks_per_s": 1.0, "chunk_delay_max_s": 3.0}
-
-    async def test_tokens_wait_for_others_only_where_their_class_bears_it(
-        self, cluster: Cluster, client: Client
-    ) -> None:
-        await measured(cluster)
-        cluster.decode.switches.step_s = 0.02
-        chunks = {}
-        for name in ("strict", "best_effort"):
-            messages = [message async for message in client.stub.Generate(ask(8, slo_class=name))]
-            tokens = [len(message.chunk.token_ids) for message in messages if message.chunk.token_ids]
-            assert sum(tokens) == 8
-            chunks[name] = len(tokens)
-        assert chunks["best_effort"] <= 5, "the first, the last and three that were saved up"
-        assert chunks["strict"] >= 7, "the first may go with the second"
-
-
 class TestClasses:
     @pytest.fixture
     def settings(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 
 from router.answer import Ending
 from router.request import Admitted
-from router.slo import DEFAULT_CLASSES, SloClass
+from router.slo import DEFAULT_CLASSES
 from router.worker_books import WorkerBooks
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
@@ -16,7 +16,6 @@ from wire.messages import SamplingParams
 from wire.timeline import Edge, EdgeStamp
 
 STRICT = DEFAULT_CLASSES[0]
-WIDE = SloClass("wide", itl_s=10.0)
 
 
 @pytest.fixture
@@ -76,19 +75,3 @@ async def test_nothing_is_learned_beside_a_guess(cluster: Cluster, client: Clien
     await client.run(ask(6, slo_class="strict"))
     assert not decode.cost.parameters.observed
     assert not decode.noise._factors
-
-
-class TestScarceChunks:
-    @pytest.fixture
-    def settings(self) -> dict[str, Any]:
-        return {"chunks_per_s": 1e-3, "chunk_delay_max_s": 0.1, "slo_classes": (*DEFAULT_CLASSES, WIDE)}
-
-    async def test_tokens_that_waited_for_others_teach_nothing(
-        self, cluster: Cluster, client: Client, noted: list[str]
-    ) -> None:
-        await measured(cluster)
-        cluster.decode.switches.step_s = 0.02
-        await client.run(ask(20, slo_class="wide"))
-        assert noted == []
-        await client.run(ask(20, slo_class="strict"))
-        assert "strict" in noted
