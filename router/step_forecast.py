@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from costs.chunks import FIRST_GAP_STEPS, Beside, chunks
 from costs.step_cost import chunk_pairs
+from router.gap_noise import MOST
 from router.long_gaps import chance_of_more
 from router.placement import AnswerOutlook
 from router.slo import SloClass
@@ -99,7 +100,7 @@ class AnswerForecast:
         if slo.has_targets:
             gaps = worker.gaps(slo)
             target_s = gaps.target_s
-            if step_s > worker.step_target(slo):
+            if step_s * MOST > target_s and step_s > worker.step_target(slo):
                 broken = 1.0
             elif gaps.passed:
                 # Prompts go on to come where some have come of late.
