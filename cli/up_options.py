@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -12,8 +12,14 @@ from cli.options import Temperature, checked_prompt
 if TYPE_CHECKING:
     from cli.client import Sampling
     from cli.serving import FirstPrompt
-    from cluster.planner_config import PlannerConfig
-    from router.slo import SloClass
+    from cluster.config import ClusterConfig
+
+
+class ClusterOptions(Protocol):
+    """A group of options that are settings of the cluster."""
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """The same cluster, with these settings. InvalidArgument names an option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,14 @@ class PlaceOptions:
         float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
     ] = 0.0
     start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            ray_address=self.address,
+            places_timeout_s=self.places_timeout,
+            start_timeout_s=self.start_timeout,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +65,17 @@ class PlannerOptions:
     planner_prefill: Annotated[str, typer.Option(help="MIN:MAX of them that prefill when disaggregated.")] = ""
     planner_decode: Annotated[str, typer.Option(help="MIN:MAX of them that decode when disaggregated.")] = ""
 
-    @property
-    def config(self) -> PlannerConfig:
-        """InvalidArgument names the option."""
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
         from cluster.planner_config import planner_config
 
-        return planner_config(
+        planner = planner_config(
             self.planner,
             self.planner_window,
             workers=self.planner_workers,
             prefill=self.planner_prefill,
             decode=self.planner_decode,
         )
+        return replace(config, planner=planner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +111,20 @@ class DoorOptions:
     ] = ""
     log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty"
 
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            host=self.host,
+            grpc_port=self.grpc_port,
+            http_port=self.http_port,
+            metrics_port=self.metrics_port,
+            controller_port=self.controller_port,
+            token=self.token,
+            metrics_key=self.metrics_key,
+            otlp_endpoint=self.otlp_endpoint,
+            log_format=self.log_format,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
@@ -117,12 +144,15 @@ class ServiceOptions:
         list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
     ] = None
 
-    @property
-    def slo_classes(self) -> tuple[SloClass, ...]:
-        """InvalidArgument for one that is none."""
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
         from router.slo import parse_class, with_defaults
 
-        return with_defaults(parse_class(each) for each in self.slo_class or ())
+        return replace(
+            config,
+            slo_classes=with_defaults(parse_class(each) for each in self.slo_class or ()),
+            default_slo_class=self.default_slo_class,
+            api_keys=tuple(self.api_key or ()),
+        )
 
 
 @dataclass(frozen=True, slots=True)

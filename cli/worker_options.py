@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    from costs.roofline import Ceilings
+    from cluster.config import ClusterConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class ModelOptions:
             return random_model(self.random_weights)
         return None if self.model is None else Path(self.model)
 
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(config, model=Path(self.model or ""), random_weights=self.random_weights is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class RoleOptions:
@@ -70,6 +73,15 @@ class RoleOptions:
             if given is not None and self.mode in list(Mode) and self.mode not in modes:
                 raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
 
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            mode=self.mode,
+            prefill=1 if self.prefill is None else self.prefill,
+            decode=1 if self.decode is None else self.decode,
+            workers=1 if self.workers is None else self.workers,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
@@ -92,9 +104,9 @@ class StepOptions:
         ),
     ] = None
 
-    @property
-    def itl_target_s(self) -> float | None:
-        return None if self.itl_target_ms is None else self.itl_target_ms / 1e3
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        target_s = None if self.itl_target_ms is None else self.itl_target_ms / 1e3
+        return replace(config, step_policy=self.step_policy, step_budget=self.step_budget, itl_target_s=target_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +145,20 @@ class EngineOptions:
         if self.kv_cache_gib is not None:
             check_kv_cache_gib(self.kv_cache_gib)
 
-    @property
-    def kv_cache_bytes(self) -> int | None:
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
         from cluster.config import GIB
 
-        return None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB)
+        return replace(
+            config,
+            device=self.device,
+            dtype=self.dtype,
+            page_tokens=self.page_tokens,
+            kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
+            memory_fraction=self.memory_fraction,
+            max_step_tokens=self.max_step_tokens,
+            max_batch_requests=self.max_batch_requests,
+            prefix_cache=self.prefix_cache,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +181,16 @@ class TransferOptions:
         float, typer.Option(help="Part of a worker's KV pages that transfers may keep before it takes nothing new.")
     ] = 0.5
 
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            kv_checksum_rate=self.kv_checksum_rate,
+            kv_direction=self.kv_direction,
+            kv_lease_s=self.kv_lease,
+            kv_transfer_deadline_s=self.kv_transfer_deadline,
+            kv_quarantine_share=self.kv_quarantine_share,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareOptions:
@@ -174,9 +205,9 @@ class HardwareOptions:
     ] = ""
     threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None
 
-    @property
-    def ceilings(self) -> Ceilings | None:
-        """InvalidArgument for what are no two numbers."""
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """InvalidArgument for ceilings that are no two numbers."""
         from costs.roofline import parse_ceilings
 
-        return parse_ceilings("--device-ceilings", self.device_ceilings) if self.device_ceilings else None
+        ceilings = parse_ceilings("--device-ceilings", self.device_ceilings) if self.device_ceilings else None
+        return replace(config, ceilings=ceilings, threads=self.threads)
