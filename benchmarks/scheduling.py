@@ -167,10 +167,14 @@ async def _read(stream: RouterStream, watch: Stopwatch) -> None:
 
 
 async def _decode_all(tested: Worker, plan: Plan, sampling: SamplingParams) -> None:
-    """Until all requests are in the batch."""
+    """Until all requests are in the batch; RuntimeError if the first ends before the last is."""
     for number in range(plan.requests):
         _send(tested, f"d{number}", PROMPT, sampling)
-    while tested.report.load().decode_requests < plan.requests:  # noqa: ASYNC110
+    most = 0
+    while (running := tested.report.load().decode_requests) < plan.requests:
+        if running < most:
+            raise RuntimeError(f"an answer ended when {most} of {plan.requests} ran: take fewer steps or longer ones")
+        most = running
         await asyncio.sleep(_LOOK_S)
 
 

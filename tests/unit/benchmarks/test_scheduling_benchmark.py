@@ -3,11 +3,15 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
-from benchmarks.scheduling import PARTS, STEP_S, Plan, _figures, measure, measured_step_s
+from benchmarks.scheduling import PARTS, STEP_S, Plan, _decode_all, _figures, measure, measured_step_s
+from wire.messages import SamplingParams
 from wire.policy_name import PolicyName
+from worker.worker import Worker
 
 
 @pytest.mark.parametrize("joining", [False, True])
@@ -19,6 +23,18 @@ def test_every_part_of_every_step_is_counted(joining: bool) -> None:
     figures = _figures(watch, plan)
     assert min(figures[f"{part}_us"] for part in PARTS) > 0
     assert figures["us_low"] <= figures["us"] <= figures["us_p99"]
+
+
+def test_a_batch_that_is_never_full_is_said() -> None:
+    """It waited for ever where the first answers ended before the last prompt had joined."""
+    loads = iter([1, 2, 2, 1])
+    worker = SimpleNamespace(
+        reserve=lambda _: SimpleNamespace(lease=None),
+        prefill=lambda _: None,
+        report=SimpleNamespace(load=lambda: SimpleNamespace(decode_requests=next(loads))),
+    )
+    with pytest.raises(RuntimeError, match="an answer ended when 2 of 3 ran"):
+        asyncio.run(_decode_all(cast(Worker, worker), Plan(3, 5, 0.001), SamplingParams(max_tokens=9)))
 
 
 def test_steps_last_as_long_as_the_newest_kept_run_says(tmp_path: Path) -> None:
