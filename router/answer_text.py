@@ -1,25 +1,13 @@
-"""From tokens to text, off the event loop: one thread, one hop for all the requests of a step."""
+"""From tokens to text, one answer at a time: what its tokens spell, up to where it stops."""
 
-from __future__ import annotations
-
-import asyncio
-import logging
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from router.detokenizer import Detokenizer
 from router.stop_strings import StopStrings
 from router.token_scores import TokenScore, spell
-from wire.logs import about
 from wire.messages import FinishReason, TokenLogprobs
-
-if TYPE_CHECKING:
-    from router.request import RoutedRequest
-
-log = logging.getLogger(__name__)
 
 
 class TokenText(Protocol):
@@ -32,21 +20,17 @@ class TokenText(Protocol):
 
 @dataclass(slots=True)
 class TextJob:
-    """Tokens of one request that are next in order, and how its answer ends if it does. `text` is the result.
+    """Tokens of one answer that are next in order, and how it ends if it does. `text` is the result.
 
     `logprobs` has one entry for each token if they were asked for, else none; `scores` is what becomes of them.
     """
 
-    request: RoutedRequest
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     scores: list[TokenScore] = field(default_factory=list)
     text: str = ""
     matched_stop: str = ""
-    failed: bool = False
-    waited: bool = False
-    """Whether it was kept back for others to travel with."""
 
 
 class AnswerText:
@@ -80,42 +64,3 @@ class AnswerText:
             out.append(self._stops.flush())
         job.text = "".join(out)
         job.matched_stop = self._stops.matched
-
-
-class TextThread:
-    """Runs jobs in the order they come and brings them back to the event loop. Start and stop it there."""
-
-    def __init__(self, deliver: Callable[[list[TextJob]], None]) -> None:
-        self._deliver = deliver
-        self._work: SimpleQueue[list[TextJob] | None] = SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="router-text", daemon=True)
-        self._thread.start()
-
-    def submit(self, jobs: list[TextJob]) -> None:
-        """Take the jobs of one step."""
-        self._work.put(jobs)
-
-    async def stop(self) -> None:
-        """End after the jobs that were taken."""
-        self._work.put(None)
-        await asyncio.to_thread(self._thread.join)
-
-    def _run(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        # A frame of its own: while the thread waits, it must not hold the last step's requests.
-        jobs = self._work.get()
-        if jobs is None:
-            return False
-        for job in jobs:
-            try:
-                job.request.text.run(job)
-            except Exception:
-                wire_id = job.request.wire_id
-                log.exception("detokenization failed for request %s", wire_id, extra=about(wire_id))
-                job.failed = True
-        self._loop.call_soon_threadsafe(self._deliver, jobs)
-        return True

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.answer import Answer, Ending
+from router.answer_text import AnswerText
 from router.assembler import TokenAssembler
 from router.chat_template import ChatTurn
 from router.foresight import PlacementRecord
@@ -19,7 +20,6 @@ from wire.request_trace import RequestTrace, TraceContext
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 if TYPE_CHECKING:
-    from router.answer_text import AnswerText
     from router.worker_link import WorkerLink
 
 SILENCE_S = 1e-3

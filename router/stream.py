@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from router.answer_text import TextJob, TextThread
 from router.chunk_budget import ChunkBudget
 from router.config import RouterConfig
 from router.first_token import hold_s
 from router.request import RoutedRequest
+from router.text_thread import RequestText, TextThread
 from wire.errors import Internal, TandemError, Unavailable, from_code
 from wire.messages import FinishReason, RequestEvent, StepEvents
 from wire.timeline import Edge
@@ -44,11 +44,11 @@ class EventStream:
     def __init__(self, config: RouterConfig, owner: RequestOwner) -> None:
         self._owner = owner
         self._text = TextThread(self._deliver)
-        self._jobs: dict[str, TextJob] = {}
+        self._jobs: dict[str, RequestText] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
         self._delay_max_s = config.chunk_delay_max_s
         self._timer: asyncio.TimerHandle | None = None
-        self._held: dict[str, TextJob] = {}
+        self._held: dict[str, RequestText] = {}
         """First tokens that wait for the second."""
 
     async def close(self) -> None:
@@ -60,7 +60,7 @@ class EventStream:
     def take(self, step: StepEvents, live: Mapping[str, RoutedRequest]) -> None:
         """One worker's step. Events of requests and attempts that are over are dropped."""
         now = time.monotonic()
-        urgent: list[TextJob] = []
+        urgent: list[RequestText] = []
         for event in step.each():
             request = live.get(event.ref.request_id)
             if request is None or event.ref.attempt != request.attempt or request.prefill is None:
@@ -110,7 +110,7 @@ class EventStream:
         if not fresh and finished is None:
             return False
         held = self._held.pop(request.wire_id, None)
-        job = held or self._jobs.get(request.wire_id) or TextJob(request)
+        job = held or self._jobs.get(request.wire_id) or RequestText(request=request)
         job.token_ids.extend(fresh)
         job.logprobs.extend(logprobs)
         job.finish = finished
@@ -129,7 +129,7 @@ class EventStream:
         bears_s = min(request.pace.target_s, slo.worst_gap_s)
         return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._delay_max_s
 
-    def _hold(self, job: TextJob, now: float) -> bool:
+    def _hold(self, job: RequestText, now: float) -> bool:
         """Whether this first token waits for the second, which comes from elsewhere."""
         request = job.request
         if request.forecast is None or request.decode in {None, request.prefill}:
@@ -197,7 +197,7 @@ class EventStream:
         if request.prefill is not None and request.assembler.count > request.answered:
             request.prefill.books.unbook_prefill(request.wire_id)
 
-    def _deliver(self, jobs: list[TextJob]) -> None:
+    def _deliver(self, jobs: list[RequestText]) -> None:
         """Back from the text thread: one call for all the requests of a step."""
         for job in jobs:
             request = job.request

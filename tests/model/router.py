@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from router.answer import Answer, Ending
-from router.answer_text import TextJob
 from router.choices import Choices
 from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.placement import LeastLoaded
 from router.request import Admitted
+from router.text_thread import RequestText
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
 from tests.model.virtual_loop import Process, VirtualLoop
@@ -45,12 +45,12 @@ class Words:
 
 
 class InlineText:
-    """`router.answer_text.TextThread` without the thread."""
+    """`router.text_thread.TextThread` without the thread."""
 
-    def __init__(self, deliver: Callable[[list[TextJob]], None]) -> None:
+    def __init__(self, deliver: Callable[[list[RequestText]], None]) -> None:
         self._deliver = deliver
 
-    def submit(self, jobs: list[TextJob]) -> None:
+    def submit(self, jobs: list[RequestText]) -> None:
         for job in jobs:
             job.request.text.run(job)
         asyncio.get_running_loop().call_soon(self._deliver, jobs)
