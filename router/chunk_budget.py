@@ -10,16 +10,16 @@ class ChunkBudget:
 
     def __init__(self, chunks_per_s: float, delay_max_s: float) -> None:
         """`delay_max_s` is the longest wait, and for how long what is not spent is saved."""
-        self._per_s, self._delay_max_s = chunks_per_s, delay_max_s
+        self._per_s, self.delay_max_s = chunks_per_s, delay_max_s
         self._saved, self._at = 0.0, -math.inf
 
     def wait_s(self, now: float, chunks: int) -> float:
         """For how many seconds so many chunks that are due `now` have to wait."""
-        return min(max(0.0, (chunks - self._saved_by(now)) / self._per_s), self._delay_max_s)
+        return min(max(0.0, (chunks - self._saved_by(now)) / self._per_s), self.delay_max_s)
 
     def spend(self, now: float, chunks: int) -> None:
         """So many are sent now."""
         self._saved, self._at = max(0.0, self._saved_by(now) - chunks), now
 
     def _saved_by(self, now: float) -> float:
-        return min(self._saved + (now - self._at) * self._per_s, self._delay_max_s * self._per_s)
+        return min(self._saved + (now - self._at) * self._per_s, self.delay_max_s * self._per_s)

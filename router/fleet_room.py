@@ -53,7 +53,7 @@ class FleetRoom:
         """Of one of all that decode, in every step; none where a few answers more or longer steps would leave none."""
         beside = self._share(self.decoding, self._target_s / _DOUBT, self._at_most)
         each = self._chunks(beside)
-        if beside.rows and self._step_s(each, beside) > beside.targets[0]:
+        if self._step_s(each, beside) > beside.targets[0]:
             return 0.0
         return self._room(each, beside)
 
@@ -74,9 +74,9 @@ class FleetRoom:
         return self._borne(self._share(workers, self._target_s)) if workers > 0 else 0.0
 
     def are_plenty(self, workers: int) -> bool:
-        """Whether the gate would let so many have all answers, and a few more."""
+        """Whether the gate would let so many, at least one, have all answers, and a few more."""
         step_s = self.like.step_target(self.asked.slo)
-        return workers > 0 and self._borne(self._share(workers, step_s, self._at_most)) >= 1.0
+        return self._borne(self._share(workers, step_s, self._at_most)) >= 1.0
 
     @property
     def _target_s(self) -> float:

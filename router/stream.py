@@ -46,7 +46,6 @@ class EventStream:
         self._text = TextThread(self._deliver)
         self._jobs: dict[str, RequestText] = {}
         self._budget = ChunkBudget(config.chunks_per_s, config.chunk_delay_max_s)
-        self._delay_max_s = config.chunk_delay_max_s
         self._timer: asyncio.TimerHandle | None = None
         self._held: dict[str, RequestText] = {}
         """First tokens that wait for the second."""
@@ -127,7 +126,7 @@ class EventStream:
         if forecast is None or decode is None or not slo.has_gap_target:
             return False
         bears_s = min(request.pace.target_s, slo.worst_gap_s)
-        return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._delay_max_s
+        return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._budget.delay_max_s
 
     def _hold(self, job: RequestText, now: float) -> bool:
         """Whether this first token waits for the second, which comes from elsewhere."""
