@@ -42,20 +42,27 @@ def gap_target(
     Without `targets` of the answers (rising, infinite = of no class): what was asked for, else `SPARE_STEPS`. Where
     decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
 
-    With targets no step breaks the tightest that can be kept. If all answers have one, and nothing was asked for, a
-    step may last as long as leaves the first gap of a local prompt within it, or twice as long as decoding alone: where
-    that is half of the target already, prompts would have no room for the sake of one gap each.
+    With targets no step breaks the tightest that can be kept; if all answers have one, and nothing was asked for, it
+    may last as long as that.
     """
     decoding_s = cost.decode_step_seconds(rows, context_tokens)
+    kept_s = tightest_kept(targets, decoding_s)
+    if asked_s is None and kept_s < math.inf and targets[-1] < math.inf:
+        return kept_s / GAP_NOISE
     usual_s = SPARE_STEPS * cost.decode_step_seconds(1, 0)
     if asked_s is not None:
         usual_s = asked_s
     elif decoding_s > usual_s:
         usual_s = SPARE_STEPS * decoding_s
-    kept_s = tightest_kept(targets, decoding_s)
-    if asked_s is not None or kept_s == math.inf or targets[-1] == math.inf:
-        return min(usual_s, kept_s) / GAP_NOISE
-    return min(kept_s, max(kept_s / FIRST_GAP_STEPS, SPARE_STEPS * decoding_s)) / GAP_NOISE
+    return min(usual_s, kept_s) / GAP_NOISE
+
+
+def first_gap_target(cost: StepCost, rows: int, context_tokens: int, bears_s: float) -> float:
+    """How long a step may take as predicted, in seconds, that is one of those between the first and the second token of
+    an answer which bears `bears_s` there; infinite if decoding alone breaks that.
+    """
+    decoding_s = cost.decode_step_seconds(max(1, rows), context_tokens)
+    return bears_s / FIRST_GAP_STEPS / GAP_NOISE if FIRST_GAP_STEPS * decoding_s <= bears_s else math.inf
 
 
 class Chunks(NamedTuple):
@@ -73,13 +80,18 @@ class Beside(NamedTuple):
     targets: Sequence[float] = ()
 
 
+def keeps_targets(duty: Duty | None) -> bool:
+    """Whether steps of a worker with this duty are as long as the targets of its answers allow."""
+    return duty is not None and duty.step_policy is PolicyName.DECODE_PRIORITY
+
+
 def steady_chunks(cost: StepCost, duty: Duty | None, most: int, rows: int) -> Chunks | None:
     """What steps of at most `most` tokens give to any prompts beside `rows` decode rows, by a worker's duty; None = as
     much as a target leaves, see `chunks_within`.
     """
     if not rows or duty is None or duty.step_policy is PolicyName.UNCHUNKED:
         return Chunks(max(1, most - rows))
-    if duty.step_policy is PolicyName.DECODE_PRIORITY:
+    if keeps_targets(duty):
         return None
     tokens = (CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget) - rows
     return _worthwhile(unpadded_prompts(tokens, rows, cost.parameters.tile_tokens), most - rows)

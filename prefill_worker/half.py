@@ -15,6 +15,7 @@ loop; one lock guards both, and no call waits for more than it.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -180,6 +181,11 @@ class PrefillHalf:
             if step:
                 self._steps.append(step)
             return [request.next_chunk(tokens) for request, tokens in step]
+
+    @property
+    def first_gap_s(self) -> float:
+        """The tightest that local prompts bear which end in the newest step with any rows; infinite = none does."""
+        return min((each.first_gap_s for each, _ in self._steps[-1] if not each.remaining), default=math.inf)
 
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()

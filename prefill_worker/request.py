@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,6 +67,11 @@ class PrefillRequest:
     def remaining(self) -> int:
         """Tokens that no step was launched for."""
         return self.prompt_tokens - self.launched
+
+    @property
+    def first_gap_s(self) -> float:
+        """What its answer bears between the first token and the second, where steps here lie between them."""
+        return self.task.first_gap_s if self.local else math.inf
 
     def next_chunk(self, budget: int) -> StepRow:
         """A row of at most `budget` tokens, which are launched now; with a draw if they are the last ones."""

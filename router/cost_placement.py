@@ -182,12 +182,20 @@ def _pair(found: Cheapest, asked: AskedAnswer) -> Pair | None:
     prompt, answer = found.prompt, found.answer
     if prompt is None or answer is None:
         return None
-    forecast = _forecast(prompt, answer.step_s, found.cost_s, found.runner_up_s, asked.tokens)
+    forecast = _forecast(
+        prompt, answer.step_s, found.cost_s, found.runner_up_s, asked.tokens, first_gap_s=answer.first_gap_s
+    )
     return Pair(prompt.worker.peer, answer.worker.peer, forecast)
 
 
 def _forecast(
-    prompt: PromptForecast, itl_s: float, cost_s: float, runner_up_s: float, answer_tokens: float = 0.0
+    prompt: PromptForecast,
+    itl_s: float,
+    cost_s: float,
+    runner_up_s: float,
+    answer_tokens: float = 0.0,
+    *,
+    first_gap_s: float = math.inf,
 ) -> Forecast:
     return Forecast(
         ttft_s=prompt.ttft_s,
@@ -200,5 +208,6 @@ def _forecast(
         cost_s=cost_s,
         runner_up_s=runner_up_s,
         answer_tokens=answer_tokens,
+        first_gap_s=first_gap_s,
         measured=prompt.worker.cost.parameters.observed > 0,
     )

@@ -69,6 +69,8 @@ class Forecast(NamedTuple):
     runner_up_s: float = math.inf
     answer_tokens: float = 0.0
     """Of the answer, expected."""
+    first_gap_s: float = math.inf
+    """What the answer bears between its first and its second token; infinite = anything."""
     measured: bool = True
     """Whether it rests on steps that were seen; False = on a guess."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from costs.chunks import Beside, chunks_within, gap_target, steady_chunks
+from costs.chunks import Beside, chunks_within, gap_target, keeps_targets, steady_chunks
 from costs.step_cost import StepCost
 from wire.messages import Duty
 
@@ -16,11 +16,13 @@ NO_PROMPTS: Run = (0.0, 0, 0.0)
 class PromptSteps:
     """Made once for all prompts that are looked at until the worker's answers change."""
 
-    __slots__ = ("_beside", "_cost", "_most", "_rows_s", "_steady", "_target_s")
+    __slots__ = ("_beside", "_cost", "_most", "_rows_s", "_steady", "_target_s", "keeps_first_gaps")
 
     def __init__(self, cost: StepCost, duty: Duty | None, most: int, beside: Beside) -> None:
         """Steps of at most `most` tokens."""
         self._cost, self._most, self._beside = cost, most, beside
+        self.keeps_first_gaps = keeps_targets(duty)
+        """Whether they are shorter while an answer waits for its second token."""
         rows, context, targets = beside
         self._rows_s = cost.rows_seconds(rows, context)
         self._steady = steady_chunks(cost, duty, most, rows)

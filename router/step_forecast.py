@@ -80,12 +80,12 @@ class PromptForecast:
 
 
 class AnswerForecast:
-    """An answer at one worker, in the same terms; `step_s` is a step with it. `here_s` is what its first gap costs if
-    its prompt is computed there, `slack_s` for how long it can wait for its KV if it is computed elsewhere: that of
-    `missing` tokens.
+    """An answer at one worker, in the same terms; `step_s` is a step with it. It bears `first_gap_s` between its first
+    two tokens: `here_s` is what that gap costs if its prompt is computed there, `slack_s` for how long it can wait for
+    its KV if it is computed elsewhere: that of `missing` tokens.
     """
 
-    __slots__ = ("cost_s", "here_s", "missing", "slack_s", "step_s", "worker")
+    __slots__ = ("cost_s", "first_gap_s", "here_s", "missing", "slack_s", "step_s", "worker")
 
     def __init__(self, worker: WorkerBooks, cached: int, asked: AskedAnswer) -> None:
         """`cached` tokens of its prompt are held there."""
@@ -96,7 +96,7 @@ class AnswerForecast:
         # With half of the answer, while it lasts.
         context = worker.decode_context + prompt_tokens + int(tokens) // 2
         self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, context)
-        broken, self.here_s, self.slack_s = 0.0, 0.0, math.inf
+        broken, self.here_s, self.first_gap_s, self.slack_s = 0.0, 0.0, math.inf, math.inf
         if slo.has_targets:
             gaps = worker.gaps(slo)
             target_s = gaps.target_s
@@ -105,10 +105,10 @@ class AnswerForecast:
             elif gaps.passed:
                 # Prompts go on to come where some have come of late.
                 broken = chance_of_more(spare, worker.long_per_s(slo) * tokens * step_s)
-            bears_s = slo.worst_gap_s if spare else target_s
+            self.first_gap_s = bears_s = slo.worst_gap_s if spare else target_s
             if bears_s < math.inf:
                 busy_s = max(step_s, worker.queue[2])
-                if FIRST_GAP_STEPS * busy_s > bears_s:
+                if FIRST_GAP_STEPS * (step_s if worker.prompt_steps.keeps_first_gaps else busy_s) > bears_s:
                     self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s
         if step_s > worker.tightest_s:

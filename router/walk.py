@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Protocol
 
 from router.config import RouterConfig
@@ -93,6 +94,7 @@ class Walks:
                         destination,
                         answered=answered,
                         cache_salt=salt,
+                        first_gap_s=math.inf if request.forecast is None else request.forecast.first_gap_s,
                     )
                 )
         except TandemError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -177,6 +178,7 @@ class VirtualRouter:
             flow.sampling,
             destination,
             answered=flow.ticket.answered,
+            first_gap_s=math.inf if pair.forecast is None else pair.forecast.first_gap_s,
         )
         try:
             self._links[pair.prefill].worker.prefill(task)

@@ -4,9 +4,12 @@ Whoever owns an engine, real or simulated, asks for a plan, runs it and gives ba
 perhaps several plans ahead.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from costs.chunks import FIRST_GAP_STEPS
 from costs.step_cost import NOTHING, StepCost, StepWork
 from decode_worker.half import DecodeHalf
 from decode_worker.news import StepNews
@@ -15,7 +18,7 @@ from prefill_worker.half import PrefillHalf
 from wire.messages import Duty
 from worker.batch_growth import BatchGrowth
 from worker.step_meter import decode_work, with_prompts
-from worker.step_policy import make_policy
+from worker.step_policy import Bearing, make_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,8 @@ class StepScheduler:
         self._cost = cost
         self.decoding = NOTHING
         """The decode rows of the newest step."""
+        self._first_gaps_s = deque([math.inf] * FIRST_GAP_STEPS, FIRST_GAP_STEPS)
+        """For each of the newest plans, what the local prompts bear that end in it."""
         self.steer(duty)
 
     def steer(self, duty: Duty) -> None:
@@ -68,10 +73,12 @@ class StepScheduler:
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
         waiting = self._prefill.waiting()
-        prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
+        prompts = self._policy.prefill_tokens(self.decoding, waiting, Bearing(targets, min(self._first_gaps_s)))
         if not waiting.prompts:
+            self._first_gaps_s.append(math.inf)
             return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
         prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
+        self._first_gaps_s.append(self._prefill.first_gap_s if prefill_rows else math.inf)
         if not decode_rows and not prefill_rows:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))

@@ -4,10 +4,12 @@ A prompt in a step makes everybody's next token late; a prompt that waits makes 
 differ in whom they let wait. Without decode rows nobody is disturbed, and without prompts nothing is to be decided.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, gap_target
+from costs.chunks import PATIENCE, PIECE, PROGRESS_TOKENS, first_gap_target, gap_target
 from costs.step_cost import StepCost, StepWork
 from costs.step_grid import unpadded_prompts
 from prefill_worker.line import Waiting
@@ -21,14 +23,25 @@ Cost = Callable[[], StepCost]
 """The newest fit."""
 
 
+@dataclass(frozen=True, slots=True)
+class Bearing:
+    """How long gaps between tokens may be that a step is part of, in seconds; infinite = any."""
+
+    targets: Sequence[float] = ()
+    """Of its answers, rising."""
+    first_gap_s: float = math.inf
+    """The tightest of those that wait for their second token, and whose prompt was computed here."""
+
+
+ANYTHING = Bearing()
+
+
 class StepPolicy(ABC):
     """Asked by the step loop before each step, on its thread."""
 
     @abstractmethod
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
-        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top. `targets`
-        are those of its answers between tokens, in seconds and rising.
-        """
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, bearing: Bearing = ANYTHING) -> int:
+        """Most prompt tokens of the step that has `decode_work` already; the engine's own limit comes on top."""
 
 
 class Unchunked(StepPolicy):
@@ -37,7 +50,7 @@ class Unchunked(StepPolicy):
     def __init__(self, max_step_tokens: int) -> None:
         self._most = max_step_tokens
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, bearing: Bearing = ANYTHING) -> int:
         return self._most - decode_work.decode_rows
 
 
@@ -49,7 +62,7 @@ class Chunked(StepPolicy):
         self._cost = cost
         self._progress = _Progress(budget)
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, bearing: Bearing = ANYTHING) -> int:
         rows = decode_work.decode_rows
         most = max(0, self._budget - rows)
         tokens = unpadded_prompts(most, rows, self._cost().parameters.tile_tokens) if rows else most
@@ -68,23 +81,28 @@ class DecodePriority(StepPolicy):
         self._most = max_step_tokens
         self._progress = _Progress(max_step_tokens)
 
-    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float] = ()) -> int:
-        if not decode_work.decode_rows:
-            return self._most
+    def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, bearing: Bearing = ANYTHING) -> int:
         if not waiting.prompts:
             return self._progress.at_least(self._most - decode_work.decode_rows, waiting)
-        fitting = self._fitting(decode_work, waiting, targets)
+        target_s = self._target(decode_work, bearing)
+        if not decode_work.decode_rows:
+            return self._most if target_s == math.inf else self._fitting(decode_work, waiting, target_s)
+        fitting = self._fitting(decode_work, waiting, target_s)
         return self._progress.at_least(fitting if self._progress.is_any(fitting, waiting) else 0, waiting)
 
-    def _fitting(self, decode_work: StepWork, waiting: Waiting, targets: Sequence[float]) -> int:
+    def _target(self, decode_work: StepWork, bearing: Bearing) -> float:
+        """Of the step, in seconds; infinite if nobody waits for it."""
+        cost, rows, context = self._cost(), decode_work.decode_rows, decode_work.decode_context_tokens
+        usual_s = gap_target(cost, self._target_s, rows, context, bearing.targets) if rows else math.inf
+        return min(usual_s, first_gap_target(cost, rows, context, bearing.first_gap_s))
+
+    def _fitting(self, decode_work: StepWork, waiting: Waiting, target_s: float) -> int:
         """The largest number of tokens, by bisection: seconds grow with them."""
         cost = self._cost()
-        rows, context = decode_work.decode_rows, decode_work.decode_context_tokens
-        target = gap_target(cost, self._target_s, rows, context, targets)
         fits, too_many = 0, min(self._most - decode_work.decode_rows, waiting.tokens) + 1
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2
-            if cost.seconds(decode_work.with_chunk(tokens, waiting.context)) <= target:
+            if cost.seconds(decode_work.with_chunk(tokens, waiting.context)) <= target_s:
                 fits = tokens
             else:
                 too_many = tokens

@@ -23,6 +23,8 @@ def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
     _check(task, model)
     if task.destination is None and task.sampling.max_tokens > task.answered + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
+    if not task.first_gap_s > 0:
+        raise InvalidArgument("first_gap_s", f"{task.first_gap_s:g} is not above 0")
 
 
 def check_reservation(reservation: Reservation, model: ModelFacts) -> None:

@@ -1,8 +1,10 @@
 """How much of a step prompts get: what workers do and routers count on."""
 
+import math
+
 import pytest
 
-from costs.chunks import GAP_NOISE, PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks
+from costs.chunks import GAP_NOISE, PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, first_gap_target
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -62,13 +64,21 @@ def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
     assert chunks(H200, asked, 4096, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
 
 
-def test_prompts_keep_room_beside_answers_whose_steps_take_half_of_what_they_bear() -> None:
-    """The first gap of a local prompt may be longer then: it is one of many."""
-    many, context, bears_s = 60, 180_000, 0.020
-    decoding_s = H200.decode_step_seconds(many, context)
-    assert bears_s / 2 < GAP_NOISE * decoding_s < bears_s
-    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (bears_s,)), 500.0)
-    assert given.pause == 0
-    assert given.tokens == H200.tokens_within(2 * decoding_s / GAP_NOISE, many, context, 500.0)
-    tight = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (0.0125,)), 500.0)
-    assert tight.tokens < given.tokens, "never more than they bear"
+def test_steps_last_as_long_as_answers_bear() -> None:
+    many, context, bears_s = 60, 180_000, 0.025
+    beside = Beside(many, context, (bears_s,))
+    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, beside, 500.0)
+    assert given == Chunks(H200.tokens_within(bears_s / GAP_NOISE, many, context, 500.0))
+    mixed = chunks(
+        H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (bears_s, math.inf)), 500.0
+    )
+    assert mixed.tokens < given.tokens, "who has no class is spared"
+
+
+@pytest.mark.parametrize("rows", [0, 1, 20])
+def test_two_steps_fit_into_a_first_gap_that_decoding_leaves_room_for(rows: int) -> None:
+    decoding_s = H200.decode_step_seconds(max(1, rows), 1000 * rows)
+    assert first_gap_target(H200, rows, 1000 * rows, 0.025) == 0.025 / 2 / GAP_NOISE
+    assert first_gap_target(H200, rows, 1000 * rows, 2.01 * decoding_s) < math.inf
+    assert first_gap_target(H200, rows, 1000 * rows, 1.99 * decoding_s) == math.inf, "lost: nobody waits for it"
+    assert first_gap_target(H200, rows, 1000 * rows, math.inf) == math.inf

@@ -1,6 +1,7 @@
 """Which prompts the prefill half computes next, in which pieces."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -90,12 +91,14 @@ class House:
         *,
         lease: Lease | None = None,
         salt: str | None = None,
+        first_gap_s: float = math.inf,
     ) -> None:
         """Under a salt of its own by default: then no request of another name has anything it could use."""
         there = Destination(ME, "", lease) if lease else None
         prompt = tuple(range(3, 3 + tokens))
         ref, sampling = RequestRef(name, attempt), SamplingParams(max_tokens)
-        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=name if salt is None else salt))
+        salt = name if salt is None else salt
+        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=salt, first_gap_s=first_gap_s))
 
     def step(self, budget: int) -> list[StepRow]:
         rows = self.half.schedule(budget)
@@ -280,3 +283,19 @@ async def test_a_local_lease_that_is_over_fails_its_request_alone() -> None:
     await asyncio.sleep(0)
     assert isinstance(house.requests["lost"].progress.failure, StaleEpoch)
     assert house.requests["lost"].progress.released
+
+
+async def test_what_local_prompts_bear_that_end_in_a_step() -> None:
+    """Until the second token: what comes behind it on another worker is that one's to keep."""
+    house = House()
+    lease = Lease("local", 1, 1)
+    house.local.pages[lease] = list(range(5))
+    for name, there, bears_s in (("local", lease, 0.06), ("away", None, math.inf)):
+        house.submit(name, 20, lease=there, first_gap_s=0.06)
+        assert len(house.step(15)) == 1
+        assert house.half.schedule(15)
+        assert house.half.first_gap_s == bears_s
+        house.half.apply([7])
+    house.submit("more", 20, first_gap_s=0.06)
+    assert house.half.schedule(15)
+    assert house.half.first_gap_s == math.inf, "it goes on"

@@ -1,10 +1,12 @@
 """Whole requests through simulated workers: exact moments, the same each time, and nothing lost on the way."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from costs.chunks import GAP_NOISE
 from router.placement import Mode
 from router.slo import SloClass
 from simulation.request import Outcome
@@ -128,3 +130,17 @@ def test_little_room_makes_requests_wait_and_loses_none() -> None:
     outcomes = stage.run([request(10.0, 3000, 100, key=number) for number in range(6)])
     assert [outcome.error for outcome in outcomes] == [""] * 6
     assert sorted(len(outcome.token_s(0.0)) for outcome in outcomes) == [100] * 6
+
+
+def test_local_prompts_have_long_steps_and_no_first_gap_is_too_long() -> None:
+    """Of answers too short to bear one gap in a hundred: steps last as long as they bear, but for those two that lie
+    between an answer's first two tokens.
+    """
+    bears_s = 0.040
+    slo = SloClass("short", ttft_s=5.0, itl_s=bears_s)
+    load = [request(0.060 * number, 1700 + 83 * (number % 7), 20, key=number, slo=slo) for number in range(40)]
+    outcomes = cluster(*TOGETHER, step_policy=PolicyName.DECODE_PRIORITY).run(load)
+    gaps = [[b - a for a, b in pairwise(moments(outcome))] for outcome in outcomes]
+    assert max(each[0] for each in gaps) <= 1e3 * bears_s / GAP_NOISE
+    assert max(max(each[1:]) for each in gaps) == pytest.approx(1e3 * bears_s / GAP_NOISE, rel=0.1)
+    assert len([each for each in gaps if each[0] > 1e3 * bears_s / 3]) > 10, "and are made use of"

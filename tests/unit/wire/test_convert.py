@@ -158,6 +158,7 @@ CASES: dict[str, tuple[Any, type]] = {
             st.none() | destinations,
             answered=uint32,
             cache_salt=text,
+            first_gap_s=st.just(math.inf) | st.floats(1e-6, 60),
         ),
         worker_pb2.PrefillRequest,
     ),

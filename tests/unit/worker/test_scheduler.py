@@ -1,13 +1,14 @@
 """What a duty means for the next step."""
 
+import math
 from typing import Any
 
 import pytest
 
 from costs.step_cost import CostParameters, StepCost, StepWork
-from engine.batch import TokenRows
+from engine.batch import Draw, StepRow, TokenRows
 from prefill_worker.line import Waiting
-from wire.messages import Duty, Role
+from wire.messages import Duty, Role, SamplingParams
 from wire.policy_name import PolicyName
 from worker.scheduler import StepScheduler
 
@@ -28,6 +29,7 @@ class Halves:
 
     idle = False
     gap_targets: tuple[float, ...] = ()
+    first_gap_s = math.inf
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -68,3 +70,34 @@ def test_a_duty_says_who_decodes_and_how_much_of_a_step_is_prompts(
     duty: Duty, rows: int, tokens: int, steered: bool
 ) -> None:
     assert rows_of_step(duty, steered=steered) == (rows, tokens)
+
+
+class Ending(Halves):
+    """Four answers decode, and each step may end a local prompt that bears `first_gap_s`; `asked` is what prompts may
+    have.
+    """
+
+    gap_targets = (0.03,) * 4
+
+    def schedule(self, most: int) -> Any:
+        self.asked.append(most)
+        if len(self.asked) % 2:
+            return TokenRows.of([StepRow((5,), 100, [0] * 7, Draw(SamplingParams(1), 0))] * 4)
+        return (StepRow((5,) * most, 0, [0], Draw(SamplingParams(1), 0)),)
+
+    @property
+    def given(self) -> list[int]:
+        return self.asked[1::2]
+
+
+def test_two_steps_behind_the_end_of_a_local_prompt_are_short() -> None:
+    """One of them is launched before its answer can join, the other has it."""
+    halves: Any = Ending()
+    duty = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+    scheduler = StepScheduler(decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), duty=duty)
+    for halves.first_gap_s in (math.inf, 0.03, 0.025, math.inf, math.inf, math.inf):
+        scheduler.plan()
+    usual, ends, after, second, last, over = halves.given
+    assert usual == ends == over
+    assert after < usual, "half of what the first bears"
+    assert second == last < after, "half of what the tighter one bears, which ended later"

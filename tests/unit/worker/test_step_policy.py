@@ -21,6 +21,7 @@ from worker.step_policy import (
     PATIENCE,
     PIECE,
     PROGRESS_TOKENS,
+    Bearing,
     Chunked,
     DecodePriority,
     StepPolicy,
@@ -112,21 +113,36 @@ def test_chunks_end_with_a_tile_of_the_matrix_units() -> None:
     assert (granted + 32) % TILE_TOKENS == 0
 
 
-def seconds_granted(policy: DecodePriority, targets: list[float], beside: StepWork = FEW) -> float:
+def seconds_granted(
+    policy: DecodePriority, targets: list[float], beside: StepWork = FEW, first_gap_s: float = math.inf
+) -> float:
     """What was predicted for the client: of the step, and the noise of its way."""
-    return GAP_NOISE * cost().seconds(beside.with_chunk(policy.prefill_tokens(beside, MANY, targets), 0))
+    tokens = policy.prefill_tokens(beside, MANY, Bearing(targets, first_gap_s))
+    return GAP_NOISE * cost().seconds(beside.with_chunk(tokens, 0))
 
 
 def test_answers_that_bear_long_gaps_leave_prompts_longer_steps() -> None:
-    """Half of what they bear, for the first gap of a local prompt is two steps."""
-    assert seconds_granted(priority(None), [0.03] * 32) == pytest.approx(0.015, abs=2e-5)
+    assert seconds_granted(priority(None), [0.03] * 32) == pytest.approx(0.03, abs=2e-5)
     assert seconds_granted(priority(None), [0.03] * 31 + [math.inf]) == pytest.approx(2 * 4.01e-3, abs=2e-5)
     assert seconds_granted(priority(None), [math.inf] * 32) == pytest.approx(2 * 4.01e-3, abs=2e-5)
 
 
 def test_one_strict_answer_keeps_steps_short_as_long_as_it_can_be_kept() -> None:
     assert seconds_granted(priority(None), [0.0078] + [0.06] * 31) == pytest.approx(0.0078, abs=2.5e-5)
-    assert seconds_granted(priority(None), [0.004] + [0.03] * 31) == pytest.approx(0.015, abs=2e-5)
+    assert seconds_granted(priority(None), [0.004] + [0.03] * 31) == pytest.approx(0.03, abs=2e-5)
+
+
+@pytest.mark.parametrize("beside", [FEW, NOTHING], ids=["beside answers", "alone"])
+def test_a_step_is_half_of_what_an_answer_bears_that_waits_for_its_second_token(beside: StepWork) -> None:
+    """The first gap of a local prompt is two steps."""
+    targets = [0.03] * beside.decode_rows
+    assert seconds_granted(priority(None), targets, beside, 0.03) == pytest.approx(0.015, abs=2e-5)
+    assert seconds_granted(priority(None), targets, beside, 0.008) > 0.029, "decoding alone breaks it"
+
+
+def test_a_first_gap_leaves_nothing_where_less_than_a_piece_fits() -> None:
+    targets = [0.03] * FEW.decode_rows
+    assert patient(priority(None)).prefill_tokens(FEW, MANY, Bearing(targets, 0.0115)) == 0
 
 
 def test_what_was_asked_for_bounds_every_class() -> None:

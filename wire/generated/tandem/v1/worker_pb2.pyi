@@ -200,7 +200,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt")
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "first_gap_s")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -209,6 +209,7 @@ class PrefillRequest(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_GAP_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     request_id: str
     attempt: int
@@ -217,7 +218,8 @@ class PrefillRequest(_message.Message):
     destination: Destination
     answered: int
     cache_salt: str
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    first_gap_s: float
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., first_gap_s: _Optional[float] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "lease")
