@@ -22,8 +22,15 @@ SPARE_STEPS = 2.0
 """Steps of one decode row, all alone, that an inter-token gap may last if no target was given."""
 GAP_NOISE = 1.2
 """A gap at the client ÷ the step as predicted, for all but one in a hundred: steps differ, and their words' ways do."""
+_WAY_NOISE = 0.05
+"""What words' ways add to a gap, as a part of it: of `GAP_NOISE` it is what is not the steps'."""
 FIRST_GAP_STEPS = 2
 """Steps between the first token of a prompt that is computed where it decodes, and the second: one runs by then."""
+
+
+def mixed_noise(cost: StepCost) -> float:
+    """A gap at the client ÷ the step as predicted, where it has prompts beside answers."""
+    return cost.parameters.mixed_noise + _WAY_NOISE
 
 
 def tightest_kept(targets: Sequence[float], decoding_s: float) -> float:
@@ -48,13 +55,13 @@ def gap_target(
     decoding_s = cost.decode_step_seconds(rows, context_tokens)
     kept_s = tightest_kept(targets, decoding_s)
     if asked_s is None and kept_s < math.inf and targets[-1] < math.inf:
-        return kept_s / GAP_NOISE
+        return kept_s / mixed_noise(cost)
     usual_s = SPARE_STEPS * cost.decode_step_seconds(1, 0)
     if asked_s is not None:
         usual_s = asked_s
     elif decoding_s > usual_s:
         usual_s = SPARE_STEPS * decoding_s
-    return min(usual_s, kept_s) / GAP_NOISE
+    return min(usual_s, kept_s) / mixed_noise(cost)
 
 
 def first_gap_target(cost: StepCost, rows: int, context_tokens: int, bears_s: float) -> float:
@@ -62,7 +69,7 @@ def first_gap_target(cost: StepCost, rows: int, context_tokens: int, bears_s: fl
     an answer which bears `bears_s` there; infinite if decoding alone breaks that.
     """
     decoding_s = cost.decode_step_seconds(max(1, rows), context_tokens)
-    return bears_s / FIRST_GAP_STEPS / GAP_NOISE if FIRST_GAP_STEPS * decoding_s <= bears_s else math.inf
+    return bears_s / FIRST_GAP_STEPS / mixed_noise(cost) if FIRST_GAP_STEPS * decoding_s <= bears_s else math.inf
 
 
 class Chunks(NamedTuple):

@@ -38,6 +38,12 @@ once.
 """
 AT_ONCE = 64
 """The first steps, each of which is learned from when it ends."""
+_MIXED_OVER = 0.02
+"""Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted."""
+_MIXED_PACE = 0.01
+"""What such a step adds to the noise; the others take away as much as keeps the balance."""
+_MIXED_MOST = 1.5
+"""Of the noise: beyond, somebody else uses the machine."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
@@ -65,6 +71,7 @@ class StepFit:
         self._coefficients = self._free
         self._information = np.eye(len(values)) * _GUESS_INFORMATION
         self._usual = 1.0
+        self._mixed_noise = guess.mixed_noise
         self._alike = 0
         """Steps that were not learned from since one was."""
         self._cost = StepCost(self.parameters)
@@ -88,11 +95,21 @@ class StepFit:
             self._rows.append([amount / reference for amount in self._amounts(work)])
             self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
         self._observed += 1
+        if work.prefill_tokens and work.decode_rows and self._observed > AT_ONCE:
+            self._note_mixed(seconds / predicted if predicted > 0.0 else _MIXED_MOST)
         error = min(abs(predicted - seconds) / seconds, 1.0)
         self._error += max(_ERROR_PART, 1 / self._observed) * (error - self._error)
         if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
             self._learn()
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
+
+    def _note_mixed(self, ratio: float) -> None:
+        """The quantile of seconds ÷ prediction, by stochastic approximation (Robbins and Monro 1951): a step moves it
+        by a constant however long it was, so a stall is one step.
+        """
+        longer = ratio > self._mixed_noise
+        noise = self._mixed_noise + _MIXED_PACE * (1.0 - _MIXED_OVER if longer else -_MIXED_OVER)
+        self._mixed_noise = min(max(noise, 1.0), _MIXED_MOST)
 
     def _learn(self) -> None:
         """From what was noted, and tell."""
@@ -112,6 +129,7 @@ class StepFit:
             context_s=context,
             error=self._error,
             observed=self._observed,
+            mixed_noise=self._mixed_noise,
         )
         self._cost = StepCost(self.parameters)
 

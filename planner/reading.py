@@ -10,7 +10,7 @@ from planner.observation import Kept, Observation, Offered
 from planner.strain import WorkerFacts
 from telemetry import families as f
 from telemetry.scrape import Scrape, Stretch
-from wire.cost_parameters import CostParameters
+from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.messages import Role, WorkerInfo
 from wire.spans import Phase
 
@@ -87,6 +87,7 @@ def fitted(scrape: Scrape) -> CostParameters | None:
         row_s=fmean(each.row_s for each in answers),
         context_s=fmean(each.context_s for each in answers),
         free_tokens=min(each.free_tokens for each in prompts),
+        mixed_noise=max(each.mixed_noise for each in answers),
         observed=1,
     )
 
@@ -98,7 +99,8 @@ def _cost(scrape: Scrape, worker: str) -> CostParameters | None:
         scrape.total(f.STEP_COST, worker=worker, part=part) for part in _PARTS
     )
     free = int(scrape.total(f.STEP_FREE_TOKENS, worker=worker))
-    return CostParameters(base, prompt_base, token, pair, row, context, free, observed=1)
+    noise = scrape.total(f.STEP_MIXED_NOISE, worker=worker) or UNMEASURED.mixed_noise
+    return CostParameters(base, prompt_base, token, pair, row, context, free, observed=1, mixed_noise=noise)
 
 
 def _offered(stretch: Stretch) -> Offered:

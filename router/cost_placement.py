@@ -146,7 +146,7 @@ class CostPlacement(Placement):
     def _asked(self, need: Need) -> AskedAnswer:
         longest = need.kv_tokens + 1 - need.prompt_tokens
         tokens = min(float(longest), self._answer)
-        return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens))
+        return AskedAnswer(need.prompt_tokens, tokens, need.slo, spare_gaps(need.slo, tokens), need.waited_s)
 
 
 def _for_prompts(fleet: Fleet, free: frozenset[int]) -> Iterable[WorkerBooks]:
@@ -182,9 +182,8 @@ def _pair(found: Cheapest, asked: AskedAnswer) -> Pair | None:
     prompt, answer = found.prompt, found.answer
     if prompt is None or answer is None:
         return None
-    forecast = _forecast(
-        prompt, answer.step_s, found.cost_s, found.runner_up_s, asked.tokens, first_gap_s=answer.first_gap_s
-    )
+    first_gap_s = math.inf if prompt.ttft_s <= answer.held_until_s else answer.first_gap_s
+    forecast = _forecast(prompt, answer.step_s, found.cost_s, found.runner_up_s, asked.tokens, first_gap_s=first_gap_s)
     return Pair(prompt.worker.peer, answer.worker.peer, forecast)
 
 

@@ -1,27 +1,47 @@
 """How long a first token may wait for the second.
 
-Between the two lies the hand-over from one worker to the other: some three steps of the one that decodes. Where a class
-bears two, that gap is one of few that an answer may have too long, and of a short answer one too many. There the first
-token goes with the second, unless the first would come late.
+Between the two lie more steps than between others: two where the prompt was computed, three and the hand-over where
+another worker decodes. Where a class bears less, that gap is one of few that an answer may have too long, and of a
+short answer one too many. There the first token goes with the second, unless the first would come late. If it would,
+the worker that computes the prompt keeps its steps short instead (`Forecast.first_gap_s`).
 """
 
 from __future__ import annotations
 
+from costs.chunks import FIRST_GAP_STEPS
+from router.placement import Forecast
 from router.slo import SloClass
-from router.step_forecast import REMOTE_GAP_STEPS
+from router.worker_books import WorkerBooks
 
+REMOTE_GAP_STEPS = FIRST_GAP_STEPS + 1
+"""Steps of a decode worker for which an answer waits whose KV came from elsewhere, at most: word of it comes in the
+middle of one.
+"""
 _PATIENCE = 2.0
-"""Times the hand-over that is expected, for which the second token is waited for."""
-_PART = 0.5
+"""Times the gap that is expected, for which the second token is waited for."""
+_PART = 0.8
 """Of the target for the first token, by when it goes whatever comes."""
 
 
-def hold_s(slo: SloClass, target_s: float, step_s: float, waited_s: float) -> float:
-    """In seconds, 0 = not at all. `target_s` is what the class bears between tokens where the answer goes on, `step_s`
-    a step there; the request has waited for `waited_s`.
+def held_until_s(slo: SloClass, target_s: float, waited_s: float) -> float:
+    """A first token of this class that comes within so many seconds is held, however long the steps are that keep to
+    `target_s` and compute its prompt where it goes on; the request has waited for `waited_s`.
     """
-    handover_s = REMOTE_GAP_STEPS * step_s
-    if handover_s <= min(target_s, slo.worst_gap_s) or not slo.has_gap_target:
+    return _PART * slo.ttft_s - waited_s - _PATIENCE * FIRST_GAP_STEPS * target_s
+
+
+def gap_s(forecast: Forecast, decode: WorkerBooks, *, local: bool) -> float:
+    """What is to be expected between the first two tokens by the steps of `decode` as they are, in seconds."""
+    if not local:
+        return REMOTE_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s)
+    return min(forecast.first_gap_s, FIRST_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s))
+
+
+def hold_s(slo: SloClass, target_s: float, expected_s: float, waited_s: float) -> float:
+    """In seconds, 0 = not at all. `target_s` is what the class bears between tokens where the answer goes on,
+    `expected_s` the gap behind the first; the request has waited for `waited_s`.
+    """
+    if expected_s <= min(target_s, slo.worst_gap_s) or not slo.has_gap_target:
         return 0.0
-    longest_s = _PATIENCE * handover_s
+    longest_s = _PATIENCE * expected_s
     return longest_s if waited_s + longest_s <= _PART * slo.ttft_s else 0.0

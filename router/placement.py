@@ -70,7 +70,9 @@ class Forecast(NamedTuple):
     answer_tokens: float = 0.0
     """Of the answer, expected."""
     first_gap_s: float = math.inf
-    """What the answer bears between its first and its second token; infinite = anything."""
+    """What the answer bears between its first and its second token, if the first is not held for the second; infinite =
+    anything.
+    """
     measured: bool = True
     """Whether it rests on steps that were seen; False = on a guess."""
 

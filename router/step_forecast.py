@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from costs.chunks import FIRST_GAP_STEPS, Beside, chunks
 from costs.step_cost import chunk_pairs
+from router.first_token import REMOTE_GAP_STEPS, held_until_s
 from router.gap_noise import MOST
 from router.long_gaps import chance_of_more
 from router.placement import AnswerOutlook
@@ -17,19 +18,16 @@ MISS_S = 60.0
 """What a broken target counts beside seconds that somebody waits: more than any wait that placement could save."""
 
 
-REMOTE_GAP_STEPS = FIRST_GAP_STEPS + 1
-"""Steps of a decode worker for which an answer waits whose KV came from elsewhere, at most: word of it comes in the
-middle of one.
-"""
-
-
 class AskedAnswer(NamedTuple):
-    """An answer of about `tokens` to a prompt; `spare` of its gaps may be longer than the class's target."""
+    """An answer of about `tokens` to a prompt; `spare` of its gaps may be longer than the class's target. It was asked
+    for `waited_s` seconds ago.
+    """
 
     prompt_tokens: int
     tokens: float
     slo: SloClass
     spare: int
+    waited_s: float = 0.0
 
 
 class PromptForecast:
@@ -82,21 +80,23 @@ class PromptForecast:
 class AnswerForecast:
     """An answer at one worker, in the same terms; `step_s` is a step with it. It bears `first_gap_s` between its first
     two tokens: `here_s` is what that gap costs if its prompt is computed there, `slack_s` for how long it can wait for
-    its KV if it is computed elsewhere: that of `missing` tokens.
+    its KV if it is computed elsewhere: that of `missing` tokens. A first token that comes within `held_until_s` waits
+    for the second: then nothing is lost here.
     """
 
-    __slots__ = ("cost_s", "first_gap_s", "here_s", "missing", "slack_s", "step_s", "worker")
+    __slots__ = ("cost_s", "first_gap_s", "held_until_s", "here_s", "missing", "slack_s", "step_s", "worker")
 
     def __init__(self, worker: WorkerBooks, cached: int, asked: AskedAnswer) -> None:
         """`cached` tokens of its prompt are held there."""
         self.worker = worker
-        prompt_tokens, tokens, slo, spare = asked
+        prompt_tokens, tokens, slo, spare, waited_s = asked
         self.missing = max(1, prompt_tokens - cached)
         rows, before_s = worker.decode_requests, worker.step_s
         # With half of the answer, while it lasts.
         context = worker.decode_context + prompt_tokens + int(tokens) // 2
         self.step_s = step_s = worker.cost.decode_step_seconds(rows + 1, context)
-        broken, self.here_s, self.first_gap_s, self.slack_s = 0.0, 0.0, math.inf, math.inf
+        broken, self.here_s = 0.0, 0.0
+        self.first_gap_s = self.slack_s = self.held_until_s = math.inf
         if slo.has_targets:
             gaps = worker.gaps(slo)
             target_s = gaps.target_s
@@ -111,6 +111,7 @@ class AnswerForecast:
                 if FIRST_GAP_STEPS * (step_s if worker.prompt_steps.keeps_first_gaps else busy_s) > bears_s:
                     self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s
+                self.held_until_s = held_until_s(slo, target_s, waited_s)
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from router.chunk_budget import ChunkBudget
 from router.config import RouterConfig
-from router.first_token import hold_s
+from router.first_token import gap_s, hold_s
 from router.request import RoutedRequest
 from router.text_thread import RequestText, TextThread
 from wire.errors import Internal, TandemError, Unavailable, from_code
@@ -129,12 +129,13 @@ class EventStream:
         return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._budget.delay_max_s
 
     def _hold(self, job: RequestText, now: float) -> bool:
-        """Whether this first token waits for the second, which comes from elsewhere."""
+        """Whether this first token waits for the second."""
         request = job.request
-        if request.forecast is None or request.decode in {None, request.prefill}:
+        if request.forecast is None or request.decode is None:
             return False
         waited_s = now - request.ticket.arrived_s
-        seconds = hold_s(request.ticket.slo, request.pace.target_s, request.forecast.itl_s, waited_s)
+        expected_s = gap_s(request.forecast, request.decode.books, local=request.decode is request.prefill)
+        seconds = hold_s(request.ticket.slo, request.pace.target_s, expected_s, waited_s)
         if seconds:
             self._held[request.wire_id] = job
             asyncio.get_running_loop().call_later(seconds, self._let_go, request.wire_id)

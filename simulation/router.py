@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from router.binder import Binder, book
 from router.config import RouterConfig
 from router.cost_placement import CostPlacement
-from router.first_token import hold_s
+from router.first_token import gap_s, hold_s
 from router.fleet import Fleet
 from router.foresight import Foresight
 from router.placement import Pair
@@ -259,11 +259,11 @@ class VirtualRouter:
             self._end(flow, "")
 
     def _hold_s(self, flow: Flow, pair: Pair) -> float:
-        """For how long the first token waits for the second, if that comes from elsewhere."""
-        if pair.forecast is None or pair.decode in {None, pair.prefill}:
+        """For how long the first token waits for the second."""
+        if pair.forecast is None or pair.decode is None:
             return 0.0
-        slo, waited_s = flow.ticket.slo, self.clock.now - flow.ticket.arrived_s
-        return hold_s(slo, self._links[pair.decode].books.gap_target(slo), pair.forecast.itl_s, waited_s)
+        slo, books, waited_s = flow.ticket.slo, self._links[pair.decode].books, self.clock.now - flow.ticket.arrived_s
+        return hold_s(slo, books.gap_target(slo), gap_s(pair.forecast, books, local=pair.local), waited_s)
 
     def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
         code = event.error.code if event.error is not None else Internal.code

@@ -136,6 +136,11 @@ BATCH_LIMIT = gauge("engine_batch_limit_requests", "Most requests that decode in
 GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
 GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
+STEP_MIXED_NOISE = gauge(
+    "engine_mixed_step_noise_ratio",
+    "A step of prompts beside answers / what was predicted, for all but one in fifty: steps are kept so much shorter"
+    " than what answers bear.",
+)
 STEP_COST = gauge(
     "engine_step_cost_seconds",
     "What steps were found to take, by part: base of each step, prompt_base of those with prompts, and what each token,"

@@ -206,7 +206,7 @@ def step_costs(cost: CostParameters) -> Facts:
         ("row",): cost.row_s,
         ("context",): cost.context_s,
     }
-    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens}
+    return {f.STEP_COST: parts, f.STEP_FREE_TOKENS: cost.free_tokens, f.STEP_MIXED_NOISE: cost.mixed_noise}
 
 
 def _pages(found: WorkerInspection) -> Reading:

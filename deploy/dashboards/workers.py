@@ -118,6 +118,12 @@ _ENGINE = Row(
             (Query(total(of_workers(f.STEP_COST), "worker", "part"), "{{worker}} {{part}}"),),
             "As fitted: of each step, of those with prompts, and of each token, pair, row and token of context.",
         ),
+        _now(
+            "Noise of mixed steps",
+            Unit.NUMBER,
+            f.STEP_MIXED_NOISE,
+            "How much longer than predicted all but one in fifty are. Prompts have so much less room beside answers.",
+        ),
         _now("Tokens for free", Unit.NUMBER, f.STEP_FREE_TOKENS, "Their arithmetic hides behind the weights' reading."),
     ),
 )

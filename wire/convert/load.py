@@ -15,6 +15,7 @@ def cost_to_proto(value: CostParameters) -> worker_pb2.CostParameters:
         context_s=value.context_s,
         free_tokens=value.free_tokens,
         tile_tokens=value.tile_tokens,
+        mixed_noise=value.mixed_noise,
         error=value.error,
         observed=value.observed,
     )
@@ -30,6 +31,7 @@ def cost_from_proto(message: worker_pb2.CostParameters) -> CostParameters:
         context_s=message.context_s,
         free_tokens=message.free_tokens,
         tile_tokens=max(1, message.tile_tokens),
+        mixed_noise=message.mixed_noise or UNMEASURED.mixed_noise,
         error=message.error,
         observed=message.observed,
     )

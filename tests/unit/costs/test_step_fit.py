@@ -139,3 +139,30 @@ def test_later_steps_are_learned_from_together() -> None:
     play(fit, TRUE, mixed, 1, seed=2)
     assert fit.parameters.observed == AT_ONCE + LEARN_EVERY
     assert fit.parameters.token_s != told.token_s
+
+
+def test_mixed_steps_are_as_much_longer_than_predicted_as_is_told() -> None:
+    """For all but one in fifty; what decodes alone, or nobody decodes beside, says nothing of them."""
+    fit = StepFit(TRUE)
+    rng = np.random.default_rng(5)
+    for noise in (0.10, 0.02):
+        for _ in range(4000):
+            work = mixed(rng)
+            fit.observe(work, StepCost(TRUE).seconds(work) * rng.lognormal(0, noise if work.decode_rows else 0.1))
+        told = fit.parameters.mixed_noise
+        over = [rng.lognormal(0, noise) > told for _ in range(5000)]
+        assert 0.002 < np.mean(over) < 0.06
+
+
+def test_stalls_make_mixed_steps_noisy_one_by_one() -> None:
+    fit = StepFit(TRUE)
+    play(fit, TRUE, mixed, 500, noise=0.0)
+    quiet = fit.parameters.mixed_noise
+    work = StepWork(500, 1e5, 20, 20_000)
+    for _ in range(LEARN_EVERY):
+        fit.observe(work, 1000 * StepCost(TRUE).seconds(work))
+    assert quiet < fit.parameters.mixed_noise < quiet + 0.1
+    play(fit, TRUE, mixed, 300, noise=0.0)
+    for _ in range(5000):
+        fit.observe(work, 1000 * StepCost(fit.parameters).seconds(work))
+    assert fit.parameters.mixed_noise <= 1.5

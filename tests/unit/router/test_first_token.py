@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
-from router.first_token import hold_s
+from router.first_token import gap_s, held_until_s, hold_s
+from router.placed_work import PromptWork
+from router.placement import Forecast
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.fleets import TestFleet
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
 PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
@@ -21,10 +26,30 @@ PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
 COUNT = 6
 
 
-def test_it_waits_where_the_handover_takes_longer_than_a_gap_may() -> None:
-    assert hold_s(STRICT, 0.010, 0.005, 0.1) == pytest.approx(0.030)
-    assert hold_s(STRICT, 0.020, 0.005, 0.1) == 0.0, "three steps fit"
-    assert hold_s(replace(STRICT, worst_gap_s=0.012), 0.020, 0.005, 0.1) == pytest.approx(0.030)
+def test_it_waits_where_the_first_gap_is_longer_than_a_gap_may_be() -> None:
+    assert hold_s(STRICT, 0.010, 0.015, 0.1) == pytest.approx(0.030)
+    assert hold_s(STRICT, 0.015, 0.015, 0.1) == 0.0
+    assert hold_s(replace(STRICT, worst_gap_s=0.012), 0.020, 0.015, 0.1) == pytest.approx(0.030)
+
+
+def test_the_first_gap_is_three_steps_with_a_handover_and_two_without() -> None:
+    """As long as they are now; where the worker keeps them short, no longer than that."""
+    worker = TestFleet().add("w", Role.BOTH, duty=Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), max_step_tokens=2048)
+    forecast = Forecast(0.1, 0.1, 0.005, 0, 100, 1, 0.005, 0.0)
+    assert gap_s(forecast, worker, local=True) == pytest.approx(0.010)
+    assert gap_s(forecast, worker, local=False) == pytest.approx(0.015)
+    worker.book_prefill("another", PromptWork(1000))
+    busy_s = worker.queue.longest_s
+    assert busy_s > 0.015
+    assert gap_s(forecast, worker, local=True) == 2 * busy_s
+    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 0.025
+    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=False) == 3 * busy_s
+
+
+def test_what_comes_soon_enough_to_be_held_is_held() -> None:
+    """Placement counts on it, and the worker is told nothing: with steps as long as the target, at most."""
+    until_s = held_until_s(STRICT, 0.010, 0.3)
+    assert hold_s(STRICT, 0.010, 2 * 0.010, 0.3 + until_s - 1e-6) > 0.0
 
 
 def test_it_waits_for_nobody_who_was_promised_nothing_between_tokens() -> None:
@@ -33,8 +58,8 @@ def test_it_waits_for_nobody_who_was_promised_nothing_between_tokens() -> None:
 
 
 def test_it_does_not_wait_where_it_would_come_late_itself() -> None:
-    assert hold_s(STRICT, 0.010, 0.005, 0.96) == pytest.approx(0.030)
-    assert hold_s(STRICT, 0.010, 0.005, 0.98) == 0.0
+    assert hold_s(STRICT, 0.010, 0.015, 1.56) == pytest.approx(0.030)
+    assert hold_s(STRICT, 0.010, 0.015, 1.58) == 0.0
 
 
 @pytest.fixture

@@ -132,15 +132,18 @@ def test_little_room_makes_requests_wait_and_loses_none() -> None:
     assert sorted(len(outcome.token_s(0.0)) for outcome in outcomes) == [100] * 6
 
 
-def test_local_prompts_have_long_steps_and_no_first_gap_is_too_long() -> None:
-    """Of answers too short to bear one gap in a hundred: steps last as long as they bear, but for those two that lie
-    between an answer's first two tokens.
+@pytest.mark.parametrize("ttft_s", [5.0, 0.2], ids=["held for the second", "no time for that"])
+def test_local_prompts_have_long_steps_and_no_first_gap_is_too_long(ttft_s: float) -> None:
+    """Of answers too short to bear one gap in a hundred: steps last as long as they bear, and where the first token
+    cannot be held until the second comes, those two are shorter that lie between them.
     """
     bears_s = 0.040
-    slo = SloClass("short", ttft_s=5.0, itl_s=bears_s)
+    slo = SloClass("short", ttft_s=ttft_s, itl_s=bears_s)
     load = [request(0.060 * number, 1700 + 83 * (number % 7), 20, key=number, slo=slo) for number in range(40)]
     outcomes = cluster(*TOGETHER, step_policy=PolicyName.DECODE_PRIORITY).run(load)
-    gaps = [[b - a for a, b in pairwise(moments(outcome))] for outcome in outcomes]
+    gaps = [[b - a for a, b in pairwise(moments(outcome))] for outcome in outcomes if not outcome.error]
+    assert len(gaps) > 20
     assert max(each[0] for each in gaps) <= 1e3 * bears_s / GAP_NOISE
     assert max(max(each[1:]) for each in gaps) == pytest.approx(1e3 * bears_s / GAP_NOISE, rel=0.1)
-    assert len([each for each in gaps if each[0] > 1e3 * bears_s / 3]) > 10, "and are made use of"
+    together = len([each for each in gaps if not each[0]])
+    assert together > 10 if ttft_s > 1.0 else not together
