@@ -3,6 +3,8 @@
 TILE_TOKENS = 128
 """Of a large product's tile: it takes the matrix units as long for one token as for all of these."""
 _FEWEST_SLOTS = 16
+_FINE, _MOST = 8, 16
+"""Tiles up to which steps are captured for each number of them, and for every second one; beyond, none is."""
 
 
 def slots_of(answers: int) -> int:
@@ -18,18 +20,30 @@ def answer_slots(most: int) -> list[int]:
     return [*slots[:-1], min(slots[-1], most)]
 
 
+def step_sizes(most: int) -> list[int]:
+    """Tokens of the steps with prompts that are captured, their answers' places included, up to `most`; rising."""
+    sizes = [tiles * TILE_TOKENS for tiles in (*range(1, _FINE), *range(_FINE, _MOST + 1, 2))]
+    return [size for size in sizes if size <= most]
+
+
 def padded_prompts(tokens: int, answers: int, tile: int) -> int:
     """Prompt tokens that a step computes that has so many, beside so many answers, where steps fill tiles."""
     if tile <= 1:
         return tokens
     slots = slots_of(answers)
-    return -(-(tokens + slots) // tile) * tile - slots
+    tiles = -(-(tokens + slots) // tile)
+    if _FINE < tiles < _MOST:
+        tiles += tiles % 2
+    return tiles * tile - slots
 
 
 def unpadded_prompts(tokens: int, answers: int, tile: int) -> int:
-    """The most of `tokens` that fill whole tiles beside so many answers; all of them if they fill none."""
+    """The most of `tokens` that fill a step's tiles beside so many answers; all of them if they fill none."""
     if tile <= 1:
         return tokens
     slots = slots_of(answers)
-    whole = (tokens + slots) // tile * tile - slots
+    tiles = (tokens + slots) // tile
+    if _FINE < tiles < _MOST:
+        tiles -= tiles % 2
+    whole = tiles * tile - slots
     return whole if whole > 0 else tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from costs.step_grid import TILE_TOKENS, answer_slots
+from costs.step_grid import TILE_TOKENS, answer_slots, step_sizes
 from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
@@ -18,10 +18,8 @@ from engine.step_packer import StepPacker
 from engine.step_sections import StepSizes
 from engine.weights.checkpoint import Progress
 
-_TOKENS = (*range(64, 512, 64), *range(512, 1024, 128), *range(1024, 2049, 256))
-"""Of the prompts of a step alone: what is padded costs an eighth at most where the device is busy."""
-_BESIDE = (*range(TILE_TOKENS, 513, TILE_TOKENS), 1024, 2048)
-"""Tokens of a step with answers, theirs included: what is beyond a tile of the matrix units costs as much as a tile."""
+_HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
+"""Prompt tokens of steps without answers that are captured beside whole tiles: the device is not busy with them yet."""
 _LEAST_PROMPT = 32
 """Fewest of them that prompts get."""
 _ROWS = 8
@@ -103,6 +101,7 @@ class PromptGraphs:
 def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
     """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`."""
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
-    alone = [PromptSize(0, tokens) for tokens in _TOKENS if tokens <= most]
-    beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in _BESIDE]
+    totals = step_sizes(max_step_tokens)
+    alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
+    beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in totals]
     return alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]

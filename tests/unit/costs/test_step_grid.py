@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from costs.step_cost import CostParameters, StepCost, StepWork
-from costs.step_grid import TILE_TOKENS, answer_slots, padded_prompts, slots_of, unpadded_prompts
+from costs.step_grid import TILE_TOKENS, answer_slots, padded_prompts, slots_of, step_sizes, unpadded_prompts
 
 H200 = CostParameters(
     base_s=4e-3, prompt_base_s=3e-4, token_s=2.5e-5, pair_s=9e-10, row_s=1e-5, context_s=3e-8, free_tokens=150
@@ -24,9 +24,21 @@ def test_answers_have_places_by_powers_of_two() -> None:
 @pytest.mark.parametrize("tokens", [1, 88, 112, 113, 128, 129, 1000])
 def test_a_step_is_a_multiple_of_a_tile(tokens: int, answers: int) -> None:
     padded = padded_prompts(tokens, answers, TILE_TOKENS)
-    assert tokens <= padded < tokens + TILE_TOKENS
+    assert tokens <= padded < tokens + 2 * TILE_TOKENS
     assert (padded + slots_of(answers)) % TILE_TOKENS == 0
     assert padded_prompts(tokens, answers, 1) == tokens
+
+
+@pytest.mark.parametrize("answers", [0, 1, 40, 300])
+def test_a_step_is_as_large_as_the_next_that_is_captured(answers: int) -> None:
+    sizes, slots = step_sizes(2048), slots_of(answers)
+    for tokens in range(1, 2048 - slots + 1, 7):
+        total = tokens + slots
+        padded, unpadded = (f(tokens, answers, TILE_TOKENS) + slots for f in (padded_prompts, unpadded_prompts))
+        assert padded == next(size for size in sizes if size >= total)
+        assert unpadded == max((size for size in sizes if slots < size <= total), default=total)
+        assert padded - total < TILE_TOKENS * (1 + (total > 8 * TILE_TOKENS))
+    assert padded_prompts(2049, answers, TILE_TOKENS) < 2049 + TILE_TOKENS, "beyond these none is captured"
 
 
 def test_tokens_that_begin_another_tile_are_left_for_the_next_step() -> None:
