@@ -50,18 +50,17 @@ def gap_target(
     decoding alone takes longer than that, nobody's gaps are saved by prompts that wait: then they may double it.
 
     With targets no step breaks the tightest that can be kept; if all answers have one, and nothing was asked for, it
-    may last as long as that.
+    may last as long as that. What is promised or asked for is held with the noise that was learned, what is usual with
+    the usual one.
     """
     decoding_s = cost.decode_step_seconds(rows, context_tokens)
     kept_s = tightest_kept(targets, decoding_s)
-    if asked_s is None and kept_s < math.inf and targets[-1] < math.inf:
-        return kept_s / mixed_noise(cost)
-    usual_s = SPARE_STEPS * cost.decode_step_seconds(1, 0)
-    if asked_s is not None:
-        usual_s = asked_s
-    elif decoding_s > usual_s:
-        usual_s = SPARE_STEPS * decoding_s
-    return min(usual_s, kept_s) / mixed_noise(cost)
+    promised_s = (kept_s if asked_s is None else min(asked_s, kept_s)) / mixed_noise(cost)
+    if asked_s is not None or (kept_s < math.inf and targets[-1] < math.inf):
+        return promised_s
+    idle_s = cost.decode_step_seconds(1, 0)
+    usual_s = SPARE_STEPS * (idle_s if decoding_s <= SPARE_STEPS * idle_s else decoding_s)
+    return min(usual_s / GAP_NOISE, promised_s)
 
 
 def first_gap_target(cost: StepCost, rows: int, context_tokens: int, bears_s: float) -> float:

@@ -42,8 +42,8 @@ _MIXED_OVER = 0.02
 """Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted."""
 _MIXED_PACE = 0.01
 """What such a step adds to the noise; the others take away as much as keeps the balance."""
-_MIXED_MOST = 1.5
-"""Of the noise: beyond, somebody else uses the machine."""
+_MIXED_MOST = 1.3
+"""Of the noise: steps that are longer yet would not become shorter by having fewer tokens."""
 _USUAL_MIN = 0.02
 _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""

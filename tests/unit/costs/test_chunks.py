@@ -1,10 +1,11 @@
 """How much of a step prompts get: what workers do and routers count on."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from costs.chunks import GAP_NOISE, PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, first_gap_target
+from costs.chunks import GAP_NOISE, PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, first_gap_target, gap_target
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -82,3 +83,12 @@ def test_two_steps_fit_into_a_first_gap_that_decoding_leaves_room_for(rows: int)
     assert first_gap_target(H200, rows, 1000 * rows, 2.01 * decoding_s) < math.inf
     assert first_gap_target(H200, rows, 1000 * rows, 1.99 * decoding_s) == math.inf, "lost: nobody waits for it"
     assert first_gap_target(H200, rows, 1000 * rows, math.inf) == math.inf
+
+
+def test_noise_shortens_what_is_promised_and_not_what_is_usual() -> None:
+    noisy = StepCost(replace(H200.parameters, mixed_noise=1.3))
+    beside = (ROWS, CONTEXT)
+    for targets, asked_s in (((0.025,), None), ((0.025, math.inf), 0.02), ((), 0.02)):
+        assert gap_target(noisy, asked_s, *beside, targets) < gap_target(H200, asked_s, *beside, targets)
+    assert gap_target(noisy, None, *beside) == gap_target(H200, None, *beside)
+    assert first_gap_target(noisy, *beside, 0.025) < first_gap_target(H200, *beside, 0.025)
