@@ -52,6 +52,8 @@ class StepScheduler:
         """The decode rows of the newest step."""
         self._first_gaps_s = deque([math.inf] * FIRST_GAP_STEPS, FIRST_GAP_STEPS)
         """For each of the newest plans, what the local prompts bear that end in it."""
+        self._running = 0
+        """Plans that were not applied."""
         self.steer(duty)
 
     def steer(self, duty: Duty) -> None:
@@ -66,12 +68,22 @@ class StepScheduler:
         self._growth = BatchGrowth(self._cost, duty.itl_target_s)
 
     def plan(self) -> StepPlan | None:
-        """The next step over both halves' rows, None if there are none."""
+        """The next step over both halves' rows, None if there are none, or prompts alone that the step which runs makes
+        wait: then there is one when that was applied.
+        """
+        planned = self._plan()
+        self._running += planned is not None
+        return planned
+
+    def _plan(self) -> StepPlan | None:
         if not self.decoding.decode_rows and not self._prefill.waiting_requests() and self._decode.idle:
             return None
         targets = self._decode.gap_targets
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
+        if not decode_rows and not self._running:
+            # Who was to have a second token ended with the first, or its client left.
+            self._first_gaps_s.extend([math.inf] * FIRST_GAP_STEPS)
         waiting = self._prefill.waiting()
         prompts = self._policy.prefill_tokens(self.decoding, waiting, Bearing(targets, min(self._first_gaps_s)))
         if not waiting.prompts:
@@ -87,6 +99,7 @@ class StepScheduler:
         """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.take_news` is the
         caller's, once that is on its way.
         """
+        self._running -= 1
         decoded, prefilled = result.split(work.decode_rows)
         news = self._decode.apply(decoded.token_ids, decoded.logprobs)
         if not prefilled.token_ids:

@@ -1,12 +1,14 @@
 """What a duty means for the next step."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from costs.step_cost import CostParameters, StepCost, StepWork
-from engine.batch import Draw, StepRow, TokenRows
+from decode_worker.news import StepNews
+from engine.batch import Draw, StepResult, StepRow, TokenRows
 from prefill_worker.line import Waiting
 from wire.messages import Duty, Role, SamplingParams
 from wire.policy_name import PolicyName
@@ -101,3 +103,37 @@ def test_two_steps_behind_the_end_of_a_local_prompt_are_short() -> None:
     assert usual == ends == over
     assert after < usual, "half of what the first bears"
     assert second == last < after, "half of what the tighter one bears, which ended later"
+
+
+class Alone(Halves):
+    """Nobody decodes, and each step with prompts ends one that bears `first_gap_s`."""
+
+    first_gap_s = 0.02
+
+    def schedule(self, most: int) -> Any:
+        self.asked.append(most)
+        if len(self.asked) % 2:
+            return TokenRows.of(())
+        return (StepRow((5,) * most, 0, [0], Draw(SamplingParams(1), 0)),) if most else ()
+
+    def apply(self, token_ids: Any, logprobs: Any) -> Any:
+        return StepNews()
+
+
+def test_prompts_wait_for_a_second_token_no_longer_than_it_may_come() -> None:
+    """A step with any prompt would break what the first bears, and it ended with its first token: nothing else wakes
+    the loop.
+    """
+    halves: Any = Alone()
+    costs = replace(MS, prompt_base_s=8e-3)
+    duty = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+    scheduler = StepScheduler(
+        decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(costs), duty=duty
+    )
+    ending = scheduler.plan()
+    assert ending is not None
+    assert scheduler.plan() is None, "it may decode yet"
+    scheduler.apply(ending.work, StepResult((0,)))
+    after = scheduler.plan()
+    assert after is not None
+    assert after.work.prefill_tokens == STEP
