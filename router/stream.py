@@ -113,7 +113,7 @@ class EventStream:
         job.token_ids.extend(fresh)
         job.logprobs.extend(logprobs)
         job.finish = finished
-        if first and finished is None and self._hold(job, now):
+        if first and len(fresh) == 1 and finished is None and self._hold(job, now):
             return False
         self._jobs[request.wire_id] = job
         return first or held is not None or finished is not None or self._keeps_pace(request)

@@ -109,6 +109,20 @@ async def test_it_goes_with_the_second(cluster: Cluster, client: Client) -> None
     assert not held(cluster)
 
 
+async def test_with_the_second_it_waits_for_no_third(cluster: Cluster, client: Client) -> None:
+    """The decode worker's word came first."""
+    await steps_take(cluster, 100.0)
+    cluster.prefill.switches.decode_first = True
+    cluster.decode.switches.held_at = 2
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    async with asyncio.timeout(60.0):
+        assert await heard.get() == expected(2)
+    assert not held(cluster)
+    cluster.decode.go.set()
+    assert await answer == expected(COUNT)
+
+
 @pytest.mark.parametrize(
     ("step_s", "slo_class"),
     [(0.001, "patient"), (100.0, "best_effort")],
