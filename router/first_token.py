@@ -23,18 +23,20 @@ _PART = 0.8
 """Of the target for the first token, by when it goes whatever comes."""
 
 
-def held_until_s(slo: SloClass, target_s: float, waited_s: float) -> float:
-    """A first token of this class that comes within so many seconds is held, however long the steps are that keep to
-    `target_s` and compute its prompt where it goes on; the request has waited for `waited_s`.
+def held_until_s(slo: SloClass, longest_s: float, waited_s: float) -> float:
+    """A first token of this class that comes within so many seconds is held, if steps of up to `longest_s` compute its
+    prompt where it goes on, and two of these are longer than it bears; the request has waited for `waited_s`.
     """
-    return _PART * slo.ttft_s - waited_s - _PATIENCE * FIRST_GAP_STEPS * target_s
+    return _PART * slo.ttft_s - waited_s - _PATIENCE * FIRST_GAP_STEPS * longest_s
 
 
 def gap_s(forecast: Forecast, decode: WorkerBooks, *, local: bool) -> float:
     """What is to be expected between the first two tokens by the steps of `decode` as they are, in seconds."""
     if not local:
         return REMOTE_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s)
-    return min(forecast.first_gap_s, FIRST_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s))
+    expected_s = FIRST_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s)
+    kept = decode.prompt_steps.keeps_first_gaps and FIRST_GAP_STEPS * forecast.itl_s <= forecast.first_gap_s
+    return min(forecast.first_gap_s, expected_s) if kept else expected_s
 
 
 def hold_s(slo: SloClass, target_s: float, expected_s: float, waited_s: float) -> float:

@@ -107,11 +107,11 @@ class AnswerForecast:
                 broken = chance_of_more(spare, worker.long_per_s(slo) * tokens * step_s)
             self.first_gap_s = bears_s = slo.worst_gap_s if spare else target_s
             if bears_s < math.inf:
-                busy_s = max(step_s, worker.queue[2])
-                if FIRST_GAP_STEPS * (step_s if worker.prompt_steps.keeps_first_gaps else busy_s) > bears_s:
+                busy_s, keeps = max(step_s, worker.queue.longest_s), worker.prompt_steps.keeps_first_gaps
+                if FIRST_GAP_STEPS * (step_s if keeps else busy_s) > bears_s:
                     self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s
-                self.held_until_s = held_until_s(slo, target_s, waited_s)
+                self.held_until_s = held_until_s(slo, target_s if keeps else max(target_s, busy_s), waited_s)
         if step_s > worker.tightest_s:
             broken += _broken_by_answer(worker, step_s)
         self.cost_s = tokens * (step_s + rows * (step_s - before_s)) + MISS_S * broken

@@ -1,4 +1,4 @@
-"""A first token that the hand-over would leave alone too long goes with the second."""
+"""A first token that would be alone for longer than its class bears goes with the second."""
 
 import asyncio
 import math
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from router.first_token import gap_s, held_until_s, hold_s
-from router.placed_work import PromptWork
+from router.placed_work import AnswerWork, PromptWork
 from router.placement import Forecast
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
+from router.step_forecast import AnswerForecast, AskedAnswer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.fleets import TestFleet
@@ -44,12 +45,30 @@ def test_the_first_gap_is_three_steps_with_a_handover_and_two_without() -> None:
     assert gap_s(forecast, worker, local=True) == 2 * busy_s
     assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 0.025
     assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=False) == 3 * busy_s
+    assert gap_s(forecast._replace(first_gap_s=0.009), worker, local=True) == 2 * busy_s, "decoding alone breaks it"
+    worker.change(replace(worker.info, duty=Duty(Role.BOTH)))
+    shared_s = worker.queue.longest_s
+    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 2 * shared_s > 0.025, "nobody keeps it"
 
 
 def test_what_comes_soon_enough_to_be_held_is_held() -> None:
     """Placement counts on it, and the worker is told nothing: with steps as long as the target, at most."""
     until_s = held_until_s(STRICT, 0.010, 0.3)
     assert hold_s(STRICT, 0.010, 2 * 0.010, 0.3 + until_s - 1e-6) > 0.0
+
+
+@pytest.mark.parametrize("policy", [PolicyName.DECODE_PRIORITY, PolicyName.UNCHUNKED])
+def test_placement_counts_on_no_more_than_is_held(policy: PolicyName) -> None:
+    """Where nothing keeps steps within a target, they take what waiting prompts make of them: here 45 ms."""
+    worker = TestFleet().add("w", Role.BOTH, duty=Duty(Role.BOTH, policy), max_step_tokens=2048)
+    slo = SloClass("balanced", ttft_s=1.0, itl_s=0.025)
+    worker.book_decode("another", AnswerWork(4, 64, slo, 0))
+    worker.book_prefill("another's", PromptWork(2047))
+    answer = AnswerForecast(worker, 0, AskedAnswer(1000, 40.0, slo, 0, waited_s=0.1))
+    forecast = Forecast(0.1, 0.1, answer.step_s, 0, 100, 1, 0.005, 0.0)
+    expected_s = gap_s(forecast, worker, local=True)
+    assert expected_s > slo.itl_s
+    assert hold_s(slo, slo.itl_s, expected_s, 0.1 + answer.held_until_s - 1e-6) > 0.0
 
 
 def test_it_waits_for_nobody_who_was_promised_nothing_between_tokens() -> None:
