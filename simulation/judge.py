@@ -1,8 +1,10 @@
 """Whether a simulated request got what its class promises, as `router/verdict.py` says of a real one."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from router.slo import SloClass
 from router.verdict import MET, Verdict
@@ -11,11 +13,12 @@ from simulation.request import Outcome
 from wire.spans import Phase
 
 
-def judge(outcome: Outcome, slo: SloClass, idle_step_s: float, later_s: float) -> Verdict:
-    """Gap targets in steps are of `idle_step_s`; tokens take `later_s` from their worker to the client."""
+def judge(
+    outcome: Outcome, slo: SloClass, idle_step_s: float, moments: Sequence[float] | NDArray[np.float64]
+) -> Verdict:
+    """Gap targets in steps are of `idle_step_s`; `moments` are those of the tokens at the client."""
     if outcome.error:
         return outcome.turned_away or Verdict(Kind.FAILED, Phase.QUEUE)
-    moments = np.asarray(outcome.token_s(later_s))
     if moments[0] - outcome.asked.due_s > slo.ttft_s:
         queued_s = outcome.placed_s - outcome.asked.due_s
         waited = 2 * queued_s >= moments[0] - outcome.asked.due_s

@@ -13,6 +13,7 @@ from simulation.judge import judge
 from simulation.network import Network
 from simulation.request import Outcome
 from simulation.strategy import Strategy
+from simulation.way import Way
 
 KEPT = 0.9
 """Part of the requests that must meet their class at the knee."""
@@ -68,12 +69,13 @@ class Trial:
     def _figures(self, rate: float, asked: int, outcomes: Sequence[Outcome], idle_s: float) -> LoadFigures:
         missed: dict[str, int] = {}
         firsts, gaps = [], []
+        way = Way(self.network)
         for outcome in outcomes:
-            kind = judge(outcome, self.slo, idle_s, self.network.event_s).outcome
+            moments = way.moments(outcome)
+            kind = judge(outcome, self.slo, idle_s, moments).outcome
             if kind is not Kind.MET:
                 missed[kind.value] = missed.get(kind.value, 0) + 1
             if not outcome.error:
-                moments = np.asarray(outcome.token_s(self.network.event_s))
                 firsts.append(moments[0] - outcome.asked.due_s)
                 gaps.append(np.diff(moments))
         if asked > len(outcomes):

@@ -94,7 +94,7 @@ class Run:
         self._end(outcome)
 
     def _end(self, outcome: Outcome) -> Verdict:
-        verdict = judge(outcome, self.day.slo, self.idle_step_s, NETWORK.event_s)
+        verdict = judge(outcome, self.day.slo, self.idle_step_s, outcome.token_s(NETWORK.event_s))
         self.tally.met[self.day.hour_of(outcome.asked.due_s)] += verdict.phase is None
         return verdict
 

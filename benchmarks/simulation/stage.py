@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.report import LoadReport, make_report
 from benchmarks.load.slo import SloCell
@@ -23,6 +21,7 @@ from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest, Outcome
 from simulation.spec import WorkerSpec
+from simulation.way import Way
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 
@@ -107,19 +106,12 @@ class Stage:
 _DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
 
 
-def jittered(moments: Sequence[float], mean_s: float, dice: np.random.Generator) -> Sequence[float]:
-    """Each a little later, by chance; none overtakes another."""
-    late: list[float] = np.maximum.accumulate(np.asarray(moments) + dice.exponential(mean_s, len(moments))).tolist()
-    return late
-
-
 def records(
     requests: Sequence[LoadRequest], outcomes: Sequence[Outcome], network: Network, give_up_s: float
 ) -> list[RequestRecord]:
     """As clients would have written them down; who has no answer by `give_up_s` has none."""
-    later_s = network.event_s
-    dice = np.random.default_rng(0)
-    moments = [jittered(outcome.token_s(later_s), network.event_jitter_s, dice) for outcome in outcomes]
+    way = Way(network)
+    moments: Sequence[Sequence[float]] = [way.moments(outcome).tolist() for outcome in outcomes]
     if network.chunks_per_s is not None:
         moments = Chunks(network.chunks_per_s, network.chunk_delay_max_s).sent(moments)
     ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from router.placement import Mode
@@ -17,6 +18,7 @@ from simulation.network import Network
 from simulation.request import Outcome, Piece
 from simulation.step_log import StepLog
 from simulation.strategy import Strategy, strategies
+from simulation.way import Way
 from tests.unit.simulation.stages import request
 from wire.errors import Internal, ResourceExhausted
 from wire.spans import Phase
@@ -78,8 +80,20 @@ def answer(
     ],
 )
 def test_verdicts(outcome: Outcome, kind: Kind, phase: Phase | None) -> None:
-    verdict = judge(outcome, SLO, 0.01, 0.0)
+    verdict = judge(outcome, SLO, 0.01, outcome.token_s(0.0))
     assert (verdict.outcome, verdict.phase) == (kind, phase)
+
+
+def test_tokens_come_later_by_chance_and_in_order() -> None:
+    """The chance is that of two H200s; who is judged by gaps near a target is judged with it."""
+    outcome, network = answer(0.5, *[0.001] * 2000), Network(event_s=1e-3, event_jitter_s=3e-4)
+    sent, moments = np.asarray(outcome.token_s(1e-3)), Way(network).moments(outcome)
+    assert (moments >= sent).all()
+    assert (np.diff(moments) >= 0).all()
+    assert 2e-4 < (moments - sent).mean() < 6e-4
+    assert (moments == Way(network).moments(outcome)).all(), "the same each time"
+    still = Way(replace(network, event_jitter_s=0.0)).moments(outcome)
+    assert still.tolist() == outcome.token_s(1e-3)
 
 
 def test_rates_change_moments_and_not_lengths() -> None:

@@ -1,0 +1,20 @@
+"""The way of an answer's tokens to the client."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from simulation.network import Network
+from simulation.request import Outcome
+
+
+class Way:
+    """Each token comes a little later, by chance, as one has measured it; none overtakes another."""
+
+    def __init__(self, network: Network, seed: int = 0) -> None:
+        self._network = network
+        self._dice = np.random.default_rng(seed)
+
+    def moments(self, outcome: Outcome) -> NDArray[np.float64]:
+        """When its tokens are at the client, in seconds."""
+        sent = np.asarray(outcome.token_s(self._network.event_s))
+        return np.maximum.accumulate(sent + self._dice.exponential(self._network.event_jitter_s, len(sent)))
