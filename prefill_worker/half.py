@@ -15,9 +15,7 @@ loop; one lock guards both, and no call waits for more than it.
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -26,6 +24,7 @@ from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.destination import LocalDecode
+from prefill_worker.launched import LaunchedSteps
 from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
 from prefill_worker.news import EventThread, News
 from prefill_worker.notice import make_notice
@@ -79,8 +78,7 @@ class PrefillHalf:
         self._lock = threading.Lock()
         self._register = PromptRegister(me, config.max_requests)
         self._line = PromptLine()
-        self._steps: deque[list[tuple[PrefillRequest, int]]] = deque()
-        """The requests of each step that was launched and not applied, oldest first, with the tokens of each."""
+        self._steps = LaunchedSteps()
         self._news = News(events)
 
     @property
@@ -163,10 +161,7 @@ class PrefillHalf:
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: what it computed is released. Returns the requests of launched steps, with routers."""
         with self._lock:
-            left = {request: None for step in self._steps for request, _ in step}
-            self._steps.clear()
-            for request in left:
-                request.in_flight = 0
+            left = self._steps.give_up()
         for request in left:
             self.withdraw(request)
         return [(request.task.router_id, request.task.ref) for request in left]
@@ -179,13 +174,13 @@ class PrefillHalf:
             step = self._line.plan(budget, self._config.max_rows, self._start)
             self.announce()
             if step:
-                self._steps.append(step)
+                self._steps.launch(step)
             return [request.next_chunk(tokens) for request, tokens in step]
 
     @property
     def first_gap_s(self) -> float:
         """The tightest that local prompts bear which end in the newest step with any rows; infinite = none does."""
-        return min((each.first_gap_s for each, _ in self._steps[-1] if not each.remaining), default=math.inf)
+        return self._steps.first_gap_s
 
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
@@ -198,7 +193,7 @@ class PrefillHalf:
         arrived: list[TransferNotice] = []
         scores = logprobs or (None,) * len(token_ids)
         with self._lock:
-            step = self._steps.popleft() if token_ids else ()
+            step = self._steps.land() if token_ids else ()
             for (request, chunk), token_id, score in zip(step, token_ids, scores, strict=True):
                 request.computed += chunk
                 request.in_flight -= 1
