@@ -84,17 +84,18 @@ class DecodePriority(StepPolicy):
     def prefill_tokens(self, decode_work: StepWork, waiting: Waiting, bearing: Bearing = ANYTHING) -> int:
         if not waiting.prompts:
             return self._progress.at_least(self._most - decode_work.decode_rows, waiting)
-        target_s = self._target(decode_work, bearing)
-        if not decode_work.decode_rows:
-            return self._most if target_s == math.inf else self._fitting(decode_work, waiting, target_s)
-        fitting = self._fitting(decode_work, waiting, target_s)
-        return self._progress.at_least(fitting if self._progress.is_any(fitting, waiting) else 0, waiting)
-
-    def _target(self, decode_work: StepWork, bearing: Bearing) -> float:
-        """Of the step, in seconds; infinite if nobody waits for it."""
         cost, rows, context = self._cost(), decode_work.decode_rows, decode_work.decode_context_tokens
         usual_s = gap_target(cost, self._target_s, rows, context, bearing.targets) if rows else math.inf
-        return min(usual_s, first_gap_target(cost, rows, context, bearing.first_gap_s))
+        first_s = first_gap_target(cost, rows, context, bearing.first_gap_s)
+        target_s = min(usual_s, first_s)
+        if target_s == math.inf:
+            return self._most
+        fitting = self._fitting(decode_work, waiting, target_s)
+        if not rows:
+            return fitting
+        piece = fitting if self._progress.is_any(fitting, waiting) else 0
+        # The few steps that a second token waits for starve nobody; one with enough for all prompts would break it.
+        return piece if first_s < usual_s else self._progress.at_least(piece, waiting)
 
     def _fitting(self, decode_work: StepWork, waiting: Waiting, target_s: float) -> int:
         """The largest number of tokens, by bisection: seconds grow with them."""

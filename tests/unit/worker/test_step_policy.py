@@ -141,8 +141,10 @@ def test_a_step_is_half_of_what_an_answer_bears_that_waits_for_its_second_token(
 
 
 def test_a_first_gap_leaves_nothing_where_less_than_a_piece_fits() -> None:
-    targets = [0.03] * FEW.decode_rows
-    assert patient(priority(None)).prefill_tokens(FEW, MANY, Bearing(targets, 0.0115)) == 0
+    """However long no step had enough for all prompts: that one comes when the second token has."""
+    targets, policy = [0.03] * FEW.decode_rows, priority(None)
+    assert policy.prefill_tokens(FEW, MANY, Bearing(targets, 0.0115)) == 0
+    assert policy.prefill_tokens(FEW, MANY, Bearing([0.0055] * FEW.decode_rows)) == PROGRESS_TOKENS
 
 
 def test_what_was_asked_for_bounds_every_class() -> None:
