@@ -1,19 +1,22 @@
 """From two scrapes to a window: what the processes' own metrics objects export is what the planner sees."""
 
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from planner.demand import Promise
-from planner.reading import observe
+from planner.reading import fitted, observe
 from router.config import RouterConfig
 from router.metrics import RouterMetrics
 from router.refusal import Refusal, Refused
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
+from telemetry.family import Family
 from telemetry.scrape import Scrape, Stretch
-from wire.cost_parameters import CostParameters
+from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.errors import InvalidArgument
 from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.spans import Phase
@@ -32,9 +35,10 @@ def info(name: str, role: Role, duty: Role | None = None, closing: Role | None =
 
 
 class Cluster:
-    """A router and two workers that count."""
+    """A router and two workers that count, but for what is `untold`."""
 
-    def __init__(self) -> None:
+    def __init__(self, untold: Collection[Family] = ()) -> None:
+        self.untold = untold
         self.router = RouterMetrics(RouterConfig("r", Path(), "m", ""))
         self.running = {"prefill-0": 0.0, "decode-0": 0.0}
         self.boards = [self._board(name) for name in self.running]
@@ -45,7 +49,9 @@ class Cluster:
         board = Board({"model": "m", "worker": name})
         board.read(lambda: {f.REQUESTS_RUNNING: self.running[name], f.REQUESTS_WAITING: 2.0})
         board.read(lambda: {f.WORKER_INFO: {(name.partition("-")[0], "cpu", "float32"): 1.0}})
-        board.read(lambda: step_costs(self.cost))
+        board.read(
+            lambda: {family: fact for family, fact in step_costs(self.cost).items() if family not in self.untold}
+        )
         return board
 
     def scrape(self, at_s: float) -> Scrape:
@@ -108,6 +114,22 @@ def test_a_worker_counts_as_what_it_was_told_to_be() -> None:
     cluster = Cluster()
     seen = observe(Stretch(cluster.scrape(0.0), cluster.scrape(1.0)), [*changing, leaving], lambda _: {})
     assert (seen.prefill, seen.decode) == (1, 1)
+
+
+def test_the_costs_of_a_cluster_are_as_noisy_as_its_workers_found_them() -> None:
+    cluster = Cluster()
+    cluster.cost = replace(COST, mixed_noise=1.27)
+    found = fitted(cluster.scrape(0.0))
+    assert found is not None
+    assert found.mixed_noise == pytest.approx(1.27)
+
+
+def test_a_worker_that_tells_no_noise_has_the_usual_one() -> None:
+    """As one of an older release."""
+    cluster = Cluster(untold=(f.STEP_MIXED_NOISE,))
+    found = fitted(cluster.scrape(0.0))
+    assert found is not None
+    assert found.mixed_noise == UNMEASURED.mixed_noise
 
 
 def test_a_guess_is_no_measurement() -> None:

@@ -24,6 +24,8 @@ from wire.policy_name import PolicyName
 STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
 PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
 """Whose first token may come whenever it does."""
+LATE = SloClass("late", ttft_s=10.0, itl_s=9.0)
+"""Whose first token has no time to wait for the second."""
 COUNT = 6
 
 
@@ -83,7 +85,7 @@ def test_it_does_not_wait_where_it_would_come_late_itself() -> None:
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT)}
+    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT, LATE)}
 
 
 @pytest.fixture
@@ -156,6 +158,15 @@ async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, sl
         assert await heard.get() == expected(1)
     cluster.decode.go.set()
     assert await answer == expected(COUNT)
+
+
+@pytest.mark.parametrize(("slo_class", "bears_s"), [("late", LATE.itl_s), ("patient", math.inf)])
+async def test_who_computes_the_prompt_hears_what_the_first_gap_may_be(
+    cluster: Cluster, client: Client, slo_class: str, bears_s: float
+) -> None:
+    await steps_take(cluster, 0.001)
+    assert await pieces(client, COUNT, slo_class, asyncio.Queue()) == expected(COUNT)
+    assert [task.first_gap_s for task in cluster.prefill.prefills] == [bears_s]
 
 
 async def test_an_answer_of_one_token_waits_for_nothing(cluster: Cluster, client: Client) -> None:
