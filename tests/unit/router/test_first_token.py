@@ -14,7 +14,7 @@ from router.placement import Forecast
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from router.step_forecast import AnswerForecast, AskedAnswer
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.fleets import TestFleet
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
@@ -117,7 +117,10 @@ def held(cluster: Cluster) -> int:
     return len(cluster.router._dispatcher._events._held)
 
 
-async def test_it_goes_with_the_second(cluster: Cluster, client: Client) -> None:
+@pytest.mark.parametrize("workers", [2, 1], ids=["handed over", "local"])
+async def test_it_goes_with_the_second(cluster: Cluster, client: Client, workers: int) -> None:
+    if workers == 1:
+        await cluster.members(await FakeWorker("both-0", Role.BOTH, token="secret").start())
     await steps_take(cluster, 100.0)
     cluster.decode.switches.held_at = 1
     heard: asyncio.Queue[list[int]] = asyncio.Queue()
