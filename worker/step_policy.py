@@ -125,7 +125,7 @@ class _Progress:
         return tokens >= min(self._piece, waiting.tokens)
 
     def at_least(self, tokens: int, waiting: Waiting) -> int:
-        """For each step with answers in it."""
+        """For each step with answers in it, but for those that a second token waits for."""
         self._since += 1
         if not waiting.prompts or self._since <= PATIENCE or self.is_any(tokens, waiting):
             return tokens
