@@ -1,5 +1,7 @@
 """The way of an answer's tokens to the client."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,5 +18,8 @@ class Way:
 
     def moments(self, outcome: Outcome) -> NDArray[np.float64]:
         """When its tokens are at the client, in seconds."""
-        sent = np.asarray(outcome.token_s(self._network.event_s))
-        return np.maximum.accumulate(sent + self._dice.exponential(self._network.event_jitter_s, len(sent)))
+        return self.late(outcome.token_s(self._network.event_s))
+
+    def late(self, sent: Sequence[float]) -> NDArray[np.float64]:
+        """When tokens that would be there at these moments, one behind the other, are."""
+        return np.maximum.accumulate(np.asarray(sent) + self._dice.exponential(self._network.event_jitter_s, len(sent)))

@@ -92,7 +92,9 @@ class Stage:
         requests = make_requests(fitted, self.machine.page_tokens, slo)
         end_s = fitted.seconds + self.drain_s
         outcomes = cluster.run(requests, end_s)
-        return make_report(fitted, records(requests, outcomes, self.network, end_s), cells, 1.0), cluster
+        idle_step_s = self.machine.truth.base_s + self.machine.truth.row_s
+        found = records(requests, outcomes, self.network, end_s, idle_step_s)
+        return make_report(fitted, found, cells, 1.0), cluster
 
     def unloaded_step(self) -> float:
         """Seconds of a decode step when there is nothing else to do: the mean gap of a lone answer behind its first."""
@@ -106,14 +108,38 @@ class Stage:
 _DEFAULT_NAMES = {each.name for each in ClusterConfig(Path("any")).slo_classes}
 
 
-def records(
-    requests: Sequence[LoadRequest], outcomes: Sequence[Outcome], network: Network, give_up_s: float
-) -> list[RequestRecord]:
-    """As clients would have written them down; who has no answer by `give_up_s` has none."""
-    way = Way(network)
-    moments: Sequence[Sequence[float]] = [way.moments(outcome).tolist() for outcome in outcomes]
+def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> list[Sequence[float]]:
+    """When the router sends each answer's tokens: those that may wait share its budget of chunks."""
+    moments: list[Sequence[float]] = [outcome.token_s(network.event_s) for outcome in outcomes]
     if network.chunks_per_s is not None:
-        moments = Chunks(network.chunks_per_s, network.chunk_delay_max_s).sent(moments)
+        longest_s = network.chunk_delay_max_s
+        waiting = [place for place, each in enumerate(outcomes) if not _keeps_pace(each, idle_step_s, longest_s)]
+        sent = Chunks(network.chunks_per_s, longest_s).sent([moments[place] for place in waiting])
+        for place, each in zip(waiting, sent, strict=True):
+            moments[place] = each
+    return moments
+
+
+def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
+    """Whether tokens that wait so long would break what the class bears, and else it is kept, as the router asks."""
+    slo, forecast = outcome.asked.slo, outcome.forecast
+    if forecast is None or not slo.has_gap_target:
+        return False
+    return forecast.itl_s < slo.bears(idle_step_s) < forecast.itl_s + longest_s
+
+
+def records(
+    requests: Sequence[LoadRequest],
+    outcomes: Sequence[Outcome],
+    network: Network,
+    give_up_s: float,
+    idle_step_s: float,
+) -> list[RequestRecord]:
+    """As clients would have written them down; who has no answer by `give_up_s` has none. Targets in steps are of
+    `idle_step_s`.
+    """
+    way = Way(network)
+    moments = [way.late(each).tolist() for each in _sent(outcomes, network, idle_step_s)]
     ended = {id(outcome.asked): (outcome, token_s) for outcome, token_s in zip(outcomes, moments, strict=True)}
     found = []
     for index, asked in enumerate(requests):

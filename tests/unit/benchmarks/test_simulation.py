@@ -1,6 +1,7 @@
 """The simulated strategy table: relations that hold whatever the figures are, and how it is laid beside another."""
 
 import json
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from benchmarks.simulation.chunks import Chunks
 from benchmarks.simulation.stage import Stage, make_requests
 from benchmarks.strategies.rows import strategies
 from benchmarks.strategies.workloads import offers
-from router.slo import BEST_EFFORT
+from router.slo import BEST_EFFORT, SloClass
 from simulation.hardware import hardware, read_costs
 from simulation.network import Network
 from wire.errors import InvalidArgument
@@ -66,6 +67,20 @@ def load(rate: float, ttft_ms: float, share: float, per_s: float) -> dict[str, o
 
 def result(*loads: dict[str, object], seed: object = 0) -> dict[str, object]:
     return {"seconds": "15.0", "seed": seed, "tables": {"balanced": {}}, "loads": {"balanced": {"shared": list(loads)}}}
+
+
+def test_tokens_of_a_class_that_would_be_let_down_do_not_wait_for_the_budget(stage: Stage) -> None:
+    """With jitter behind the router: before it, no two tokens would come at once, and none would wait."""
+    narrow = replace(stage, network=Network(chunks_per_s=300.0, chunk_delay_max_s=0.025))
+    row = next(row for row in strategies(2) if row.name == "disaggregated-1-1")
+    workload = offers([], 1.0, 1.0)[0].source.at(4.0, 6.0, 0)
+    bears_s = {"best_effort": math.inf, "tight": 0.020, "loose": 0.060}
+    gaps = {
+        name: narrow.simulate(row.settings, workload, (), SloClass(name, ttft_s=60.0, itl_s=itl_s))[0].gaps
+        for name, itl_s in bears_s.items()
+    }
+    assert gaps["best_effort"].p90 == pytest.approx(gaps["loose"].p90, rel=0.2)
+    assert gaps["tight"].p90 < 0.6 * gaps["loose"].p90
 
 
 def test_loads_of_the_same_arrivals_side_by_side() -> None:
