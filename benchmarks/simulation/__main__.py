@@ -128,8 +128,9 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
     wanted = [each for each in arguments.workloads.split(",") if each]
     found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
     stage = Stage(machine, network, arguments.drain_seconds)
-    step_s = stage.unloaded_step()
     told = fitted_of(measured_table) if arguments.fitted else {}
+    # The strict cell is in steps: of the table whose costs these are.
+    step_s = (told and measured_table.get("unloaded_step_s")) or stage.unloaded_step()
     simulated = Simulated(stage, standard_cells(step_s), arguments, told)
     tables: dict[str, object] = {}
     loads: dict[str, object] = {}

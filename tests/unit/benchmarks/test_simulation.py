@@ -149,9 +149,15 @@ def test_steps_take_what_the_workers_of_a_measured_row_had_learned(
     file.write_text(json.dumps(table))
     command = ["--only", "shared,priority", "--workloads", "balanced", "--seconds", "3", "--rates", "2"]
     main([*command, "--against", str(file), "--fitted"])
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"]["balanced"]["rows"]
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["unloaded_step_ms"] == pytest.approx(1e3 * stage.unloaded_step(), rel=0.01)
+    rows = last["tables"]["balanced"]["rows"]
     assert rows["shared"]["itl_p50_ms"] > 3e3 * truth.base_s
     assert rows["priority"]["itl_p50_ms"] < 2e3 * truth.base_s, "the table has no such row"
+    file.write_text(json.dumps(table | {"unloaded_step_s": 0.0125}))
+    main([*command, "--against", str(file), "--fitted"])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["unloaded_step_ms"] == 12.5, "the strict cell is that of the table"
 
 
 def test_a_table_that_does_not_say_what_was_learned_is_named(
