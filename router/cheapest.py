@@ -22,7 +22,10 @@ class Cheapest:
     def alone(self, prompts: Iterable[PromptForecast], answers: Iterable[AnswerForecast]) -> None:
         """Each prompt with the answer of the same worker, which has the same place."""
         for prompt, answer in zip(prompts, answers, strict=True):
-            self._look(prompt, answer, prompt.cost_s + answer.cost_s + _first_gap(prompt, answer))
+            cost_s = prompt.cost_s + answer.cost_s
+            if prompt.ttft_s > answer.held_until_s:
+                cost_s += answer.here_s
+            self._look(prompt, answer, cost_s)
 
     def together(
         self, prompts: list[PromptForecast], answers: list[AnswerForecast], fleet: Fleet, *, local: bool
@@ -47,7 +50,9 @@ class Cheapest:
                     late = exposed_s > answer.slack_s
                     self._look(prompt, answer, cost_s + (exposed_s + MISS_S if late else exposed_s))
                 elif local:
-                    self._look(prompt, answer, cost_s + _first_gap(prompt, answer))
+                    if prompt.ttft_s > answer.held_until_s:
+                        cost_s += answer.here_s
+                    self._look(prompt, answer, cost_s)
 
     def _look(self, prompt: PromptForecast, answer: AnswerForecast, cost_s: float) -> None:
         if cost_s < self.cost_s:
@@ -55,11 +60,6 @@ class Cheapest:
             self.cost_s, self.runner_up_s = cost_s, self.cost_s
         elif cost_s < self.runner_up_s:
             self.runner_up_s = cost_s
-
-
-def _first_gap(prompt: PromptForecast, answer: AnswerForecast) -> float:
-    """What the gap behind the first token costs on a worker that does both."""
-    return answer.here_s if prompt.ttft_s > answer.held_until_s else 0.0
 
 
 def _exposed(prompt: PromptForecast, whole_s: float, missing: int) -> float:

@@ -33,8 +33,8 @@ def held_until_s(slo: SloClass, longest_s: float, waited_s: float) -> float:
 def gap_s(forecast: Forecast, decode: WorkerBooks, *, local: bool) -> float:
     """What is to be expected between the first two tokens by the steps of `decode` as they are, in seconds."""
     if not local:
-        return REMOTE_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s)
-    expected_s = FIRST_GAP_STEPS * max(forecast.itl_s, decode.queue.longest_s)
+        return REMOTE_GAP_STEPS * max(forecast.itl_s, decode.queue[2])
+    expected_s = FIRST_GAP_STEPS * max(forecast.itl_s, decode.queue[2])
     kept = decode.prompt_steps.keeps_first_gaps and FIRST_GAP_STEPS * forecast.itl_s <= forecast.first_gap_s
     return min(forecast.first_gap_s, expected_s) if kept else expected_s
 

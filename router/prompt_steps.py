@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from costs.chunks import Beside, chunks_within, gap_target, keeps_targets, steady_chunks
 from costs.step_cost import StepCost
 from wire.messages import Duty
 
-
-class Run(NamedTuple):
-    """Seconds and steps until prompts are computed, and the seconds of the longest of these steps."""
-
-    seconds: float
-    steps: int
-    longest_s: float
-
-
-NO_PROMPTS = Run(0.0, 0, 0.0)
+Run = tuple[float, int, float]
+"""Seconds and steps until prompts are computed, and the seconds of the longest of these steps."""
+NO_PROMPTS: Run = (0.0, 0, 0.0)
 
 
 class PromptSteps:
@@ -44,11 +36,11 @@ class PromptSteps:
         each, pause = self._steady or chunks_within(self._target_s, cost, self._most, self._beside, pairs / tokens)
         if tokens <= each:
             seconds = rows_s + cost.prompts_seconds(tokens, pairs, rows)
-            return Run(seconds + pause * rows_s, 1, seconds)
+            return seconds + pause * rows_s, 1, seconds
         full, rest = divmod(tokens, each)
         longest = rows_s + cost.prompts_seconds(each, pairs / tokens * each, rows)
         steps = full + (rest > 0)
         seconds = full * longest + steps * pause * rows_s
         if rest:
             seconds += rows_s + cost.prompts_seconds(rest, pairs / tokens * rest, rows)
-        return Run(seconds, steps, longest)
+        return seconds, steps, longest

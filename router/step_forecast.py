@@ -107,7 +107,7 @@ class AnswerForecast:
                 broken = chance_of_more(spare, worker.long_per_s(slo) * tokens * step_s)
             self.first_gap_s = bears_s = slo.worst_gap_s if spare else target_s
             if bears_s < math.inf:
-                busy_s, keeps = max(step_s, worker.queue.longest_s), worker.prompt_steps.keeps_first_gaps
+                busy_s, keeps = max(step_s, worker.queue[2]), worker.prompt_steps.keeps_first_gaps
                 if FIRST_GAP_STEPS * (step_s if keeps else busy_s) > bears_s:
                     self.here_s = MISS_S
                 self.slack_s = bears_s - REMOTE_GAP_STEPS * busy_s

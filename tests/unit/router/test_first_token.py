@@ -42,14 +42,14 @@ def test_the_first_gap_is_three_steps_with_a_handover_and_two_without() -> None:
     assert gap_s(forecast, worker, local=True) == pytest.approx(0.010)
     assert gap_s(forecast, worker, local=False) == pytest.approx(0.015)
     worker.book_prefill("another", PromptWork(1000))
-    busy_s = worker.queue.longest_s
+    busy_s = worker.queue[2]
     assert busy_s > 0.015
     assert gap_s(forecast, worker, local=True) == 2 * busy_s
     assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 0.025
     assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=False) == 3 * busy_s
     assert gap_s(forecast._replace(first_gap_s=0.009), worker, local=True) == 2 * busy_s, "decoding alone breaks it"
     worker.change(replace(worker.info, duty=Duty(Role.BOTH)))
-    shared_s = worker.queue.longest_s
+    shared_s = worker.queue[2]
     assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 2 * shared_s > 0.025, "nobody keeps it"
 
 
