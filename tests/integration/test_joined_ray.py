@@ -22,6 +22,7 @@ from tests.ray_start import free_port, head_address, ray_environment, ray_start
 UP = [sys.executable, "-m", "cli.main", "up", "--grpc-port", "0", "--http-port", "0", "--kv-cache-gib", "0.1"]
 ACTORS = ("ray::Controller", "ray::RouterActor", "ray::WorkerActor")
 GONE_WITHIN_S = 60.0
+STAY_AWAY_S = 1.0
 
 
 class Head:
@@ -42,11 +43,15 @@ class Head:
                 continue
         return sorted(found)
 
-    def assert_empty_soon(self) -> None:
+    def assert_soon(self, actors: list[str]) -> None:
+        """Processes that were told to end take their time."""
         give_up = time.monotonic() + GONE_WITHIN_S
-        while left := self.actors():
+        while (left := self.actors()) != actors:
             assert time.monotonic() < give_up, left
             time.sleep(0.1)
+
+    def assert_empty_soon(self) -> None:
+        self.assert_soon([])
         assert self.process.poll() is None, "Ray went along"
 
 
@@ -134,6 +139,8 @@ def test_a_node_that_leaves_is_drained_from_outside(head: Head, up: Callable[...
     assert done.returncode == 0, done.stderr
     assert "prefill-0 has drained" in done.stdout
     assert "decode-0 has drained" in done.stdout
+    head.assert_soon([*ACTORS[:2]])
+    time.sleep(STAY_AWAY_S)
     assert head.actors() == [*ACTORS[:2]], "the node is still there, and so they stay away"
     process.send_signal(signal.SIGTERM)
     head.assert_empty_soon()
