@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from costs.quantile import followed
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.cost_parameters import UNMEASURED
 
@@ -104,11 +105,8 @@ class StepFit:
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
 
     def _note_mixed(self, ratio: float) -> None:
-        """The quantile of seconds ÷ prediction, by stochastic approximation (Robbins and Monro 1951): a step moves it
-        by a constant however long it was, so a stall is one step.
-        """
-        longer = ratio > self._mixed_noise
-        noise = self._mixed_noise + _MIXED_PACE * (1.0 - _MIXED_OVER if longer else -_MIXED_OVER)
+        """The quantile of seconds ÷ prediction: a stall is one step."""
+        noise = followed(self._mixed_noise, _MIXED_OVER, _MIXED_PACE, larger=ratio > self._mixed_noise)
         self._mixed_noise = min(max(noise, 1.0), _MIXED_MOST)
 
     def _learn(self) -> None:

@@ -26,15 +26,18 @@ def step_sizes(most: int) -> list[int]:
     return [size for size in sizes if size <= most]
 
 
+def _between(tiles: int) -> bool:
+    """Whether steps of one tile fewer and one more are captured, and none of so many."""
+    return _FINE < tiles < _MOST and tiles % 2 == 1
+
+
 def padded_prompts(tokens: int, answers: int, tile: int) -> int:
     """Prompt tokens that a step computes that has so many, beside so many answers, where steps fill tiles."""
     if tile <= 1:
         return tokens
     slots = slots_of(answers)
     tiles = -(-(tokens + slots) // tile)
-    if _FINE < tiles < _MOST:
-        tiles += tiles % 2
-    return tiles * tile - slots
+    return (tiles + _between(tiles)) * tile - slots
 
 
 def unpadded_prompts(tokens: int, answers: int, tile: int) -> int:
@@ -43,7 +46,5 @@ def unpadded_prompts(tokens: int, answers: int, tile: int) -> int:
         return tokens
     slots = slots_of(answers)
     tiles = (tokens + slots) // tile
-    if _FINE < tiles < _MOST:
-        tiles -= tiles % 2
-    whole = tiles * tile - slots
+    whole = (tiles - _between(tiles)) * tile - slots
     return whole if whole > 0 else tokens

@@ -3,6 +3,13 @@
 import math
 
 
+def must_not_wait(bears_s: float, predicted_s: float, step_s: float, delay_max_s: float) -> bool:
+    """Whether what a class bears between tokens held as steps were predicted, and would not if tokens waited for others
+    beside steps as they are. In seconds.
+    """
+    return predicted_s < bears_s < max(predicted_s, step_s) + delay_max_s
+
+
 class ChunkBudget:
     """A token bucket. As long as fewer chunks are due than may be sent, none waits, whichever worker its tokens come
     from; with more of them, tokens wait for others to travel with.

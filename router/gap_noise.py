@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 from costs.chunks import GAP_NOISE
+from costs.quantile import followed
 from router.slo import SloClass
 
 MOST = 1.5
@@ -23,9 +24,7 @@ _PACE = 0.02
 
 
 class GapNoise:
-    """Of one worker: for each class the quantile of gap ÷ predicted step, by stochastic approximation (Robbins and
-    Monro 1951). A gap moves it by a constant whatever its length, so a standstill counts as one step.
-    """
+    """Of one worker: for each class the quantile of gap ÷ predicted step. A standstill counts as one step."""
 
     __slots__ = ("_factors", "_quiet_s", "prompts")
 
@@ -44,7 +43,7 @@ class GapNoise:
         if self.prompts or now - gap_s < self._quiet_s or not rows or step_s <= 0.0:
             return
         factor, over = self.of(slo), _PART * slo.gaps_allowed
-        factor += _PACE / rows * (1.0 - over if gap_s > factor * step_s else -over)
+        factor = followed(factor, over, _PACE / rows, larger=gap_s > factor * step_s)
         self._factors[slo] = min(max(factor, 1.0), MOST)
 
     def of(self, slo: SloClass) -> float:

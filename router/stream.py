@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from typing import Protocol
 
-from router.chunk_budget import ChunkBudget
+from router.chunk_budget import ChunkBudget, must_not_wait
 from router.config import RouterConfig
 from router.first_token import gap_s, hold_s
 from router.request import RoutedRequest
@@ -126,7 +126,7 @@ class EventStream:
         if forecast is None or decode is None or not slo.has_gap_target:
             return False
         bears_s = min(request.pace.target_s, slo.worst_gap_s)
-        return forecast.itl_s < bears_s < max(forecast.itl_s, decode.books.step_s) + self._budget.delay_max_s
+        return must_not_wait(bears_s, forecast.itl_s, decode.books.step_s, self._budget.delay_max_s)
 
     def _hold(self, job: RequestText, now: float) -> bool:
         """Whether this first token waits for the second."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from costs.roofline import GPU, Ceilings, ModelSizes, guess
-from costs.step_cost import CostParameters
+from costs.step_cost import CostParameters, StepCost
 from costs.step_grid import TILE_TOKENS
 from engine.config import GPU_PAGE_TOKENS
 from engine.models.config import ModelConfig
@@ -32,6 +32,11 @@ class Hardware:
     @property
     def kv_bytes_per_token(self) -> int:
         return kv_bytes(self.model)
+
+    @property
+    def idle_step_s(self) -> float:
+        """A decode step of one request with little context, in seconds."""
+        return StepCost(self.truth).decode_step_seconds(1, 0)
 
     @property
     def facts(self) -> ModelFacts:

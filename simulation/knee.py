@@ -57,7 +57,7 @@ class Trial:
 
     def load(self, rate: float) -> LoadFigures:
         """At so many requests a second, on a fresh cluster."""
-        idle_s = self.machine.truth.base_s + self.machine.truth.row_s
+        idle_s = self.machine.idle_step_s
         seconds = max(SECONDS_MIN, REQUESTS / rate, LIVES * self.mix.answer_tokens * idle_s)
         slo = self.slo if self.asks else BEST_EFFORT
         mix = replace(self.mix, rate=rate)

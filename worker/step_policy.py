@@ -90,16 +90,15 @@ class DecodePriority(StepPolicy):
         target_s = min(usual_s, first_s)
         if target_s == math.inf:
             return self._most
-        fitting = self._fitting(decode_work, waiting, target_s)
+        fitting = self._fitting(cost, decode_work, waiting, target_s)
         if not rows:
             return fitting
         piece = fitting if self._progress.is_any(fitting, waiting) else 0
         # The few steps that a second token waits for starve nobody; one with enough for all prompts would break it.
         return piece if first_s < usual_s else self._progress.at_least(piece, waiting)
 
-    def _fitting(self, decode_work: StepWork, waiting: Waiting, target_s: float) -> int:
+    def _fitting(self, cost: StepCost, decode_work: StepWork, waiting: Waiting, target_s: float) -> int:
         """The largest number of tokens, by bisection: seconds grow with them."""
-        cost = self._cost()
         fits, too_many = 0, min(self._most - decode_work.decode_rows, waiting.tokens) + 1
         while too_many - fits > 1:
             tokens = (fits + too_many) // 2

@@ -77,7 +77,7 @@ class Run:
 
     @property
     def idle_step_s(self) -> float:
-        return self.machine.truth.base_s + self.machine.truth.row_s
+        return self.machine.idle_step_s
 
     def go(self) -> Tally:
         """Goodput of each hour; answers may end as late as they like, but those that never do are missed."""

@@ -12,6 +12,7 @@ from benchmarks.simulation.chunks import Chunks
 from cluster.config import ClusterConfig
 from cluster.roles import plan
 from engine.config import EngineConfig
+from router.chunk_budget import must_not_wait
 from router.config import RouterConfig
 from router.placement import Mode
 from router.slo import BEST_EFFORT, SloClass
@@ -92,8 +93,7 @@ class Stage:
         requests = make_requests(fitted, self.machine.page_tokens, slo)
         end_s = fitted.seconds + self.drain_s
         outcomes = cluster.run(requests, end_s)
-        idle_step_s = self.machine.truth.base_s + self.machine.truth.row_s
-        found = records(requests, outcomes, self.network, end_s, idle_step_s)
+        found = records(requests, outcomes, self.network, end_s, self.machine.idle_step_s)
         return make_report(fitted, found, cells, 1.0), cluster
 
     def unloaded_step(self) -> float:
@@ -121,11 +121,11 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
 
 
 def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
-    """Whether tokens that wait so long would break what the class bears, and else it is kept, as the router asks."""
+    """As the router asks, by steps as they were predicted."""
     slo, forecast = outcome.asked.slo, outcome.forecast
     if forecast is None or not slo.has_gap_target:
         return False
-    return forecast.itl_s < slo.bears(idle_step_s) < forecast.itl_s + longest_s
+    return must_not_wait(slo.bears(idle_step_s), forecast.itl_s, forecast.itl_s, longest_s)
 
 
 def records(
