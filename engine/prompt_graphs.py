@@ -24,8 +24,10 @@ _LEAST_PROMPT = 32
 """Fewest of them that prompts get."""
 _ROWS = 8
 """Prompts of a step."""
-MOST_CONTEXT = 8192
-"""Tokens of the longest row of a step."""
+_TABLE_PAGES = 300_000
+"""Entries of a step's page table: 1.2 MB that are copied in 25 us. Pages of 128 tokens are 145,000 tokens for each row
+beside 256 answers, and 1.6 million beside 16.
+"""
 _LONGEST_LAYER_S = 1.5e-3
 """Of the device's time for a layer. The host takes 0.45 ms to launch one, twice of that beside a busy event loop; and
 gaps between its kernels cost 45 us, 3 % of such a layer."""
@@ -53,7 +55,6 @@ class PromptGraphs:
         self._forward = forward
         self._drawn = drawn
         self._pool = pool
-        self._context = min(packer.limits.max_context, MOST_CONTEXT)
         self._graphs: dict[PromptSize, StepGraph] = {}
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
@@ -72,22 +73,27 @@ class PromptGraphs:
         answers = len(batch.tokens)
         if not batch.chunks or sizes.rows - answers > _ROWS:
             return None
-        if sizes.width > self._packer.limits.pages_of(self._context):
-            return None
         tokens = sizes.tokens - answers
         fits = (graph for size, graph in self._graphs.items() if size.answers >= answers and size.tokens >= tokens)
-        return next(fits, None)
+        graph = next(fits, None)
+        # Graphs of more answers have no longer rows.
+        return graph if graph is not None and graph.sizes.width >= sizes.width else None
+
+    def step_sizes(self, size: PromptSize) -> StepSizes:
+        """Of the step that the graph of `size` is captured from."""
+        limits, rows = self._packer.limits, size.answers + _ROWS
+        width = min(limits.pages_of(limits.max_context), _TABLE_PAGES // rows)
+        return StepSizes(size.answers + size.tokens, rows, width, rows)
 
     def _capture(self, size: PromptSize) -> StepGraph:
-        rows = size.answers + _ROWS
-        sizes = StepSizes(size.answers + size.tokens, rows, self._packer.limits.pages_of(self._context), rows)
+        sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,
             sizes,
             self._drawn.device,
             singles=size.answers,
             max_row_tokens=size.tokens,
-            context=self._context,
+            context=min(limits.max_context, sizes.width * limits.page_tokens),
         )
 
         def compute() -> Tensor:

@@ -1,5 +1,6 @@
 """Which steps of prompts get a graph, and which of them takes a step."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -7,13 +8,12 @@ import pytest
 from costs.step_grid import TILE_TOKENS, slots_of, unpadded_prompts
 from engine.batch import Draw, StepBatch, StepRow
 from engine.models.shapes import shape_config
-from engine.prompt_graphs import MOST_CONTEXT, PromptGraphs, PromptSize, prompt_graph_sizes
+from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
 from engine.step_graph import StepGraph
 from engine.step_packer import StepLimits, StepPacker
-from engine.step_sections import StepSizes
 from wire.messages import SamplingParams
 
-LIMITS = StepLimits(vocab_size=50, max_context=4 * MOST_CONTEXT, pages=9000, page_tokens=16)
+LIMITS = StepLimits(vocab_size=50, max_context=1_000_000, pages=70_000, page_tokens=16)
 DRAW = Draw(SamplingParams(max_tokens=1), 0)
 
 
@@ -23,9 +23,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
     made = PromptGraphs(StepPacker(LIMITS), nothing, nothing, (0, 0))
 
     def captured(size: PromptSize) -> StepGraph:
-        rows = size.answers + 8
-        sizes = StepSizes(size.answers + size.tokens, rows, LIMITS.pages_of(MOST_CONTEXT), rows)
-        return StepGraph(sizes, *[nothing] * 3, chunks_at=size.answers)
+        return StepGraph(made.step_sizes(size), *[nothing] * 3, chunks_at=size.answers)
 
     monkeypatch.setattr(made, "_capture", captured)
     made.capture([PromptSize(*each) for each in ((0, 64), (0, 512), (0, 128), (16, 64), (64, 64), (64, 512))])
@@ -57,17 +55,27 @@ def test_the_smallest_that_holds_all_tokens(graphs: PromptGraphs) -> None:
     assert tokens_of(graphs, chunk(64)) == 64
     assert tokens_of(graphs, chunk(60), chunk(5)) == 128
     assert tokens_of(graphs, *[chunk(64)] * 8) == 512
-    assert tokens_of(graphs, chunk(100, MOST_CONTEXT - 100)) == 128
 
 
 def test_steps_that_none_takes(graphs: PromptGraphs) -> None:
     assert tokens_of(graphs, chunk(513)) is None
     assert tokens_of(graphs, *[chunk(2)] * 9) is None
-    assert tokens_of(graphs, chunk(100, MOST_CONTEXT - 99)) is None
     assert tokens_of(graphs, chunk(1)) is None, "a row that decodes"
     assert tokens_of(graphs, *[answer()] * 65, chunk(64)) is None
     assert tokens_of(graphs, answer(), chunk(513)) is None
-    assert tokens_of(graphs, answer(MOST_CONTEXT), chunk(64)) is None
+
+
+def test_page_tables_are_as_wide_as_the_context_until_they_take_long_to_copy(graphs: PromptGraphs) -> None:
+    widest = {answers: 300_000 // (answers + 8) * LIMITS.page_tokens for answers in (16, 64)}
+    assert tokens_of(graphs, chunk(100, widest[16])) == 128, "without answers"
+    assert size_of(graphs, answer(), chunk(64, widest[16] - 64)) == (16, 64)
+    assert size_of(graphs, answer(), chunk(64, widest[16] - 63)) is None
+    assert size_of(graphs, answer(widest[16] - 1), chunk(64)) == (16, 64)
+    assert size_of(graphs, answer(widest[16]), chunk(64)) is None
+    assert size_of(graphs, *[answer()] * 17, chunk(64, widest[64] - 64)) == (64, 64)
+    assert size_of(graphs, *[answer()] * 17, chunk(64, widest[64] - 63)) is None
+    short = PromptGraphs(StepPacker(replace(LIMITS, max_context=8191)), *[cast(Any, None)] * 2, (0, 0))
+    assert short.step_sizes(PromptSize(16, 64)).width == 512
 
 
 def test_answers_beside_prompts(graphs: PromptGraphs) -> None:
