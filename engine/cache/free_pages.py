@@ -91,8 +91,16 @@ class FreePages:
 
 def _runs(ascending: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, behind the last) of each run of neighbours."""
-    first = 0
-    for index in range(1, len(ascending) + 1):
-        if index == len(ascending) or ascending[index] != ascending[index - 1] + 1:
-            yield ascending[first], ascending[index - 1] + 1
-            first = index
+    if not ascending:
+        return
+    start, last = ascending[0], ascending[-1]
+    if last - start == len(ascending) - 1:  # mostly there is one
+        yield start, last + 1
+        return
+    end = start
+    for page in ascending:
+        if page != end:
+            yield start, end
+            start = page
+        end = page + 1
+    yield start, end
