@@ -32,6 +32,11 @@ class RouterConfig:
     """Port of the gRPC door; 0 = any free one."""
     http_port: int = 8000
     """Port of the HTTP door; 0 = any free one."""
+    front_processes: int = 0
+    """Processes that hold clients' connections, so that writing to them takes none of this one's time; 0 = it holds
+    them itself."""
+    log_format: str = "pretty"
+    """Of what those processes log."""
     max_request_bytes: int = 4 << 20
     """Largest request either door takes, in bytes."""
     max_queued_requests: int = 1024

@@ -36,26 +36,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self._dispatcher = dispatcher
         self._started_unix_nanos = time.time_ns()
 
-    async def Generate(
+    def Generate(
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
         self._check_size(request.ByteSize())
         asked = request.request_id, request.model, _prompt(request), _options(request.options)
-        ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
-        async for response in self._answer(ask, context):
-            yield response
+        return self._answer(Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT)), context)
 
-    async def Chat(
+    def Chat(
         self, request: inference_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         received = EdgeStamp.now(Edge.RECEIVED)
         self._check_size(request.ByteSize())
         turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
         asked = request.request_id, request.model, Conversation(turns), _options(request.options)
-        ask = Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT))
-        async for response in self._answer(ask, context):
-            yield response
+        return self._answer(Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT)), context)
 
     async def Abort(self, request: inference_pb2.AbortRequest, _context: _Context) -> inference_pb2.AbortResponse:
         if not request.request_id:

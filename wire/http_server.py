@@ -18,15 +18,17 @@ _KEEP_ALIVE_S = 75
 
 
 class Listener:
-    """A socket at host:port that nobody else has, 0 = any free port. FailedPrecondition names the `setting` of a port
-    that is taken.
+    """A socket at host:port that nobody else has, 0 = any free port; or, `shared`, nobody but processes of this user
+    that share it as well. FailedPrecondition names the `setting` of a port that is taken.
     """
 
-    def __init__(self, host: str, port: int, setting: str) -> None:
+    def __init__(self, host: str, port: int, setting: str, *, shared: bool = False) -> None:
         self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._host, self._setting = host, setting
         self._asked = address_of(host, port)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             self.socket.bind((host, port))
         except OSError as error:

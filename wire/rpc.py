@@ -43,7 +43,6 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.so_reuseport", 0),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -56,12 +55,16 @@ def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
-def open_server(*, tokens: frozenset[str] = frozenset(), open_methods: tuple[str, ...] = ()) -> grpc.aio.Server:
+def open_server(
+    *, tokens: frozenset[str] = frozenset(), open_methods: tuple[str, ...] = (), shared_port: bool = False
+) -> grpc.aio.Server:
     """A server that maps `TandemError` to its status and, if `tokens` is not empty, lets only their bearers in.
 
-    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no token.
+    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no token. `shared_port`:
+    other processes of this user may listen at its port, too.
     """
-    return grpc.aio.server(interceptors=[_Doorkeeper(tokens, open_methods)], options=SERVER_OPTIONS)
+    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_port))]
+    return grpc.aio.server(interceptors=[_Doorkeeper(tokens, open_methods)], options=options)
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
@@ -119,7 +122,7 @@ class _Doorkeeper(grpc.aio.ServerInterceptor):
             return handler
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                _guard_unary(cast(_Unary, handler.unary_unary)),
+                guarded_unary(cast(_Unary, handler.unary_unary)),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
@@ -151,7 +154,9 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError)
     raise AssertionError("abort returns never")
 
 
-def _guard_unary(handler: _Unary) -> _Unary:
+def guarded_unary(handler: _Unary) -> _Unary:
+    """`handler`, whose errors end the call in words."""
+
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
             return await handler(request, context)
@@ -164,11 +169,13 @@ def _guard_unary(handler: _Unary) -> _Unary:
 def _guard_any_stream(handler: Any) -> Any:
     """A streaming handler is a generator, or (as gRPC's own health service has it) a coroutine that writes."""
     if inspect.iscoroutinefunction(handler):
-        return _guard_unary(cast(_Unary, handler))
-    return _guard_stream(cast(_Streaming, handler))
+        return guarded_unary(cast(_Unary, handler))
+    return guarded_stream(cast(_Streaming, handler))
 
 
-def _guard_stream(handler: _Streaming) -> _Streaming:
+def guarded_stream(handler: _Streaming) -> _Streaming:
+    """The same of one that streams."""
+
     async def guarded(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             async for message in handler(request, context):

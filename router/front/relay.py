@@ -1,0 +1,130 @@
+"""What a front process does with a call: carry it to the router, and the answer back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+import grpc.aio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.front.link import Call, RouterLink
+from router.openai_replies import error_body, error_headers
+from wire.errors import Unavailable
+from wire.generated.tandem.v1 import front_pb2
+
+_STATUS = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class GrpcRelay(grpc.GenericRpcHandler):
+    """Every method of one service, as bytes. On the wire one answer is a stream of one message."""
+
+    def __init__(self, link: RouterLink, service: str) -> None:
+        self._link = link
+        self._prefix = f"/{service}/"
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """See gRPC."""
+        path = handler_call_details.method
+        if not path.startswith(self._prefix):
+            return None
+        method = path.removeprefix(self._prefix)
+
+        def relay(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+            return self._relay(method, message, context)
+
+        return grpc.unary_stream_rpc_method_handler(relay)
+
+    async def _relay(
+        self, method: str, message: bytes, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[bytes]:
+        call = self._link.call()
+        # A cancelled call may leave this generator suspended until it is collected; the context tells at once.
+        context.add_done_callback(lambda _: call.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
+        metadata = _headers((name, value) for name, value in context.invocation_metadata() or ())
+        call.send(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=message))
+        try:
+            while not (frame := await call.next()).HasField("end"):
+                yield frame.message
+            call.end()
+            if frame.end.status:
+                trailing = tuple((each.name.decode(), each.value.decode()) for each in frame.end.trailing_metadata)
+                context.set_trailing_metadata(trailing)
+                await context.abort(_STATUS[frame.end.status], frame.end.details)
+        finally:
+            call.close()
+
+
+class HttpRelay:
+    """An ASGI application whose answers the router gives."""
+
+    def __init__(self, link: RouterLink) -> None:
+        self._link = link
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        begun = False
+        call: Call | None = None
+        feeding: asyncio.Task[None] | None = None
+        try:
+            call = self._link.call()
+            call.send(http=_request(scope))
+            feeding = asyncio.create_task(_feed(call, receive))
+            while True:
+                frame = await call.next()
+                if frame.HasField("response"):
+                    begun = True
+                    headers = [(each.name, each.value) for each in frame.response.headers]
+                    await send({"type": "http.response.start", "status": frame.response.status, "headers": headers})
+                elif frame.HasField("body"):
+                    if not frame.body.more:
+                        call.end()
+                    await send({"type": "http.response.body", "body": frame.body.data, "more_body": frame.body.more})
+                    if not frame.body.more:
+                        return
+                else:
+                    call.end()
+                    raise Unavailable(frame.end.details)
+        except Unavailable as error:
+            if begun:
+                raise  # the server cuts the connection: nobody takes the answer for a whole one
+            await _refusal(error)(scope, receive, send)
+        finally:
+            if feeding is not None:
+                feeding.cancel()
+            if call is not None:
+                call.close()
+
+
+async def _feed(call: Call, receive: Receive) -> None:
+    """The request's body, and that the client has left."""
+    while (message := await receive())["type"] == "http.request":
+        call.send(body=front_pb2.HttpBody(data=message.get("body", b""), more=message.get("more_body", False)))
+    call.close()
+
+
+def _request(scope: Scope) -> front_pb2.HttpRequest:
+    return front_pb2.HttpRequest(
+        method=scope["method"],
+        path=scope["path"],
+        raw_path=scope["raw_path"],
+        query_string=scope["query_string"],
+        http_version=scope["http_version"],
+        scheme=scope["scheme"],
+        headers=_headers(scope["headers"]),
+    )
+
+
+def _headers(pairs: Iterable[tuple[str | bytes, str | bytes]]) -> list[front_pb2.Header]:
+    return [front_pb2.Header(name=_bytes(name), value=_bytes(value)) for name, value in pairs]
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def _refusal(error: Unavailable) -> Response:
+    return Response(error_body(error), error.http_status, error_headers(error), "application/json")

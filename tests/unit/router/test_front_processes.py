@@ -1,0 +1,182 @@
+"""Doors in processes of their own: the same answers, errors and cancellations, and what happens when one dies."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from router.front.processes import FrontDoors
+from router.server import RouterServer
+from router.tokenizer import Tokenizer
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.test_generate import Client, ask, expected
+from wire.errors import FailedPrecondition
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.rpc import ERROR_CODE
+
+GENERATE = "/tandem.v1.Inference/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+KEY = (("authorization", "Bearer key"),)
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    return {"front_processes": 2, "api_keys": ("key",)}
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[Client]:
+    async with channel_to(cluster.endpoints.grpc_address, "key") as channel:
+        yield Client(channel)
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    headers = {"authorization": "Bearer key"}
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", headers=headers) as opened:
+        yield opened
+
+
+def doors(cluster: Cluster) -> FrontDoors:
+    opened = cluster.router._opened
+    assert isinstance(opened, FrontDoors)
+    return opened
+
+
+async def test_both_doors_answer_as_the_router_s_own(
+    cluster: Cluster, client: Client, http: httpx.AsyncClient, tokenizer: Tokenizer
+) -> None:
+    text, ids, complete = await client.run(ask(40))
+    assert (text, ids, complete.prompt_tokens) == (tokenizer.decode(expected(40)), expected(40), 4)
+    assert (await client.stub.GetModelInfo(pb.GetModelInfoRequest())).model == "fake"
+    assert not (await client.stub.Abort(pb.AbortRequest(request_id="nobody"))).found
+    asked = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 40}
+    whole = await http.post("/v1/completions", json=asked)
+    assert whole.json()["choices"][0]["text"] == text
+    async with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as streamed:
+        lines = [line async for line in streamed.aiter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    assert len(lines) > 2
+    assert (await http.get("/ready")).json() == {"status": "ready"}
+    channel = grpc.aio.insecure_channel(cluster.endpoints.grpc_address)
+    request = health_pb2.HealthCheckRequest(service="tandem.v1.Inference")
+    health = health_pb2_grpc.HealthStub(channel)
+    assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+    await cluster.members()
+    await until(lambda: not cluster.router.ready, "no worker is left")
+    watched = health.Watch(request)
+    while (await watched.read()).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+        pass
+    await channel.close()
+
+
+async def test_errors_keep_their_status_words_and_code(
+    cluster: Cluster, client: Client, http: httpx.AsyncClient
+) -> None:
+    error = await client.error(ask(8, temperature=-1.0))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "temperature" in str(error.details())
+    assert dict(error.trailing_metadata() or ())[ERROR_CODE] == "INVALID_ARGUMENT"
+    refused = await http.post("/v1/completions", json={"model": "fake", "prompt": "a", "temperature": -1})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "temperature")
+    assert (await http.get("/nowhere")).status_code == 404
+    large = await http.post("/v1/completions", content=b"x" * (5 << 20))
+    assert large.status_code == 400
+    async with channel_to(cluster.endpoints.grpc_address, "another") as channel:
+        assert (await Client(channel).error(ask())).code() is grpc.StatusCode.UNAUTHENTICATED
+        unknown = channel.unary_unary("/tandem.v1.Inference/Unknown")
+    async with channel_to(cluster.endpoints.grpc_address, "key") as channel:
+        unknown = channel.unary_unary("/tandem.v1.Inference/Unknown")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await unknown(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        broken = channel.unary_stream("/tandem.v1.Inference/Generate")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await broken(b"\xff").read()
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert (await client.run(ask(8)))[1] == expected(8)
+
+
+async def test_clients_that_leave_cancel_their_requests(
+    cluster: Cluster, client: Client, http: httpx.AsyncClient
+) -> None:
+    cluster.decode.switches.step_s = 0.01
+    call = client.stub.Generate(ask(1000))
+    await call.read()
+    asked = {"model": "fake", "prompt": [5, 6], "max_tokens": 1000, "stream": True}
+    async with http.stream("POST", "/v1/completions", json=asked) as streamed:
+        await anext(streamed.aiter_lines())
+        call.cancel()
+    await cluster.settled()
+
+
+async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster: Cluster) -> None:
+    cluster.decode.switches.step_s = 0.005
+    outcomes: list[list[int] | grpc.StatusCode] = []
+
+    async def one() -> None:
+        address, alone = cluster.endpoints.grpc_address, [("grpc.use_local_subchannel_pool", 1)]
+        call = grpc.aio.insecure_channel(address, alone).unary_stream(*GENERATE)(ask(300), metadata=KEY)
+        try:
+            outcomes.append([token async for message in call for token in message.chunk.token_ids])
+        except grpc.aio.AioRpcError as error:
+            outcomes.append(error.code())
+
+    running = [asyncio.create_task(one()) for _ in range(16)]  # each a connection of its own
+    dispatcher = cluster.router._dispatcher
+    await until(lambda: dispatcher.running == 16, "all of them run")
+    victim = next(iter(doors(cluster)._processes))
+    victim.send_signal(signal.SIGKILL)
+    await asyncio.gather(*running)
+    lost = outcomes.count(grpc.StatusCode.UNAVAILABLE)
+    assert 0 < lost < 16, "the kernel spreads connections"
+    assert outcomes.count(expected(300)) == 16 - lost
+    await until(lambda: len(doors(cluster)._processes - {victim}) == 2, "another takes its place")
+    await one()
+    assert outcomes[-1] == expected(300)
+
+
+async def test_when_the_router_is_gone_clients_hear_so(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    answering = asyncio.create_task(client.error(ask(1000)))
+    await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
+    before = set(doors(cluster)._processes)
+    for front in doors(cluster)._attached:
+        front._stream.close()  # as at the end of the router's process
+    error = await answering
+    assert (error.code(), error.details()) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "the router ended while it answered; send the request again",
+    )
+    await until(lambda: len(doors(cluster)._processes - before) == 2, "they ended, and others came")
+    await cluster.settled()
+
+
+async def test_stopping_lets_answers_end(cluster: Cluster, client: Client) -> None:
+    cluster.decode.switches.step_s = 0.01
+    answering = asyncio.create_task(client.run(ask(50)))
+    await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
+    processes = set(doors(cluster)._processes)
+    await cluster.router.stop(30.0)
+    assert (await answering)[1] == expected(50)
+    assert all(process.returncode == 0 for process in processes)
+    await cluster.router.start()  # for the fixture, at other ports
+
+
+async def test_a_taken_port_is_told_in_words(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.front.processes._PORT_S", 0.0)
+    for door in ("grpc", "http"):
+        port = int(getattr(cluster.endpoints, f"{door}_address").split(":")[1])
+        with pytest.raises(FailedPrecondition, match=f"{door}_port: .*{port}"):
+            await RouterServer(replace(cluster.config, **{f"{door}_port": port})).start()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(FailedPrecondition, match=f"_port: .*{port}"):
+        await RouterServer(replace(cluster.config, grpc_port=port, http_port=port)).start()

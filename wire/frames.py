@@ -1,0 +1,67 @@
+"""Protobuf messages of many small frames over a stream socket, each message behind its length."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+log = logging.getLogger(__name__)
+
+_LENGTH_BYTES = 4
+_WAITING_BYTES_MAX = 256 << 20
+"""Of what the other end does not read: it hangs."""
+
+Out = TypeVar("Out", bound=Message)
+In = TypeVar("In", bound=Message)
+
+
+class FrameStream(Generic[Out, In]):
+    """One end. What is sent within a turn of the event loop goes as one message. `Out` and `In` are messages with
+    repeated `frames`, each of which has the number of its `call`.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outgoing: type[Out], incoming: type[In]
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._outgoing, self._incoming = outgoing, incoming
+        self._batch: Any = outgoing()
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, call: int, **what: Any) -> None:
+        """A frame with one of its fields, as protobuf takes them. What is sent behind the stream's end is lost."""
+        if not self._batch.frames:
+            self._loop.call_soon(self._flush)
+        self._batch.frames.add(call=call, **what)
+
+    async def received(self) -> AsyncIterator[Any]:
+        """The other end's frames, until it closes the stream, is gone, or sends something else."""
+        try:
+            while True:
+                length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
+                batch: Any = self._incoming.FromString(await self._reader.readexactly(length))
+                for frame in batch.frames:
+                    yield frame
+        except (asyncio.IncompleteReadError, OSError):
+            return
+        except DecodeError as error:
+            log.error("a message that is none: %s", error)
+
+    def close(self) -> None:
+        """Send what is left and end."""
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        batch, self._batch = self._batch, self._outgoing()
+        if not batch.frames or self._writer.is_closing():
+            return
+        data: bytes = batch.SerializeToString()
+        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        if self._writer.transport.get_write_buffer_size() > _WAITING_BYTES_MAX:
+            log.error("the other end has not read %d MiB; its stream ends", _WAITING_BYTES_MAX >> 20)
+            self._writer.transport.abort()
