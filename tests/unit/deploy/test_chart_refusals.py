@@ -8,6 +8,8 @@ import pytest
 
 from tests.unit.deploy.chart import CHART, Chart, HelmError, one
 
+GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
+
 
 @pytest.mark.parametrize(
     ("setting", "message"),
@@ -33,7 +35,12 @@ from tests.unit.deploy.chart import CHART, Chart, HelmError, one
         ("model.source=hostPath", r"model.source hostPath needs model.hostPath"),
         ("model.source=init", r"model.source init needs model.init.command"),
         ("ingress.enabled=true", r"ingress.enabled needs ingress.host"),
+        ("ingress.enabled=true,ingress.host=a.b,ingress.grpcHost=a.b", r"ingress.grpcHost has to be another name"),
         ("gateway.enabled=true", r"gateway.enabled needs gateway.parentRefs"),
+        (f"{GATEWAY},gateway.grpcHostnames={{g.b}}", r"gateway.grpcHostnames needs gateway.hostnames: without, HTTP has"),
+        (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{a.b}}", r"a.b is one of gateway.hostnames, too"),
+        (f"{GATEWAY},gateway.hostnames={{*.b}},gateway.grpcHostnames={{g.b}}", r"g.b is one of .*, too \(\*\.b\)"),
+        (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{*.b}}", r"\*.b is one of .*, too \(a\.b\)"),
         ("monitoring.serviceMonitor.enabled=true", r"monitoring.serviceMonitor needs auth.metricsKey.existingSecret"),
     ],
 )
@@ -59,3 +66,12 @@ def test_an_ingress_has_a_host_for_grpc_of_its_own(chart: Chart) -> None:
         assert ingress["spec"]["rules"][0]["host"] == host
     annotations = one(manifests, "Ingress", "-grpc")["metadata"]["annotations"]
     assert annotations == {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"}
+
+
+def test_a_gateway_has_names_for_grpc_of_its_own(chart: Chart) -> None:
+    """One that is given both kinds of route for a name accepts one of them and refuses the other."""
+    manifests = chart.render("--set", f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{g.b}}")
+    assert one(manifests, "HTTPRoute")["spec"]["hostnames"] == ["a.b"]
+    assert one(manifests, "GRPCRoute")["spec"]["hostnames"] == ["g.b"]
+    for names in (",gateway.hostnames={a.b}", ""):
+        assert {each["kind"] for each in chart.render("--set", GATEWAY + names)}.isdisjoint({"GRPCRoute"})

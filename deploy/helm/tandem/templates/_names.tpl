@@ -86,7 +86,16 @@ tandem/release: {{ .Release.Name }}
 {{- if and (eq .Values.model.source "hostPath") (not .Values.model.hostPath) -}}{{- fail "model.source hostPath needs model.hostPath" -}}{{- end -}}
 {{- if and (eq .Values.model.source "init") (not .Values.model.init.command) -}}{{- fail "model.source init needs model.init.command" -}}{{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.host) -}}{{- fail "ingress.enabled needs ingress.host" -}}{{- end -}}
+{{- if and .Values.ingress.enabled (eq .Values.ingress.host .Values.ingress.grpcHost) -}}{{- fail "ingress.grpcHost has to be another name than ingress.host" -}}{{- end -}}
 {{- if and .Values.gateway.enabled (not .Values.gateway.parentRefs) -}}{{- fail "gateway.enabled needs gateway.parentRefs" -}}{{- end -}}
+{{- if and .Values.gateway.enabled .Values.gateway.grpcHostnames -}}
+{{- if not .Values.gateway.hostnames -}}{{- fail "gateway.grpcHostnames needs gateway.hostnames: without, HTTP has all names, and a Gateway takes one kind of route a name" -}}{{- end -}}
+{{- range $http := .Values.gateway.hostnames }}{{ range $grpc := $.Values.gateway.grpcHostnames -}}
+{{- if or (eq $http $grpc) (and (hasPrefix "*." $http) (hasSuffix (trimPrefix "*" $http) $grpc)) (and (hasPrefix "*." $grpc) (hasSuffix (trimPrefix "*" $grpc) $http)) -}}
+{{- fail (printf "gateway.grpcHostnames: %s is one of gateway.hostnames, too (%s), and a Gateway takes one kind of route a name" $grpc $http) -}}
+{{- end -}}
+{{- end }}{{ end -}}
+{{- end -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled (not .Values.auth.metricsKey.existingSecret) -}}
 {{- fail "monitoring.serviceMonitor needs auth.metricsKey.existingSecret: without a key, metrics are closed" -}}
 {{- end -}}
