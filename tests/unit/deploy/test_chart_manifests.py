@@ -114,6 +114,16 @@ def test_rdma_reaches_the_workers_alone(chart: Chart) -> None:
         assert (env.get("NCCL_IB_HCA") == "mlx5") is works
 
 
+def test_workers_on_their_hosts_network_reach_head_and_router(chart: Chart) -> None:
+    """Others know them by their hosts' addresses alone."""
+    hosts = {"ipBlock": {"cidr": "10.1.0.0/16"}}
+    settings = "rdma.enabled=true,rdma.hostNetwork=true,networkPolicy.nodes[0].ipBlock.cidr=10.1.0.0/16"
+    policy = one(chart.render("--set", settings), "NetworkPolicy", "-tandem")
+    kubernetes_validate.validate(policy, KUBERNETES, strict=True)
+    assert hosts in policy["spec"]["ingress"][0]["from"]
+    chart.render("--set", "rdma.enabled=true,rdma.hostNetwork=true,networkPolicy.enabled=false")
+
+
 @pytest.mark.parametrize(("policy", "key"), [("together", "podAffinity"), ("spread", "topologySpreadConstraints")])
 def test_prefill_and_decode_share_a_fabric(chart: Chart, policy: str, key: str) -> None:
     groups = pods(chart.render("--set", f"fabric.policy={policy},fabric.topologyKey=rack,fabric.required=true"))

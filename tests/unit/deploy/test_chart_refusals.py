@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.deploy.chart import CHART, Chart, HelmError, one
 
+SHARED = "serving.mode=adaptive,groups.both.replicas=2"
 GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
 
 
@@ -34,6 +35,13 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("model.source=pvc", r"model.source pvc needs model.pvc.claimName"),
         ("model.source=hostPath", r"model.source hostPath needs model.hostPath"),
         ("model.source=init", r"model.source init needs model.init.command"),
+        ("model.source=hostPath,model.hostPath=/srv,model.path=/srv/x", r"model.path /srv/x is not below model.mountPath /m"),
+        ("model.source=hostPath,model.hostPath=/srv,model.path=/models-2/x", r"model.path /models-2/x is not below"),
+        ("hugepages.size=2Mi", r"hugepages.size and hugepages.amount need each other"),
+        ("hugepages.amount=4Gi", r"hugepages.size and hugepages.amount need each other"),
+        ("rdma.enabled=true,rdma.hostNetwork=true", r"rdma.hostNetwork needs networkPolicy.nodes, the hosts of workers"),
+        ("planner.mode=on,planner.workers=4:2", r"planner.workers: 4:2 is no range, its minimum is above its maximum"),
+        (f"{SHARED},planner.mode=on", r"planner.mode on needs planner.workers where serving.mode is adaptive"),
         ("ingress.enabled=true", r"ingress.enabled needs ingress.host"),
         ("ingress.enabled=true,ingress.host=a.b,ingress.grpcHost=a.b", r"ingress.grpcHost has to be another name"),
         ("gateway.enabled=true", r"gateway.enabled needs gateway.parentRefs"),
@@ -55,6 +63,18 @@ def test_what_is_dangerous_is_told(chart: Chart) -> None:
     assert "no auth.apiKeys.existingSecret: whoever reaches the router is served" in notes
     assert "the ingress has no tlsSecret" in notes
     assert "rdma.enabled is false: KV pages between hosts go over TCP" in notes
+
+
+@pytest.mark.parametrize(("example", "worker"), [("cpu", "decode-0"), ("one-gpu", "both-0")])
+def test_the_worker_in_the_notes_is_there(chart: Chart, example: str, worker: str) -> None:
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "-f", str(CHART / "examples" / f"{example}.yaml"))
+    assert f"tandem drain {worker} --restart" in notes
+
+
+@pytest.mark.parametrize("example", ["one-gpu", "one-host-eight-gpus"])
+def test_nobody_is_warned_of_a_wire_that_carries_nothing(chart: Chart, example: str) -> None:
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "-f", str(CHART / "examples" / f"{example}.yaml"))
+    assert "rdma.enabled" not in notes[notes.index("NOTES:") :]
 
 
 def test_an_ingress_has_a_host_for_grpc_of_its_own(chart: Chart) -> None:

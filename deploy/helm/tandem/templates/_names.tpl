@@ -51,6 +51,13 @@ tandem/release: {{ .Release.Name }}
 {{- if $grows }}true{{ end -}}
 {{- end -}}
 
+{{/* Whether KV pages may go from one pod's workers to another's: "true" or nothing. */}}
+{{- define "tandem.handsOverBetweenPods" -}}
+{{- $pods := 0 -}}
+{{- range .Values.groups }}{{ $pods = add $pods (include "tandem.maxReplicas" . | int) }}{{ end -}}
+{{- if and (gt (int $pods) 1) (ne .Values.serving.mode "colocated") }}true{{ end -}}
+{{- end -}}
+
 {{/* How many workers that do both fit: of each pod, the smaller number of places. */}}
 {{- define "tandem.bothPlaces" -}}
 {{- $count := 0 -}}
@@ -81,6 +88,21 @@ tandem/release: {{ .Release.Name }}
 {{- end -}}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}
 {{- fail (printf "drain.gracePeriodSeconds (%d) has to be at least 60 more than drain.seconds (%d)" (int .Values.drain.gracePeriodSeconds) (int .Values.drain.seconds)) -}}
+{{- end -}}
+{{- if and .Values.rdma.enabled .Values.rdma.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.nodes) -}}
+{{- fail "rdma.hostNetwork needs networkPolicy.nodes, the hosts of workers: to a NetworkPolicy, pods on their hosts' network are these hosts" -}}
+{{- end -}}
+{{- if ne (empty .Values.hugepages.size) (empty .Values.hugepages.amount) -}}{{- fail "hugepages.size and hugepages.amount need each other" -}}{{- end -}}
+{{- range $part := list "workers" "prefill" "decode" -}}
+{{- $range := splitList ":" (index $.Values.planner $part) -}}
+{{- if and (eq (len $range) 2) (gt (int (index $range 0)) (int (index $range 1))) -}}{{- fail (printf "planner.%s: %s is no range, its minimum is above its maximum" $part (index $.Values.planner $part)) -}}{{- end -}}
+{{- end -}}
+{{- if and (ne .Values.planner.mode "off") (ne .Values.serving.mode "disaggregated") (not .Values.planner.workers) -}}
+{{- fail (printf "planner.mode %s needs planner.workers where serving.mode is %s: without roles, only the number of workers can change" .Values.planner.mode .Values.serving.mode) -}}
+{{- end -}}
+{{- $below := printf "%s/" (trimSuffix "/" .Values.model.mountPath) -}}
+{{- if and (ne .Values.model.source "image") (not (hasPrefix $below (printf "%s/" (trimSuffix "/" .Values.model.path)))) -}}
+{{- fail (printf "model.path %s is not below model.mountPath %s, where model.source %s puts the model" .Values.model.path .Values.model.mountPath .Values.model.source) -}}
 {{- end -}}
 {{- if and (eq .Values.model.source "pvc") (not .Values.model.pvc.claimName) -}}{{- fail "model.source pvc needs model.pvc.claimName" -}}{{- end -}}
 {{- if and (eq .Values.model.source "hostPath") (not .Values.model.hostPath) -}}{{- fail "model.source hostPath needs model.hostPath" -}}{{- end -}}
