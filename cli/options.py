@@ -11,11 +11,22 @@ if TYPE_CHECKING:
     from cli.client import RouterClient, Sampling
     from cli.controller_client import ControllerClient
 
+def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
+    """Where `tandem up` has all keys from the environment, as in its pod, other commands show the first."""
+    source = context.get_parameter_source(parameter.name or "")
+    return (key.split() or [""])[0] if source is not None and source.name == "ENVIRONMENT" else key
+
+
 Address = Annotated[
     str,
     typer.Option("--address", envvar="TANDEM_ADDRESS", help="The router's host:port; default: the running cluster."),
 ]
-ApiKey = Annotated[str, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key for a router that asks for one.")]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key", envvar="TANDEM_API_KEY", callback=_one_of_several, help="Key for a router that asks for one."
+    ),
+]
 Temperature = Annotated[
     float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
 ]

@@ -41,6 +41,24 @@ def test_without_a_cluster_the_way_to_start_one_is_named(command: list[str]) -> 
     assert result.stderr == "error: no cluster is running; start one with `tandem up`\n"
 
 
+@pytest.mark.parametrize("command", [["status"], ["generate", "x"], ["chat"]])
+def test_of_several_keys_in_the_environment_the_first_is_shown(
+    command: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`tandem up` in a pod has them all there, and commands run beside it."""
+    shown: list[str] = []
+
+    def remember(_client: object, _address: str, api_key: str = "") -> None:
+        shown.append(api_key)
+        raise Unavailable("enough")
+
+    monkeypatch.setattr("cli.client.RouterClient.__init__", remember)
+    monkeypatch.setenv("TANDEM_API_KEY", "first second")
+    assert "enough" in CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1"]).stderr
+    CliRunner().invoke(app, [*command, "--address", "127.0.0.1:1", "--api-key", "third fourth"])
+    assert shown == ["first", "third fourth"], "what is given by hand is taken as it is"
+
+
 def test_down_without_a_cluster_is_no_failure() -> None:
     result = CliRunner().invoke(app, ["down"])
     assert result.exit_code == 0
