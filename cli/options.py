@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from cli.client import RouterClient, Sampling
     from cli.controller_client import ControllerClient
 
+
 def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
     """Where `tandem up` has all keys from the environment, as in its pod, other commands show the first."""
     source = context.get_parameter_source(parameter.name or "")

@@ -33,10 +33,12 @@ class ShapeOptions:
         import json
 
         from engine.models.config import parse_model_config
-        from engine.models.shapes import shape_config
+        from engine.models.shapes import shape_config, shape_names
         from wire.errors import InvalidArgument
 
         if self.model is None:
+            if self.shape not in shape_names():
+                raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
             return shape_config(self.shape)
         try:
             return parse_model_config(json.loads((self.model / "config.json").read_text(encoding="utf-8")), {})

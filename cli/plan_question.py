@@ -23,6 +23,7 @@ MEMORY_FRACTION = 0.9
 MAX_STEP_TOKENS = 2048
 WORKERS_MAX = 1024
 _ITEM_BYTES = 2
+_HELPS = "no number of workers changes that: promise more, or take a faster --gpu or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,21 @@ class Question:
                 f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
             )
             raise InvalidArgument("--prompt-tokens", message)
+        costs, promise = self.costs, self.promise
+        step_s = costs.base_s + costs.row_s + costs.context_s * demand.context_tokens
+        if step_s > promise.gap_s:
+            message = f"one answer alone has {step_s * 1e3:.1f} ms between its tokens"
+            raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
+        alone_s = demand.lone_prompt_seconds(costs, MAX_STEP_TOKENS)
+        if alone_s > promise.ttft_s:
+            message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
+            raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
 
-    def split(self, *, shared: bool = False) -> Split:
-        """The best one of so many workers, or the smallest that leaves room."""
-        least = 1 if shared else 2
+    def split(self) -> Split:
+        """The best one of so many workers, or the smallest that leaves room. One worker does both."""
         if self.workers is not None:
-            found = self.sizing.best(max(self.workers, least), Limits(), shared=shared)
+            found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
         else:
-            found = self.sizing.fewest(Range(least, WORKERS_MAX), Limits(), ROOM, shared=shared)
+            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), ROOM)
         assert found is not None
         return found

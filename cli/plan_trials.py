@@ -42,7 +42,7 @@ def trials(question: Question, split: Split) -> Iterator[Found]:
     times = split.workers / workers
     prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))
     rate = demand.per_s / times
-    mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA)
+    mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
     guess = max(GUESSED * rate / max(question.sizing.worst(split).value, 1e-3), 1e-3)
     for strategy in strategies(workers, prefill):
         trial = Trial(question.hardware, strategy, mix, slo, Network())

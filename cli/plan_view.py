@@ -30,11 +30,15 @@ def lines(question: Question, split: Split) -> Iterator[str]:
         f" {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
     )
     yield f"promise   {question.promise.text}"
-    yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
     (worse, first), (better, other) = sorted(
         ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
     )
-    yield f"wall      {first} binds first, by its {worse.text}; {other} has {better.text}"
+    if split.shared:
+        yield "size      1 worker, which computes prompts and decodes"
+        yield f"wall      it has {worse.text}"
+    else:
+        yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
+        yield f"wall      {first} binds first, by its {worse.text}; {other} has {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: {demand.per_s / worse.value:.3g} can be promised"
 

@@ -55,6 +55,15 @@ def test_knees_of_every_strategy_are_simulated() -> None:
         assert float(row.removeprefix(name).split()[0]) > 5
 
 
+@pytest.mark.usefixtures("short_loads")
+def test_one_worker_does_both() -> None:
+    result = run("--prompt-tokens", "500", "--answer-tokens", "20", "--rate", "3", "--workers", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "1 worker, which computes prompts and decodes" in result.stdout
+    assert "disaggregated" not in result.stdout
+    assert "adaptive" in result.stdout
+
+
 def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
     costs = asdict(hardware("llama-3-8b", None, 50.0, 1.0).truth)
     slow = {name: value * (2 if name.endswith("_s") else 1) for name, value in costs.items()}
@@ -70,7 +79,10 @@ def test_fitted_costs_take_the_place_of_the_roofline(tmp_path: Path) -> None:
         (["--gpu", "TPU"], "--gpu"),
         (["--rate", "0"], "--rate"),
         (["--cached", "1"], "--cached"),
+        (["--shape", "nobody's"], '--shape: "nobody\'s" is none of llama-3-8b'),
         (["--shape", "qwen3-32b", "--gpu", "L4"], "--gpu"),
+        (["--slo-itl", "1"], "--slo-itl: one answer alone has"),
+        (["--slo-ttft", "20"], "--slo-ttft: a prompt of 2000 tokens alone takes"),
         (["--prompt-tokens", "9000"], "--prompt-tokens"),
         (["--ceilings", "fast"], "--ceilings"),
         (["--from", "/nowhere.json"], "--from"),

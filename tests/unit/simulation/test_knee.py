@@ -115,6 +115,16 @@ def test_a_load_beyond_what_workers_can_do_keeps_less_than_a_small_one() -> None
     assert much.ttft_p50_s > little.ttft_p50_s > 0
 
 
+def test_what_caches_hold_of_prompts_is_not_computed() -> None:
+    machine = hardware("llama-3-8b", None, 50.0, 1.0)
+    slo = SloClass("plan", ttft_s=1.0, itl_s=0.025)
+    strategy = next(each for each in strategies(2, 1) if each.mode is Mode.DISAGGREGATED)
+    plain, cached = (
+        Trial(machine, strategy, Mix(1.0, 2000, 40, cached=part), slo, Network()).load(15.0) for part in (0.0, 0.9)
+    )
+    assert cached.ttft_p50_s < 0.5 * plain.ttft_p50_s
+
+
 def test_one_worker_cannot_be_disaggregated() -> None:
     assert all(each.mode is not Mode.DISAGGREGATED for each in strategies(1, 1))
     assert {each.workers for each in strategies(5, 2)} == {5}
