@@ -61,6 +61,12 @@ class Operator:
         self._one_size_at_a_time = asyncio.Lock()
         self._begun: set[asyncio.Task[Any]] = set()
 
+    @property
+    def coming(self) -> int:
+        """Workers that will serve, and do not yet, or not again."""
+        starting = {keeper for keeper in self._keepers.values() if keeper.phase in {Phase.STARTING, Phase.WAITING}}
+        return len(starting | self._awaited)
+
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """See `Duties.set_mode`; returns the workers as they are now."""
         await self._to_its_end(self._duties.set_mode(change))

@@ -1,6 +1,7 @@
 """The planner at work: it looks at the cluster's metrics once a window, decides, and lets the operator's hand do it.
 
 One at a time: while workers change their roles, start or drain, nobody looks, so no decision is made of half a change.
+New workers that have no node yet are the exception: that may take minutes, or for ever.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 60.0
 """What halves that close, and workers that leave, have for the requests that they still have."""
-WAIT_S = 300.0
-"""How long new workers may take until they serve."""
+WAIT_S = 60.0
+"""How long new workers are waited for; those that come later, with a node for instance, hold nobody up."""
 
 
 class Hand(Protocol):
     """The operator's, as far as it is needed."""
+
+    @property
+    def coming(self) -> int: ...
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]: ...
 
@@ -80,6 +84,8 @@ class Planning:
                 await self.look()
             except TandemError as error:
                 log.warning("the planner's change is not through: %s", error.message)
+            except Exception:
+                log.exception("the planner could not look; it will again")
 
     async def look(self) -> None:
         """One window. What it cannot bring about is a TandemError; it looks anew then."""
@@ -87,7 +93,8 @@ class Planning:
         before, self._before = self._before, now
         if before is None:
             return
-        seen = observe(Stretch(before, now), self._membership().workers, self._promises)
+        workers, coming = self._membership().workers, self._operator.coming
+        seen = observe(Stretch(before, now), workers, self._promises, coming=coming)
         decision = plan(seen, self._config.limits, self._state)
         self._decision, self._state = decision, decision.state
         if decision.change is Direction.NONE:

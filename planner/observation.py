@@ -61,6 +61,8 @@ class Observation:
     prefill: int = 0
     decode: int = 0
     shared: int = 0
+    coming: int = 0
+    """Workers that will serve, and do not yet: they start, or wait for a node."""
     waiting_requests: float = 0.0
     """In the routers' queues, at the window's end."""
     waiting_tokens: float = 0.0

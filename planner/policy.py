@@ -78,7 +78,7 @@ def plan(seen: Observation, limits: Limits, state: State) -> Decision:
         state = _learn(seen, sizing.strains(now), state)
         sizing = replace(sizing, prefill_scale=state.prefill_scale, decode_scale=state.decode_scale)
     view = _View(seen, sizing, state)
-    return _decide(view, now, _wanted(sizing, now, limits), limits)
+    return _decide(view, now, _wanted(sizing, now, seen.coming, limits), limits)
 
 
 def _newest(seen: Observation, state: State) -> Demand | None:
@@ -142,14 +142,16 @@ def _scaled(scale: float, *, grow: bool) -> float:
     return min(scale * LEARN, SCALE_MAX) if grow else 1.0 + (scale - 1.0) * FORGET
 
 
-def _wanted(sizing: Sizing, now: Split, limits: Limits) -> Split:
+def _wanted(sizing: Sizing, now: Split, coming: int, limits: Limits) -> Split:
     """The best split, without regard to what a change costs."""
     total, shared = limits.workers, bool(now.shared)
     if total is None:
         return sizing.best(now.workers, limits, shared=shared) or now
     if sizing.worst(now).value > FULL or now.workers < total.least:
         least = max(now.workers, total.least)
-        return sizing.fewest(Range(least, max(least, total.most)), limits, ROOM, shared=shared) or now
+        more = sizing.fewest(Range(least, max(least, total.most)), limits, ROOM, shared=shared) or now
+        # Whoever is on the way may take long, or never find a node: until then the best is made of those who serve.
+        return more if more.workers > now.workers + coming else sizing.best(now.workers, limits, shared=shared) or now
     most = max(total.least, min(now.workers, total.most))
     fewer = sizing.fewest(Range(total.least, most), limits, SPARE, shared=shared)
     if fewer is not None and fewer.workers < now.workers and sizing.worst(fewer).value <= SPARE:
@@ -203,6 +205,8 @@ def _reason(view: _View, now: Split, wanted: Split, direction: Direction, count:
     )
     if kept.total:
         load += f", {kept.attained:.0%} kept their promise"
+    if view.seen.coming:
+        load += f", {view.seen.coming} more workers are on their way"
     if direction is Direction.NONE:
         return f"{now.text} stays: {load}"
     then = f"{wanted.text} would have {_strains(view, wanted)}"

@@ -27,8 +27,8 @@ Promises = Callable[[float], Mapping[str, Promise]]
 """What each service class promises where a decode step of one request takes so many seconds."""
 
 
-def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises) -> Observation:
-    """Of this stretch; `workers` are those that serve now, by what they were last told to do."""
+def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises, *, coming: int = 0) -> Observation:
+    """Of this stretch; `workers` are those that serve now, by what they were last told to do, `coming` more will."""
     now = stretch.now
     prefill, decode, shared = (_doing(workers, role) for role in (Role.PREFILL, Role.DECODE, Role.BOTH))
     answers = worker_facts(now, [*decode, *shared])
@@ -43,6 +43,7 @@ def observe(stretch: Stretch, workers: Sequence[WorkerInfo], promises: Promises)
         prefill=len(prefill),
         decode=len(decode),
         shared=len(shared),
+        coming=coming,
         waiting_requests=now.total(f.REQUESTS_WAITING, role=_ROUTER),
         waiting_tokens=offered.prompt_tokens * sum(now.total(f.REQUESTS_WAITING, worker=each) for each in names),
         running_requests=sum(now.total(f.REQUESTS_RUNNING, worker=each) for each in names),

@@ -1,5 +1,6 @@
 """The planner in the controller: what it decides is done by the operator's hand, and seen in metrics and logs."""
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ class Hand:
     def __init__(self) -> None:
         self.asked: list[ModeChange | SizeChange] = []
         self.late = False
+        self.coming = 0
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         return await self.resize(change)
@@ -126,6 +128,39 @@ async def test_the_number_of_workers_follows_where_it_may() -> None:
     assert isinstance(change, SizeChange)
     assert change.prefill == change.decode == 0
     assert 4 < change.workers <= 16
+
+
+async def test_those_who_serve_change_their_roles_while_others_wait_for_a_node() -> None:
+    limits = Limits(workers=Range(4, 16))
+    scene = Scene(PlannerConfig(PlannerMode.ON, WINDOW_S, limits), [Role.PREFILL] + [Role.DECODE] * 3)
+    scene.hand.late = True
+    with pytest.raises(DeadlineExceeded):
+        await scene.look(45.0, times=4)
+    (grown,) = scene.hand.asked
+    assert isinstance(grown, SizeChange)
+    scene.hand.coming, scene.hand.late = grown.prefill + grown.decode - 4, False
+    await scene.look(45.0, times=8)
+    assert isinstance(scene.hand.asked[1], ModeChange)
+    assert scene.hand.asked[1].prefill == 3
+    scene.hand.coming = 0
+    await scene.look(45.0, times=8)
+    assert isinstance(scene.hand.asked[-1], SizeChange), "nobody is on the way any more"
+
+
+async def test_a_look_that_fails_is_not_the_last(said: pytest.LogCaptureFixture) -> None:
+    scene = Scene(PlannerConfig(PlannerMode.ON, 1e-3), APART)
+    looks = 0
+
+    async def look() -> None:
+        nonlocal looks
+        looks += 1
+        raise ValueError("no figure") if looks == 1 else asyncio.CancelledError
+
+    scene.planning.look = look  # type: ignore[method-assign]
+    with pytest.raises(asyncio.CancelledError):
+        await scene.planning.run()
+    assert looks == 2
+    assert "the planner could not look" in said.text
 
 
 async def test_what_is_late_is_an_error_and_the_next_look_begins_anew() -> None:

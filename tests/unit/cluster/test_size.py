@@ -117,6 +117,7 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     with pytest.raises(DeadlineExceeded):
         await crew.operator.resize(SizeChange(prefill=2, decode=2))
     assert len(crew.keepers) == 4
+    assert crew.operator.coming == 2
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
@@ -124,6 +125,7 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     crew.room.set()
     await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
     await until(lambda: workers.duties.sharing.prefill == 2)
+    await until(lambda: crew.operator.coming == 0)
     await crew.stop()
 
 

@@ -111,6 +111,17 @@ def test_workers_are_added_until_there_is_room_and_taken_away_much_later() -> No
     assert Direction.UP not in kinds
 
 
+def test_workers_that_are_on_their_way_are_not_asked_for_again() -> None:
+    """And a load beyond what they bring asks for more of them."""
+    heavy = {"prefill": 4, "decode": 4}
+    (grown,) = changes(decide([seen(90.0, 900.0, 450.0, **heavy)] * 2, COUNTS))
+    coming = grown.workers - 8
+    waits = decide([seen(90.0, 900.0, 450.0, coming=coming, **heavy)] * 20, COUNTS)
+    assert all(split.workers == 8 for split in changes(waits))
+    assert f"{coming} more workers are on their way" in waits[-1].reason
+    assert changes(decide([seen(180.0, 900.0, 450.0, coming=coming, **heavy)] * 2, COUNTS))[0].workers > 8 + coming
+
+
 def test_a_cluster_that_shares_changes_its_number_alone() -> None:
     load = (90.0, 900.0, 450.0)
     assert changes(follow([load] * 6, FLIPS, Split(shared=4))) == []
