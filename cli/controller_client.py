@@ -8,7 +8,7 @@ import grpc.aio
 from wire import convert
 from wire.errors import TandemError, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import WorkerInfo
+from wire.messages import Absence, WorkerInfo
 from wire.rpc import ERROR_CODE, error_of, open_channel
 
 GRACE_S = 30.0
@@ -82,6 +82,13 @@ class ControllerClient:
             membership = await self._typed(call.read())
             call.cancel()
         return convert.membership_from_proto(membership).workers
+
+    async def absent(self) -> tuple[Absence, ...]:
+        """Who was asked for and does not serve now."""
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
+        return tuple(convert.absence_from_proto(each) for each in reply.workers)
 
     async def drain_worker(
         self,

@@ -32,8 +32,28 @@ def status(address: Address = "", api_key: ApiKey = "") -> None:
     console = Console() if sys.stdout.isatty() else Console(width=WIDE)
     console.print(summary(where, view), markup=False)
     console.print(worker_table(view))
-    for line in remarks(view):
+    for line in [*remarks(view), *absences(address)]:
         console.print(line, markup=False)
+
+
+def absences(address: str) -> list[str]:
+    """A line for each worker that does not serve, which only the controller knows: none for a router by its address."""
+    import asyncio
+
+    from cli.controller_client import ControllerClient
+    from cli.state import newest
+    from wire.errors import TandemError
+
+    if address:
+        return []
+    running = newest()
+    if not running.controller:
+        return []
+    try:
+        absent = asyncio.run(ControllerClient(running.controller, running.token).absent())
+    except TandemError as error:
+        return [f"who else was asked for is not known: {error.message}"]
+    return [f"{each.worker_id} does not serve: {each.reason}" for each in absent]
 
 
 def summary(address: str, view: "ServerView") -> str:

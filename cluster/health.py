@@ -32,6 +32,16 @@ class Health:
     stage: str = ""
     fraction: float = 0.0
 
+    @property
+    def lack(self) -> str:
+        """Why it does not serve, in words; "" if it does, or still finishes what it has."""
+        if self.phase in {Phase.SERVING, Phase.DRAINING}:
+            return ""
+        if self.phase is Phase.DRAINED:
+            return f"drained; `tandem drain {self.name} --restart` brings it back"
+        doing = (self.stage or str(self.phase)) if self.phase is Phase.STARTING else str(self.phase)
+        return f"{doing}; last error: {self.error}" if self.restarts and self.error else doing
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:

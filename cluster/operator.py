@@ -17,7 +17,7 @@ from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.size import SizeChange, Steps
 from wire.errors import DeadlineExceeded, FailedPrecondition, NotFound, TandemError
-from wire.messages import Role, WorkerInfo
+from wire.messages import Absence, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class Operator:
         """Workers that will serve, and do not yet, or not again."""
         starting = {keeper for keeper in self._keepers.values() if keeper.phase in {Phase.STARTING, Phase.WAITING}}
         return len(starting | self._awaited)
+
+    def absent(self) -> tuple[Absence, ...]:
+        """Who does not serve now."""
+        lacks = ((name, keeper.health().lack) for name, keeper in self._keepers.items())
+        return tuple(Absence(name, lack) for name, lack in lacks if lack)
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """See `Duties.set_mode`; returns the workers as they are now."""

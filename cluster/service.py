@@ -76,3 +76,9 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return cluster_pb2.ResizeResponse(
             workers=[convert.worker_info_to_proto(info) for info in workers], seconds=time.monotonic() - began
         )
+
+    async def ListAbsent(
+        self, _request: cluster_pb2.ListAbsentRequest, _context: _Context
+    ) -> cluster_pb2.ListAbsentResponse:
+        absent = (convert.absence_to_proto(each) for each in self._operator.absent())
+        return cluster_pb2.ListAbsentResponse(workers=absent)

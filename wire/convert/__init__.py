@@ -5,6 +5,8 @@ whoever receives a message from outside validates it.
 """
 
 from wire.convert.cluster import (
+    absence_from_proto,
+    absence_to_proto,
     duty_from_proto,
     duty_to_proto,
     membership_from_proto,
@@ -78,6 +80,8 @@ from wire.convert.work import (
 )
 
 __all__ = [
+    "absence_from_proto",
+    "absence_to_proto",
     "cost_from_proto",
     "cost_to_proto",
     "decode_notice",

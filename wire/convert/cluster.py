@@ -2,7 +2,7 @@
 
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, types_pb2
-from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Absence, Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.policy_name import PolicyName
 
 
@@ -82,3 +82,11 @@ def membership_to_proto(value: Membership) -> cluster_pb2.Membership:
 
 def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
     return Membership(message.revision, tuple(worker_info_from_proto(w) for w in message.workers), message.mode)
+
+
+def absence_to_proto(value: Absence) -> cluster_pb2.Absence:
+    return cluster_pb2.Absence(worker_id=value.worker_id, reason=value.reason)
+
+
+def absence_from_proto(message: cluster_pb2.Absence) -> Absence:
+    return Absence(message.worker_id, message.reason)

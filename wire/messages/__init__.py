@@ -16,7 +16,7 @@ from wire.messages.events import (
 )
 from wire.messages.leases import GrantedLease, Lease
 from wire.messages.load import WorkerInspection, WorkerLoad
-from wire.messages.membership import Membership, ModelFacts, WorkerInfo
+from wire.messages.membership import Absence, Membership, ModelFacts, WorkerInfo
 from wire.messages.references import PeerRef, RequestRef
 from wire.messages.sampling import (
     CACHE_SALT_MAX,
@@ -38,6 +38,7 @@ __all__ = [
     "PRESENCE_MAX",
     "REPETITION_MAX",
     "REPETITION_MIN",
+    "Absence",
     "Destination",
     "Duty",
     "ErrorDetail",

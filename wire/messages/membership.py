@@ -62,6 +62,14 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Absence:
+    """A worker that was asked for and does not serve, and why, in words."""
+
+    worker_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Membership:
     """All serving workers; `revision` grows with each change, `mode` is the routers', "" = as they were started."""
 

@@ -2,15 +2,19 @@
 
 import io
 from datetime import datetime
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
+from cli import state
 from cli.client import Answer, ServerView
-from cli.status import remarks, summary, worker_table
+from cli.controller_client import ControllerClient
+from cli.status import absences, remarks, summary, worker_table
 from cli.timeline_table import timeline_rows, timeline_table
 from wire.generated.tandem.v1 import inference_pb2
-from wire.messages import FinishReason
+from wire.messages import Absence, FinishReason
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 MS = 1_000_000
@@ -110,6 +114,17 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
         ["away"],
         ["connected"],
     ]
+
+
+def test_status_names_those_who_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def absent(_client: ControllerClient) -> tuple[Absence, ...]:
+        return (Absence("decode-1", "waiting for a node that has a place for it"),)
+
+    monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(ControllerClient, "absent", absent)
+    state.announce("127.0.0.1:1", "", "m", "127.0.0.1:2", "secret")
+    assert absences("") == ["decode-1 does not serve: waiting for a node that has a place for it"]
+    assert absences("elsewhere:1") == [], "its controller is not the one that is known here"
 
 
 def test_who_leaves_or_changes_says_so() -> None:

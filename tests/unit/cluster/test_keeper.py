@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.health import Backoff, Phase
+from cluster.health import Backoff, Health, Phase
 from cluster.keeper import Keeper, Process
 
 
@@ -177,3 +177,18 @@ async def test_a_retired_process_that_does_not_end_is_ended_and_stays_away() -> 
     stage.keeper.stop()
     await stage.run
     assert len(stage.processes) == 1
+
+
+@pytest.mark.parametrize(
+    ("phase", "restarts", "stage", "lack"),
+    [
+        (Phase.SERVING, 3, "", ""),
+        (Phase.DRAINING, 0, "", ""),
+        (Phase.DRAINED, 3, "", "drained; `tandem drain w --restart` brings it back"),
+        (Phase.STARTING, 0, "", "starting"),
+        (Phase.STARTING, 1, "loading weights", "loading weights; last error: no such file"),
+        (Phase.WAITING, 2, "loading weights", "waiting to restart; last error: no such file"),
+    ],
+)
+def test_why_somebody_does_not_serve_is_said_in_words(phase: Phase, restarts: int, stage: str, lack: str) -> None:
+    assert Health("w", phase, 1, 1, restarts, "no such file", stage).lack == lack

@@ -5,15 +5,18 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from cli.controller_client import ControllerClient
 from cluster.modes import ModeChange
 from cluster.operator import Operator
 from cluster.registry import Registry
 from cluster.service import ClusterServicer
 from cluster.size import SizeChange
-from wire.errors import InvalidArgument, NotFound
+from wire.errors import InvalidArgument, NotFound, Unauthenticated
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.messages import PeerRef, WorkerInfo
+from wire.messages import Absence, PeerRef, WorkerInfo
 from wire.rpc import open_channel, open_server
+
+ABSENT = Absence("decode-1", "waiting for a node")
 
 
 class Asked(Operator):
@@ -21,6 +24,9 @@ class Asked(Operator):
 
     def __init__(self) -> None:
         """It owns nothing."""
+
+    def absent(self) -> tuple[Absence, ...]:
+        return (ABSENT,)
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         raise InvalidArgument("mode", repr(change))
@@ -76,6 +82,13 @@ async def test_unregister_is_for_good(door: tuple[str, Registry]) -> None:
         await stub.Register(registration("decode-0", 7))
         await stub.Unregister(cluster_pb2.UnregisterRequest(worker_id="decode-0", incarnation=7))
         assert registry.membership().workers == ()
+
+
+async def test_who_is_absent_is_known_to_those_with_the_secret(door: tuple[str, Registry]) -> None:
+    address, _ = door
+    assert await ControllerClient(address, "secret").absent() == (ABSENT,)
+    with pytest.raises(Unauthenticated):
+        await ControllerClient(address, "wrong").absent()
 
 
 async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:

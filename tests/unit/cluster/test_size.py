@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import cluster.operator
 from cluster.config import ClusterConfig, Mode
 from cluster.health import Phase
+from cluster.keeper import WAITS_FOR_PLACE
 from cluster.modes import ModeChange, Sharing
 from cluster.roles import another, plan
 from cluster.size import SizeChange, Steps
@@ -118,6 +119,8 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
         await crew.operator.resize(SizeChange(prefill=2, decode=2))
     assert len(crew.keepers) == 4
     assert crew.operator.coming == 2
+    assert [each.worker_id for each in crew.operator.absent()] == ["prefill-1", "decode-1"]
+    assert {each.reason for each in crew.operator.absent()} == {WAITS_FOR_PLACE}
     await crew.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     with pytest.raises(DeadlineExceeded, match="prefill-1"):
         await crew.operator.resize(SizeChange(prefill=2, decode=1))
@@ -126,6 +129,7 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
     await until(lambda: workers.duties.sharing.prefill == 2)
     await until(lambda: crew.operator.coming == 0)
+    assert not crew.operator.absent()
     await crew.stop()
 
 

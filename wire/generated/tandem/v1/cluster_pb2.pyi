@@ -158,3 +158,21 @@ class DrainWorkerResponse(_message.Message):
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     seconds: float
     def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class ListAbsentRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAbsentResponse(_message.Message):
+    __slots__ = ("workers",)
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    workers: _containers.RepeatedCompositeFieldContainer[Absence]
+    def __init__(self, workers: _Optional[_Iterable[_Union[Absence, _Mapping]]] = ...) -> None: ...
+
+class Absence(_message.Message):
+    __slots__ = ("worker_id", "reason")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    reason: str
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

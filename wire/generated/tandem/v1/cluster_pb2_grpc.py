@@ -65,6 +65,11 @@ class ClusterStub:
                 request_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
                 _registered_method=True)
+        self.ListAbsent = channel.unary_unary(
+                '/tandem.v1.Cluster/ListAbsent',
+                request_serializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -114,6 +119,13 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListAbsent(self, request, context):
+        """Operator: who was asked for and does not serve now, and why.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -146,6 +158,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Resize,
                     request_deserializer=tandem_dot_v1_dot_cluster__pb2.ResizeRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_cluster__pb2.ResizeResponse.SerializeToString,
+            ),
+            'ListAbsent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAbsent,
+                    request_deserializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +328,33 @@ class Cluster:
             '/tandem.v1.Cluster/Resize',
             tandem_dot_v1_dot_cluster__pb2.ResizeRequest.SerializeToString,
             tandem_dot_v1_dot_cluster__pb2.ResizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAbsent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Cluster/ListAbsent',
+            tandem_dot_v1_dot_cluster__pb2.ListAbsentRequest.SerializeToString,
+            tandem_dot_v1_dot_cluster__pb2.ListAbsentResponse.FromString,
             options,
             channel_credentials,
             insecure,
