@@ -2,7 +2,9 @@
 
 A worker that registers with another duty than it is to have is told so, whenever that is: after a change, and after a
 restart that crossed one. A change of mode goes in three steps, so that at every moment somebody takes every kind of
-work: all halves that are going to be needed open; routers change their mode; what is not needed any more closes.
+work: all halves that are going to be needed open; routers change their mode; what is not needed any more closes. That
+last step may take as long as answers do, and nothing else waits for it: another change, or a worker that leaves, begins
+from what is wanted.
 """
 
 import asyncio
@@ -52,7 +54,7 @@ class Duties:
         return self._wanted[worker_id]
 
     async def parts(self) -> dict[str, Role]:
-        """Every worker's own part, also of those that are away or stand in for others. Waits for a change's end."""
+        """Every worker's own part, also of those that are away or stand in for others."""
         async with self._one_at_a_time:
             return {each: self._part(each) for each in self._wanted}
 
@@ -83,6 +85,7 @@ class Duties:
         """
         async with self._one_at_a_time:
             await self._share(change.over(self.sharing, len(self._here())), change.grace_s)
+        await self._settle(change.grace_s)
 
     async def flip(self, into_prefill: int, grace_s: float) -> None:
         """So many that decode prefill instead, below 0 the other way; nothing in other modes than disaggregated.
@@ -96,9 +99,10 @@ class Duties:
             if not 1 <= prefill < here:
                 raise FailedPrecondition(f"{here} workers serve, of which {prefill} cannot prefill; try again later")
             await self._share(replace(self.sharing, prefill=prefill), grace_s)
+        await self._settle(grace_s)
 
     async def _share(self, sharing: Sharing, grace_s: float) -> None:
-        """Let all who are here share the work so, and the others once they are back."""
+        """Let all who are here share the work so, and the others once they are back; halves may still close then."""
         before = self._here()
         duties = assign(sharing, {worker_id: duty.role for worker_id, duty in before.items()})
         self._grace_s = grace_s
@@ -108,7 +112,7 @@ class Duties:
         for worker_id, part in self._away.items():
             self._away[worker_id] = _at_home(sharing, part)
             self._wanted[worker_id] = sharing.duty(self._away[worker_id])
-        await self._close(duties)
+        self._want(duties)
 
     async def stand_in_for(self, worker_id: str) -> None:
         """This worker is about to leave: whoever is there opens the halves that nobody else would have open."""
@@ -136,8 +140,10 @@ class Duties:
                 return
             self.sharing = _counting(self.sharing, part, 1)
             here = {each: duty.role for each, duty in self._here().items()}
-            if self.sharing.mode is Mode.DISAGGREGATED and 1 <= self.sharing.prefill < len(here):
-                await self._close(assign(self.sharing, here))
+            if not (self.sharing.mode is Mode.DISAGGREGATED and 1 <= self.sharing.prefill < len(here)):
+                return
+            self._want(assign(self.sharing, here))
+        await self._settle(self._grace_s)
 
     def _here(self) -> dict[str, Duty]:
         """What those do who are not away."""
@@ -158,9 +164,9 @@ class Duties:
             self._want(before)
             raise DeadlineExceeded(f"{late} did not open what the new mode needs; nothing has changed, try again")
 
-    async def _close(self, duties: Mapping[str, Duty]) -> None:
-        self._want(duties)
-        late = await self._late(lambda info: not _settled(info, duties), self._grace_s + SETTLE_S)
+    async def _settle(self, grace_s: float) -> None:
+        """Wait until everybody does what is wanted of him, whoever wanted it last."""
+        late = await self._late(lambda info: not _settled(info, self._wanted), grace_s + SETTLE_S)
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
 

@@ -182,6 +182,23 @@ async def test_nobody_leaves_whom_nobody_stands_in_for(monkeypatch: pytest.Monke
     await stage.stop()
 
 
+async def test_who_leaves_does_not_wait_for_answers_elsewhere() -> None:
+    """A pod that drains has no time for what a change of roles lets a worker finish."""
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    workers.busy.add("decode-0")
+    change = asyncio.ensure_future(crew.operator.set_mode(ModeChange("disaggregated", prefill=2, grace_s=600)))
+    await until(lambda: workers.infos["decode-0"].closing is D)
+    await asyncio.wait_for(crew.operator.drain_worker("prefill-0", 1.0, restart=False, force=False), 10)
+    assert crew.drained == ["prefill-0"]
+    assert not change.done()
+    workers.finish("decode-0")
+    await change
+    assert workers.roles == {"decode-0": P, "decode-1": D}
+    workers.check()
+    await crew.stop()
+
+
 async def test_a_worker_that_is_away_has_the_mode_of_now_when_it_is_back() -> None:
     workers = Workers({"a": P, "b": D, "c": D}, DISAGGREGATED)
     stage = await Crew.of(workers)
