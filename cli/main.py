@@ -10,6 +10,7 @@ from cli.generate import generate
 from cli.logs import logs
 from cli.mode import mode
 from cli.plan import plan
+from cli.ready import ready
 from cli.scale import scale
 from cli.status import status
 from cli.top import top
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, generate, chat, status, top, why, trace, logs, mode, scale, drain, plan, doctor, down):
+for command in (up, generate, chat, status, top, why, trace, logs, mode, scale, drain, ready, plan, doctor, down):
     app.command()(command)
 
 

@@ -64,13 +64,15 @@ class Operator:
     @property
     def coming(self) -> int:
         """Workers that will serve, and do not yet, or not again."""
-        starting = {keeper for keeper in self._keepers.values() if keeper.phase in {Phase.STARTING, Phase.WAITING}}
-        return len(starting | self._awaited)
+        return sum(self._is_coming(keeper) for keeper in self._keepers.values())
 
     def absent(self) -> tuple[Absence, ...]:
         """Who does not serve now."""
-        lacks = ((name, keeper.health().lack) for name, keeper in self._keepers.items())
-        return tuple(Absence(name, lack) for name, lack in lacks if lack)
+        lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
+        return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
+
+    def _is_coming(self, keeper: Keeper) -> bool:
+        return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """See `Duties.set_mode`; returns the workers as they are now."""

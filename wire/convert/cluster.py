@@ -85,8 +85,8 @@ def membership_from_proto(message: cluster_pb2.Membership) -> Membership:
 
 
 def absence_to_proto(value: Absence) -> cluster_pb2.Absence:
-    return cluster_pb2.Absence(worker_id=value.worker_id, reason=value.reason)
+    return cluster_pb2.Absence(worker_id=value.worker_id, reason=value.reason, coming=value.coming)
 
 
 def absence_from_proto(message: cluster_pb2.Absence) -> Absence:
-    return Absence(message.worker_id, message.reason)
+    return Absence(message.worker_id, message.reason, message.coming)

@@ -63,10 +63,11 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A worker that was asked for and does not serve, and why, in words."""
+    """A worker that was asked for and does not serve, why, in words, and whether it will without anybody's doing."""
 
     worker_id: str
     reason: str
+    coming: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from cli import state
 from cli.main import app
 from wire.errors import FailedPrecondition
-from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Absence, Duty, ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
 WORKER = WorkerInfo(PeerRef("w-0", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=Duty(Role.BOTH))
@@ -20,6 +20,7 @@ class Controller:
     """In the place of `cli.controller_client.ControllerClient`: notes what is asked."""
 
     asked: list[tuple[Any, ...]]
+    away: tuple[Absence, ...] = ()
 
     def __init__(self, address: str, token: str) -> None:
         self.asked.append((address, token))
@@ -36,6 +37,9 @@ class Controller:
         return tuple(
             replace(WORKER, peer=PeerRef(name, 1), address=f"{node}:7") for name, node in (("x", "a"), ("y", "b"))
         )
+
+    async def absent(self) -> tuple[Absence, ...]:
+        return self.away
 
     async def drain_worker(self, worker_id: str, **options: Any) -> float:
         self.asked.append((worker_id, options))
@@ -94,6 +98,25 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
     assert asked[1:] == [("y", {"grace_s": 2.0, "force": True, "node_leaves": True})]
     result = CliRunner().invoke(app, ["drain", "--node", "c", *where])
     assert (result.exit_code, result.stdout) == (0, "no worker serves at c; nothing to drain\n")
+
+
+@pytest.mark.parametrize(
+    ("node", "away", "code", "says"),
+    [
+        ("b", Absence("z", "starting", coming=True), 0, "a worker serves at b"),
+        ("c", None, 0, "no worker serves at c, and none is on its way"),
+        ("c", Absence("z", "drained", coming=False), 0, "none is on its way"),
+        ("c", Absence("z", "loading weights", coming=True), 1, "z is on its way: loading weights"),
+    ],
+)
+@pytest.mark.usefixtures("asked")
+def test_a_node_is_ready_if_somebody_serves_there_or_nobody_is_coming(
+    node: str, away: Absence | None, code: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Controller, "away", () if away is None else (away,))
+    result = CliRunner().invoke(app, ["ready", "--node", node, "--controller", "c:1", "--token", "t"])
+    assert result.exit_code == code
+    assert says in result.output
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_what_somebody_should_look_at_is_said_in_whole_sentences() -> None:
 
 def test_status_names_those_who_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def absent(_client: ControllerClient) -> tuple[Absence, ...]:
-        return (Absence("decode-1", "waiting for a node that has a place for it"),)
+        return (Absence("decode-1", "waiting for a node that has a place for it", coming=True),)
 
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(ControllerClient, "absent", absent)

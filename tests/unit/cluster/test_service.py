@@ -16,7 +16,7 @@ from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import Absence, PeerRef, WorkerInfo
 from wire.rpc import open_channel, open_server
 
-ABSENT = Absence("decode-1", "waiting for a node")
+ABSENT = Absence("decode-1", "waiting for a node", coming=True)
 
 
 class Asked(Operator):

@@ -135,8 +135,25 @@ def test_probes_of_ray_knock_where_it_listens(chart: Chart, example: str) -> Non
         started = ray_start(group["rayStartParams"], *(["--head"] if name == "head" else []))
         listens = 6379 if name == "head" else started["node_manager_port"]
         ray = group["template"]["spec"]["containers"][0]
-        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        workers = name not in {"head", "router"}
+        for probe in ("startupProbe", "livenessProbe", *(() if workers else ("readinessProbe",))):
             assert ray[probe]["tcpSocket"] == {"port": listens}, name
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_a_pod_is_ready_when_its_workers_are(chart: Chart, example: str) -> None:
+    """Else a budget would let the next pod go as soon as Ray is up in the one that takes the last one's place."""
+    for name, group in pods(chart.example(example)).items():
+        if name in {"head", "router"}:
+            continue
+        ray = group["template"]["spec"]["containers"][0]
+        shell, flag, line = ray["readinessProbe"]["exec"]["command"]
+        assert (shell, flag) == ("/bin/sh", "-c")
+        execute, *command = shlex.split(line)
+        assert execute == "exec"
+        asked, options = parsed(command)
+        assert (asked, options["node"]) == ("ready", "$POD_IP")
+        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= {each["name"] for each in ray["env"]}
 
 
 def test_a_misspelt_option_would_be_seen() -> None:

@@ -199,7 +199,7 @@ CASES: dict[str, tuple[Any, type]] = {
     ),
     "duty": (duties, types_pb2.Duty),
     "worker_info": (workers, cluster_pb2.WorkerInfo),
-    "absence": (st.builds(messages.Absence, text, text), cluster_pb2.Absence),
+    "absence": (st.builds(messages.Absence, text, text, st.booleans()), cluster_pb2.Absence),
     "membership": (
         st.builds(messages.Membership, uint64, st.lists(workers, max_size=3).map(tuple), text),
         cluster_pb2.Membership,

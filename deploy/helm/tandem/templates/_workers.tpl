@@ -45,7 +45,11 @@ containers:
       {{- end }}
     resources: {{- include "tandem.workerResources" . | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" $root "worker" true) | nindent 6 }}
-    {{- include "tandem.rayProbes" (dict "root" $root "port" 6380) | nindent 4 }}
+    # Alive as long as the Ray node is. Ready as long as a worker here serves, or nobody is on the way: while one loads
+    # in a pod that has just come, the budget lets no other pod go.
+    startupProbe: {{- merge (dict "tcpSocket" (dict "port" 6380)) $root.Values.probes.startup | toYaml | nindent 6 }}
+    livenessProbe: {{- merge (dict "tcpSocket" (dict "port" 6380)) $root.Values.probes.liveness | toYaml | nindent 6 }}
+    readinessProbe: {{- merge (dict "exec" (dict "command" (list "/bin/sh" "-c" "exec tandem ready --node \"$POD_IP\""))) $root.Values.probes.workersReadiness | toYaml | nindent 6 }}
     # Without a controller there is nobody to drain from: the pod ends all the same.
     lifecycle:
       preStop:

@@ -170,9 +170,11 @@ class ListAbsentResponse(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[Absence, _Mapping]]] = ...) -> None: ...
 
 class Absence(_message.Message):
-    __slots__ = ("worker_id", "reason")
+    __slots__ = ("worker_id", "reason", "coming")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    COMING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     reason: str
-    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    coming: bool
+    def __init__(self, worker_id: _Optional[str] = ..., reason: _Optional[str] = ..., coming: _Optional[bool] = ...) -> None: ...
