@@ -1,6 +1,9 @@
 """Tables as people see them."""
 
 import io
+import re
+import shutil
+import subprocess
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import Absence, FinishReason
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
+ROOT = Path(__file__).parents[3]
 MS = 1_000_000
 
 
@@ -125,6 +129,27 @@ def test_status_names_those_who_do_not_serve(tmp_path: Path, monkeypatch: pytest
     state.announce("127.0.0.1:1", "", "m", "127.0.0.1:2", "secret")
     assert absences("") == ["decode-1 does not serve: waiting for a node that has a place for it"]
     assert absences("elsewhere:1") == [], "its controller is not the one that is known here"
+
+
+@pytest.mark.skipif(shutil.which("awk") is None, reason="awk is not installed")
+def test_the_guides_loop_over_workers_takes_each_that_serves_once() -> None:
+    workers = [
+        inference_pb2.WorkerStatus(worker_id="decode-0", role="decode", connected=True, not_ready="8 of 9 are lost"),
+        inference_pb2.WorkerStatus(worker_id="both-1", role="both", connected=True, step_policy="chunked 512"),
+    ]
+    info = inference_pb2.GetServerInfoResponse(workers=workers)
+    view = ServerView(info, inference_pb2.GetLoadsResponse(), inference_pb2.GetModelInfoResponse())
+    status = [
+        summary("127.0.0.1:5", view),
+        text(worker_table(view)),
+        *remarks(view),
+        "decode-2 does not serve: drained",
+    ]
+    found = re.search(r"awk '([^']+)'", (ROOT / "docs" / "operations.md").read_text())
+    assert found
+    program = found[1].replace("\\|", "|")
+    done = subprocess.run(["awk", program], input="\n".join(status), capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["both-1", "decode-0"]
 
 
 def test_who_leaves_or_changes_says_so() -> None:
