@@ -97,8 +97,8 @@ tandem/release: {{ .Release.Name }}
 {{- $range := splitList ":" (index $.Values.planner $part) -}}
 {{- if and (eq (len $range) 2) (gt (int (index $range 0)) (int (index $range 1))) -}}{{- fail (printf "planner.%s: %s is no range, its minimum is above its maximum" $part (index $.Values.planner $part)) -}}{{- end -}}
 {{- end -}}
-{{- if and (ne .Values.planner.mode "off") (ne .Values.serving.mode "disaggregated") (not .Values.planner.workers) -}}
-{{- fail (printf "planner.mode %s needs planner.workers where serving.mode is %s: without roles, only the number of workers can change" .Values.planner.mode .Values.serving.mode) -}}
+{{- if and (eq .Values.planner.mode "on") (ne .Values.serving.mode "disaggregated") (not .Values.planner.workers) -}}
+{{- fail (printf "planner.mode on needs planner.workers where serving.mode is %s: without roles, only the number of workers can change" .Values.serving.mode) -}}
 {{- end -}}
 {{- $below := printf "%s/" (trimSuffix "/" .Values.model.mountPath) -}}
 {{- if and (ne .Values.model.source "image") (not (hasPrefix $below (printf "%s/" (trimSuffix "/" .Values.model.path)))) -}}
