@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 @plain_errors
 def down(
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for it to end.")] = 30.0,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for it to end, beside its --stop-grace.")
+    ] = 30.0,
     everything: Annotated[
         bool, typer.Option("--all", help="Stop every cluster of this user, not just the newest.")
     ] = False,
@@ -44,6 +46,7 @@ def _stop(cluster: "RunningCluster", timeout: float) -> None:
 
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(cluster.pid).terminate()
+    timeout += cluster.stop_grace_s
     give_up = time.monotonic() + timeout
     while cluster.alive:
         if time.monotonic() > give_up:

@@ -80,7 +80,13 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
 def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> None:
     ends = cluster.endpoints
     announced = state.announce(
-        ends.grpc, ends.http, config.model_name, ends.controller, ends.token, metrics=ends.metrics
+        ends.grpc,
+        ends.http,
+        config.model_name,
+        ends.controller,
+        ends.token,
+        metrics=ends.metrics,
+        stop_grace_s=config.stop_grace_s,
     )
     try:
         if first is not None:

@@ -27,6 +27,8 @@ class RunningCluster:
     """Opens the controller's door, and all metrics."""
     metrics: str = ""
     """Where the whole cluster's metrics are, host:port."""
+    stop_grace_s: float = 0.0
+    """How long what runs may go on when it is stopped."""
 
     @property
     def alive(self) -> bool:
@@ -47,10 +49,20 @@ def folder() -> Path:
     return user_cache("run")
 
 
-def announce(grpc: str, http: str, model: str, controller: str = "", token: str = "", *, metrics: str = "") -> Path:
+def announce(
+    grpc: str,
+    http: str,
+    model: str,
+    controller: str = "",
+    token: str = "",
+    *,
+    metrics: str = "",
+    stop_grace_s: float = 0.0,
+) -> Path:
     """Write this process's file, readable by this user alone; the caller removes it."""
     pid = os.getpid()
-    state = RunningCluster(pid, psutil.Process(pid).create_time(), grpc, http, model, controller, token, metrics)
+    started = psutil.Process(pid).create_time()
+    state = RunningCluster(pid, started, grpc, http, model, controller, token, metrics, stop_grace_s)
     folder().mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder() / f"up-{pid}.json"
     partial = path.with_suffix(".partial")

@@ -37,6 +37,9 @@ class PlaceOptions:
         float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
     ] = 0.0
     start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0
+    stop_grace: Annotated[
+        float, typer.Option(help="Seconds that requests in flight may go on when the cluster is stopped.")
+    ] = 0.5
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         return replace(
@@ -44,6 +47,7 @@ class PlaceOptions:
             ray_address=self.address,
             places_timeout_s=self.places_timeout,
             start_timeout_s=self.start_timeout,
+            stop_grace_s=self.stop_grace,
         )
 
 

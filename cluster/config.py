@@ -139,6 +139,8 @@ class ClusterConfig:
     """Whether the number of workers and their roles follow the load, and within which limits."""
     start_timeout_s: float = 180.0
     """How long the first start of all workers may take, in seconds."""
+    stop_grace_s: float = 0.5
+    """How long calls in flight may still take when the whole cluster stops, in seconds; new ones are refused."""
 
     def __post_init__(self) -> None:
         """InvalidArgument names the option and its limit."""
@@ -186,7 +188,11 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{value:g} is not between {least} and {most}")
 
     def _check_timeouts(self) -> None:
-        for option, seconds in (("--places-timeout", self.places_timeout_s), ("--start-timeout", self.start_timeout_s)):
+        for option, seconds in (
+            ("--places-timeout", self.places_timeout_s),
+            ("--start-timeout", self.start_timeout_s),
+            ("--stop-grace", self.stop_grace_s),
+        ):
             if not 0 <= seconds < math.inf:
                 raise InvalidArgument(option, f"{seconds:g} is no number of seconds")
 

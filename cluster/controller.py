@@ -14,7 +14,7 @@ from cluster.config import ClusterConfig
 from cluster.duties import Duties
 from cluster.fleet import Fleet
 from cluster.health import ClusterHealth
-from cluster.keeper import Keeper, Process
+from cluster.keeper import END_S, Keeper, Process
 from cluster.metrics import ClusterMetrics
 from cluster.modes import Sharing
 from cluster.operator import Operator
@@ -87,7 +87,8 @@ class Controller:
         self._metrics_address = await metrics.open(host, self._config.cluster.metrics_port)
         self._planning = self._begin_planning(metrics)
         self._router.on_open = partial(metrics.opened, "router", "router")
-        self._router_run = asyncio.create_task(self._router_keeper.run())
+        grace_s = END_S + self._config.cluster.stop_grace_s
+        self._router_run = asyncio.create_task(self._router_keeper.run(grace_s))
         self._fleet.start()
         self._seeing_to_duties = asyncio.create_task(self._duties.run())
         return address

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
 """How often a start is asked how far it is, in seconds."""
+END_S = 5.0
+"""What a process that is to stop may take, beside what it lets others finish, before it is killed."""
 WAITS_FOR_PLACE = "waiting for a node that has a place for it"
 
 
@@ -111,7 +113,7 @@ class Keeper:
         """A retired one is wanted again: at once if it has ended, else when it has."""
         self._wanted.set()
 
-    async def run(self, grace_s: float = 5.0) -> None:
+    async def run(self, grace_s: float = END_S) -> None:
         """Keep the process alive until `stop`; then it has `grace_s` seconds to end by itself."""
         while not self._stopping.is_set():
             if not self._wanted.is_set():

@@ -126,10 +126,10 @@ class Cluster:
     def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
         """End every process and remove every file of the cluster; returns when they are gone. Idempotent.
 
-        What is not gone after `timeout_s` seconds, a Ray that hangs for instance, is killed.
+        What is not gone `timeout_s` seconds after the config's grace, a Ray that hangs for instance, is killed.
         """
         self._stopping.set()
-        if not self._over.wait(timeout_s):
+        if not self._over.wait(self._config.stop_grace_s + timeout_s):
             self._node.kill()
             self._over.wait(KILLED_S)  # the thread is a daemon: if it hangs still, it ends with this process
 
@@ -143,7 +143,7 @@ class Cluster:
         finally:
             try:
                 if self._controller is not None:
-                    _stop_controller(self._controller)
+                    _stop_controller(self._controller, self._config.stop_grace_s)
                 self._node.stop()
             finally:
                 self._over.set()
@@ -252,7 +252,7 @@ def _raise_if_over(life: Any) -> None:
         raise Unavailable("the controller died and took the cluster along; start it again with `tandem up`")
 
 
-def _stop_controller(controller: Any) -> None:
-    """Let it end what it keeps, for a bounded time; what remains dies with Ray."""
+def _stop_controller(controller: Any, grace_s: float) -> None:
+    """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
     with contextlib.suppress(Unavailable):
-        _ask(controller.stop.remote(), timeout_s=STOP_TIMEOUT_S)
+        _ask(controller.stop.remote(), timeout_s=grace_s + STOP_TIMEOUT_S)

@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from router.config import RouterConfig
     from router.server import RouterEndpoints, RouterServer
 
-STOP_GRACE_S = 0.5
-"""How long calls in flight may still take when the whole cluster stops, in seconds."""
-
-
 _SWITCH_INTERVAL_S = 0.5e-3
 """How long one thread may keep the interpreter from another: a token passes two on its way, and Python's own 5 ms is a
 whole step of a GPU.
@@ -39,9 +35,12 @@ class RouterActor:
         incarnation: int,
         log: Path | None = None,
         log_format: LogFormat = LogFormat.PRETTY,
+        stop_grace_s: float = 0.0,
     ) -> None:
+        """Calls in flight have `stop_grace_s` seconds when it stops."""
         begin_log(log, log_format, config.name, incarnation)
         self._config = config
+        self._stop_grace_s = stop_grace_s
         self._stopped = asyncio.Event()
         self._server: RouterServer | None = None
 
@@ -69,9 +68,9 @@ class RouterActor:
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Close both doors; calls in flight end with UNAVAILABLE."""
+        """Close both doors; what is still in flight after the grace ends with UNAVAILABLE."""
         if self._server is not None:
-            await self._server.stop(STOP_GRACE_S)
+            await self._server.stop(self._stop_grace_s)
         self._stopped.set()
 
 
@@ -92,7 +91,8 @@ class RouterProcess:
         """A new router process; it keeps the doors of the one before."""
         options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         log = self._cluster.log_file("router")
-        settings = self._config(incarnation), incarnation, log, LogFormat(self._cluster.log_format)
+        cluster = self._cluster
+        settings = self._config(incarnation), incarnation, log, LogFormat(cluster.log_format), cluster.stop_grace_s
         actor = actor_class(RouterActor).options(**options).remote(*settings)
         return RayProcess(actor, on_start=self._opened)
 

@@ -229,8 +229,9 @@ def test_a_signal_at_any_moment_leaves_nothing(
 def test_down_stops_what_up_started(
     start_up: Callable[..., subprocess.Popen[str]], environment: dict[str, str], temp_root: Path
 ) -> None:
+    """And lets what runs end first, as long as it was told to."""
     before = shared_memory()
-    process = start_up()
+    process = start_up("--stop-grace", "60")
     read_until(process, "Ctrl-C stops it")
     relatives = family(process.pid)
     tandem = [sys.executable, "-m", "cli.main"]
@@ -246,7 +247,13 @@ def test_down_stops_what_up_started(
     answer = run("generate", "Say hello.", "--max-tokens", "8", "--timeline")
     assert answer.returncode == 0, answer.stderr
     assert "first token" in answer.stdout
-    down = run("down")
+    long = [*tandem, "generate", "Once upon a time", "--max-tokens", "200"]
+    with subprocess.Popen(long, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout
+        running.stdout.read(1)
+        down = run("down")
+        _, error = running.communicate(timeout=60)
+    assert running.returncode == 0, error
     assert down.returncode == 0, down.stderr
     assert process.wait(timeout=60) == 0
     assert_gone(relatives, before, temp_root)

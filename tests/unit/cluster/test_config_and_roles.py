@@ -55,6 +55,7 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"ray_address": "auto", "device": "cuda:1"}, "--device"),
         ({"places_timeout_s": float("nan")}, "--places-timeout"),
         ({"start_timeout_s": -1.0}, "--start-timeout"),
+        ({"stop_grace_s": -1.0}, "--stop-grace"),
         ({"metrics_port": 9464, "controller_port": 9464}, "--controller-port"),
         ({"token": "ö"}, "--token"),
         ({"mode": "both"}, "--mode"),
