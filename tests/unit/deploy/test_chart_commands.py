@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
+import subprocess
 from typing import Any
 
 import pytest
@@ -107,6 +109,26 @@ def test_workers_pods_drain_before_they_end(chart: Chart, example: str) -> None:
         assert options["grace"] + 60 <= spec["terminationGracePeriodSeconds"]
         env = {each["name"] for each in spec["containers"][0]["env"]}
         assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= env
+
+
+def test_the_routers_pod_stays_until_what_runs_has_ended(chart: Chart) -> None:
+    manifests = chart.render("--set", "drain.routerSeconds=70")
+    assert parsed(driver(manifests)["command"])[1]["stop_grace"] == 70
+    spec = pods(manifests)["router"]["template"]["spec"]
+    assert spec["terminationGracePeriodSeconds"] == 130
+    (ray,) = [each for each in spec["containers"] if each["name"] == "ray-worker"]
+    shell, flag, script = ray["lifecycle"]["preStop"]["exec"]["command"]
+    with socket.socket() as controller:
+        controller.bind(("127.0.0.1", 0))
+        controller.listen(100)
+        here = {"PATH": "/usr/bin:/bin", "POD_IP": "127.0.0.1"}
+        script = script.replace("/50052", f"/{controller.getsockname()[1]}")
+        with subprocess.Popen([shell, flag, script], env=here) as hook:
+            controller.accept()[0].close()
+            controller.accept()[0].close()
+            assert hook.poll() is None, "it waits for the controller's end"
+            controller.close()
+            assert hook.wait(60) == 0
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -5,6 +5,7 @@
 - --address=auto
 - --places-timeout={{ .Values.serving.placesTimeoutSeconds | int }}
 - --start-timeout={{ .Values.serving.startTimeoutSeconds | int }}
+- --stop-grace={{ .Values.drain.routerSeconds | int }}
 - --model={{ .Values.model.path }}
 - --device={{ .Values.serving.device }}
 - --mode={{ .Values.serving.mode }}
@@ -39,7 +40,7 @@
 {{- with .Values.router.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
-terminationGracePeriodSeconds: 60
+terminationGracePeriodSeconds: {{ add .Values.drain.routerSeconds 60 }}
 # `tandem up` is a driver of the Ray node beside it, which knows its drivers by their process ids.
 shareProcessNamespace: true
 {{- include "tandem.modelInit" . }}
@@ -51,8 +52,16 @@ containers:
     resources: {{- toYaml .Values.router.resources | nindent 6 }}
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     {{- include "tandem.rayProbes" (dict "root" . "port" 6380) | nindent 4 }}
+    # The router lives here: this container stays until `tandem up` beside it has let what runs end, and shut the
+    # controller's door.
     lifecycle:
-      preStop: {exec: {command: [sleep, "5"]}}
+      preStop:
+        exec:
+          command:
+            - /bin/bash
+            - -c
+            - >-
+              for _ in $(seq {{ add .Values.drain.routerSeconds 40 }}); do (: < "/dev/tcp/$POD_IP/50052") 2> /dev/null || exit 0; sleep 1; done
     volumeMounts:
       {{- include "tandem.mounts" . | nindent 6 }}
       {{- include "tandem.modelMount" . | nindent 6 }}
