@@ -89,6 +89,9 @@ class DoorOptions:
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1"
     grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
     http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
+    front_processes: Annotated[
+        int, typer.Option(help="Processes that hold clients' connections for the router; 0 = it does so itself.")
+    ] = 0
     metrics_port: Annotated[
         int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
     ] = 0
@@ -121,6 +124,7 @@ class DoorOptions:
             host=self.host,
             grpc_port=self.grpc_port,
             http_port=self.http_port,
+            front_processes=self.front_processes,
             metrics_port=self.metrics_port,
             controller_port=self.controller_port,
             token=self.token,

@@ -25,6 +25,7 @@ CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
 """Part of a GPU's memory that all of its workers take together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
+_MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -101,6 +102,8 @@ class ClusterConfig:
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
+    front_processes: int = 0
+    """Processes at these ports that hold clients' connections for the router, 0 to 64; 0 = it holds them itself."""
     metrics_port: int = 0
     """Port of the whole cluster's metrics, on the controller's address; 0 = any free one. The router's own are on its
     HTTP port, the workers' on ports that the controller tells (`/sd`)."""
@@ -168,6 +171,8 @@ class ClusterConfig:
         if self.default_slo_class not in (names := classes_by_name(self.slo_classes)):
             raise InvalidArgument("--default-slo-class", f"{self.default_slo_class!r} is none of {', '.join(names)}")
         check_ports(self.grpc_port, self.http_port, self.metrics_port, self.controller_port)
+        if not 0 <= self.front_processes <= _MOST_FRONTS:
+            raise InvalidArgument("--front-processes", f"{self.front_processes} is not 0 to {_MOST_FRONTS}")
         self._check_ray_address()
         self._check_timeouts()
         check_endpoint(self.otlp_endpoint)

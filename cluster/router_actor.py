@@ -16,12 +16,15 @@ from wire.logs import LogFormat, begin_log
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
-    from router.server import RouterEndpoints, RouterServer
+    from router.doors import RouterEndpoints
+    from router.server import RouterServer
 
 _SWITCH_INTERVAL_S = 0.5e-3
 """How long one thread may keep the interpreter from another: a token passes two on its way, and Python's own 5 ms is a
 whole step of a GPU.
 """
+_FRONT_CHUNKS_PER_S = 10_000.0
+"""Where other processes write to clients: a chunk takes half of the router's time then."""
 _CPU_CHUNKS_PER_S = 320.0
 """Where engines compute on the CPU, sending must not take it from them."""
 
@@ -119,7 +122,11 @@ class RouterProcess:
             host=self._cluster.host,
             grpc_port=self._cluster.grpc_port,
             http_port=self._cluster.http_port,
+            front_processes=self._cluster.front_processes,
+            log_format=self._cluster.log_format,
         )
+        if config.front_processes:
+            config = replace(config, chunks_per_s=_FRONT_CHUNKS_PER_S)
         if self._cluster.on_cpu:
             config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
         if not self.grpc_address:

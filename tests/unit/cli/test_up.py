@@ -56,6 +56,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     f"--metrics-key {KEY}": ("metrics_key", KEY),
     "--otlp-endpoint http://a:4": ("otlp_endpoint", "http://a:4"),
     "--log-format json": ("log_format", "json"),
+    "--front-processes 2": ("front_processes", 2),
     "--slo-class gold:100:20": ("slo_classes", with_defaults([parse_class("gold:100:20")])),
     "--default-slo-class gold": ("default_slo_class", "gold"),
     f"--api-key {KEY} --api-key {SECRET}": ("api_keys", (KEY, SECRET)),

@@ -11,7 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from router.config import RouterConfig
-from router.server import RouterEndpoints, RouterServer
+from router.doors import RouterEndpoints
+from router.server import RouterServer
 from router.tokenizer import Tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2_grpc

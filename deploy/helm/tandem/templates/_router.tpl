@@ -21,6 +21,9 @@
 - --metrics-port=9464
 - --controller-port=50052
 - --log-format={{ .Values.serving.logFormat }}
+{{- with .Values.serving.frontProcesses }}
+- --front-processes={{ . }}
+{{- end }}
 {{- if ne .Values.planner.mode "off" }}
 - --planner={{ .Values.planner.mode }}
 - --planner-window={{ .Values.planner.windowSeconds }}

@@ -1,0 +1,129 @@
+"""One gRPC call of a front process's client, answered by the servicer that answers the router's own."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.message_factory import GetMessageClass
+
+from wire.generated.tandem.v1 import front_pb2, inference_pb2, inference_pb2_grpc
+from wire.rpc import guarded_stream, guarded_unary
+
+_Send = Callable[..., None]
+Method = Callable[[bytes, "CallContext", _Send], Awaitable[None]]
+
+
+class GrpcCall:
+    """One call of `tandem.v1.Inference`."""
+
+    def __init__(self, asked: front_pb2.GrpcCall, methods: dict[str, Method], send: _Send) -> None:
+        self._asked = asked
+        self._methods = methods
+        self._send = send
+        self._context = CallContext(tuple((each.name.decode(), _text(each.value)) for each in asked.metadata))
+
+    async def run(self) -> None:
+        """Answer it, and say how that ended."""
+        context = self._context
+        try:
+            method = self._methods.get(self._asked.method)
+            if method is None:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+            await method(self._asked.message, context, self._send)
+        except grpc.aio.AbortError:
+            pass
+        finally:
+            context.over()
+        self._send(end=context.end)
+
+    def hear(self, frame: front_pb2.FrontFrame) -> None:
+        """Nothing follows the message."""
+
+    def leave(self) -> None:
+        """The client is gone: whoever answers hears of it, as from gRPC."""
+        self._context.over()
+
+
+class CallContext:
+    """What handlers use of gRPC's `ServicerContext`."""
+
+    def __init__(self, metadata: Sequence[tuple[str, str | bytes]]) -> None:
+        self.end = front_pb2.CallEnd()
+        """How the call ended."""
+        self._metadata = metadata
+        self._callbacks: list[Callable[[Any], None]] = []
+        self._over = False
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
+        """See gRPC."""
+        return self._metadata
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """See gRPC: called once the call is over, whoever ended it."""
+        if self._over:
+            callback(self)
+        else:
+            self._callbacks.append(callback)
+
+    def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
+        """See gRPC."""
+        self.end.trailing_metadata.extend(
+            front_pb2.Header(name=name.encode(), value=value.encode()) for name, value in metadata
+        )
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        """See gRPC."""
+        self.end.status, self.end.details = code.value[0], details
+        raise grpc.aio.AbortError
+
+    def over(self) -> None:
+        """The call is."""
+        self._over = True
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
+
+
+def methods_of(servicer: inference_pb2_grpc.InferenceServicer) -> dict[str, Method]:
+    """By name, from and to bytes."""
+    service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    return {
+        each.name: _streaming(GetMessageClass(each.input_type), getattr(servicer, each.name))
+        if each.server_streaming
+        else _unary(GetMessageClass(each.input_type), getattr(servicer, each.name))
+        for each in service.methods
+    }
+
+
+def _streaming(request: Any, handler: Any) -> Method:
+    guarded = guarded_stream(lambda message, context: handler(request.FromString(message), context))
+
+    async def answer(message: bytes, context: Any, send: _Send) -> None:
+        async for response in guarded(message, context):
+            send(message=response.SerializeToString())
+
+    return answer
+
+
+def _unary(request: Any, handler: Any) -> Method:
+    async def read(message: bytes, context: Any) -> Any:
+        return await handler(request.FromString(message), context)
+
+    guarded = guarded_unary(read)
+
+    async def answer(message: bytes, context: Any, send: _Send) -> None:
+        response = await guarded(message, context)
+        send(message=response.SerializeToString())
+
+    return answer
+
+
+def _text(value: bytes) -> str | bytes:
+    """Metadata are text, but for those whose names end in -bin."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value

@@ -1,0 +1,68 @@
+"""One HTTP request of a front process's client, answered by the application that answers the router's own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Scope
+
+from wire.errors import Internal
+from wire.generated.tandem.v1 import front_pb2
+
+log = logging.getLogger(__name__)
+
+
+class HttpCall:
+    """One HTTP request."""
+
+    def __init__(self, asked: front_pb2.HttpRequest, app: ASGIApp, send: Callable[..., None]) -> None:
+        self._asked = asked
+        self._app = app
+        self._send = send
+        self._heard: asyncio.Queue[Message] = asyncio.Queue()
+        self._whole = False
+
+    async def run(self) -> None:
+        """Answer it; cut the answer off if that fails in its middle."""
+        try:
+            await self._app(_scope(self._asked), self._heard.get, self._take)
+        except Exception as error:
+            log.error("unexpected failure in a handler", exc_info=error)
+        if not self._whole:
+            self._send(end=front_pb2.CallEnd(details=Internal("the answer could not be finished").message))
+
+    def hear(self, frame: front_pb2.FrontFrame) -> None:
+        """A part of the request's body."""
+        self._heard.put_nowait({"type": "http.request", "body": frame.body.data, "more_body": frame.body.more})
+
+    def leave(self) -> None:
+        """The client is gone: whoever answers hears of it, as from an ASGI server."""
+        self._heard.put_nowait({"type": "http.disconnect"})
+
+    async def _take(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = [front_pb2.Header(name=name, value=value) for name, value in message.get("headers", ())]
+            self._send(response=front_pb2.HttpResponse(status=message["status"], headers=headers))
+        elif message["type"] == "http.response.body":
+            more = message.get("more_body", False)
+            self._whole = not more
+            self._send(body=front_pb2.HttpBody(data=message.get("body", b""), more=more))
+
+
+def _scope(asked: front_pb2.HttpRequest) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": asked.http_version,
+        "method": asked.method,
+        "scheme": asked.scheme,
+        "path": asked.path,
+        "raw_path": asked.raw_path,
+        "query_string": asked.query_string,
+        "root_path": "",
+        "headers": [(each.name, each.value) for each in asked.headers],
+        "client": None,
+        "server": None,
+    }
