@@ -18,6 +18,7 @@ from typing import cast
 
 from decode_worker.landed import Landed
 from decode_worker.news import NO_NEWS, StepNews
+from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.running_batch import RunningBatch
 from decode_worker.running_requests import RunningRequests
@@ -51,11 +52,11 @@ class DecodeHalf:
         """
         self._notice_cancelled()
         self._let_go()
-        # Who becomes ready behind this look is in the next step.
-        if self._requests.ready and not self._batch.is_short:
-            for request in self._requests.join(min(self._max_batch, budget) - len(self._batch)):
-                self._start(request)
+        self._take_ready(budget)
         self._give_pages()
+        # All that ran may have given way just now, to older ones that are ready: nobody else would wake the loop.
+        while not self._batch.requests and self._take_ready(budget):
+            self._give_pages()
         return self._batch.launch() or NO_ROWS
 
     def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> StepNews:
@@ -92,6 +93,16 @@ class DecodeHalf:
             self._leave(request)
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
 
+    def _take_ready(self, budget: int) -> bool:
+        """Into the batch, if there is room; whether there was anybody."""
+        # Who becomes ready behind this look is in the next step.
+        if not self._requests.ready or self._batch.is_short:
+            return False
+        joining = self._requests.join(min(self._max_batch, budget) - len(self._batch))
+        for request in joining:
+            self._start(request)
+        return bool(joining)
+
     def _start(self, request: DecodeRequest) -> None:
         request.edges.append(EdgeStamp.now(Edge.DECODE_STARTED))
         sampling = request.reservation.sampling
@@ -113,6 +124,7 @@ class DecodeHalf:
         needy = self._batch.without_page()
         if not needy:
             return
+        needy.sort(key=age)  # or who waits for an older one that gives way itself would wait for nobody
         staying = [request for request in needy if request.stage is Stage.RUNNING and not request.leaving]
         if not staying or self._requests.grow_all(staying):
             for request in staying:

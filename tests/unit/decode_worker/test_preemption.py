@@ -5,7 +5,7 @@ A router played by hand sends requests that gave way once more, behind the token
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from engine.cache.prefix_cache import Prefix, PrefixCache
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import (
+    GrantedLease,
     Lease,
     PeerRef,
     RequestEvent,
@@ -65,9 +66,19 @@ class Asked:
 
 
 class House:
-    """A decode half and its router. `behind`: a step is scheduled while the one before it runs."""
+    """A decode half and its router. `behind`: a step is scheduled while the one before it runs; `late`: KV comes when
+    it wants to, not in the order of the leases.
+    """
 
-    def __init__(self, pages: int, *, batch: int = 8, max_pages: int | None = None, behind: bool = False) -> None:
+    def __init__(
+        self,
+        pages: int,
+        *,
+        batch: int = 8,
+        max_pages: int | None = None,
+        behind: bool = False,
+        late: random.Random | None = None,
+    ) -> None:
         self.pool = PagePool(pages)
         self.now = 0.0
         self.cache = PrefixCache(self.pool, PAGE_TOKENS)
@@ -89,6 +100,9 @@ class House:
             requests=self.admission.running, model=FACTS, page_tokens=PAGE_TOKENS, max_batch_requests=batch
         )
         self.behind = behind
+        self.late = late
+        self.coming: list[Callable[[], None]] = []
+        """Prompts whose KV is on its way."""
         self.asked: dict[str, Asked] = {}
         self.waiting: deque[Asked] = deque()
         self.flying: deque[list[tuple[Asked, int]]] = deque()
@@ -114,8 +128,12 @@ class House:
             try:
                 self._send(self.waiting[0])
             except ResourceExhausted:
-                return
+                break
             self.waiting.popleft()
+        for arrive in list(self.coming):
+            if self.late is None or self.late.random() < 0.1:
+                self.coming.remove(arrive)
+                arrive()
 
     def step(self) -> list[StepRow]:
         self.now += 0.01
@@ -136,7 +154,7 @@ class House:
         if launched:
             self.flying.append(launched)
         # The step loop sleeps now, until somebody else wakes it.
-        assert launched or self.flying or self.half.idle
+        assert launched or self.flying or self.half.idle or self.coming
         while len(self.flying) > (1 if self.behind and launched else 0):
             done = self.flying.popleft()
             for routed in self.half.apply([asked.token(index) for asked, index in done]):
@@ -150,7 +168,7 @@ class House:
     def run(self, steps: int = 20_000) -> None:
         for _ in range(steps):
             self.place()
-            if not self.step() and all(asked.over for asked in self.asked.values()):
+            if not self.step() and not self.coming and all(asked.over for asked in self.asked.values()):
                 break
         for asked in self.asked.values():
             assert asked.got == [asked.token(index) for index in range(asked.length)], asked
@@ -165,6 +183,12 @@ class House:
         granted = self.admission.reserve(Reservation("r", ref, prompt, asked.sampling, P, answered=answered))
         asked.attempt += 1
         asked.progress.append(0)
+        self.coming.append(lambda: self._arrive(asked, ref, prompt, granted))
+        if self.late is None:
+            self.coming.pop()()
+
+    def _arrive(self, asked: Asked, ref: RequestRef, prompt: tuple[int, ...], granted: GrantedLease) -> None:
+        answered = len(asked.got)
         pages = -(-len(prompt) // PAGE_TOKENS)
         self.admission.allot(granted.lease, pages, P)
         first = asked.token(answered)
@@ -312,6 +336,18 @@ def test_one_that_came_back_makes_progress_before_it_gives_way_again() -> None:
     assert choose(middle, there) is choose(back, there) is back
 
 
+def test_no_progress_keeps_those_from_the_batch_that_are_older_and_ready() -> None:
+    """Nobody joins while one waits for a page."""
+    ready, back = decoding(1, 1), decoding(2, PROGRESS_TOKENS - 1, answered=5)
+    ready.stage = Stage.READY
+    assert choose(back, [ready, back]) is back
+    behind = decoding(3, 1, answered=5)
+    assert choose(back, [ready, back, behind]) is behind
+    assert choose(behind, [ready, back, behind]) is None
+    ready.stage = Stage.RUNNING
+    assert choose(back, [ready, back, behind]) is None
+
+
 def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house = House(pages=20, max_pages=16, behind=behind)
     house.believe_in_short_answers(50)
@@ -321,11 +357,12 @@ def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house.run()
 
 
-def house_of_any_lengths(seed: int, *, behind: bool) -> House:
+def house_of_any_lengths(seed: int, *, behind: bool, late: bool = False) -> House:
     drawn = random.Random(seed)
     pages = drawn.randint(6, 40)
     max_pages = drawn.choice([None, None, max(6, pages - 3)])
-    house = House(pages, batch=drawn.randint(1, 8), max_pages=max_pages, behind=behind)
+    order = random.Random(-1 - seed) if late else None
+    house = House(pages, batch=drawn.randint(1, 8), max_pages=max_pages, behind=behind, late=order)
     if drawn.random() < 0.8:
         house.believe_in_short_answers(*(2**bits for bits in range(9)))
     most = (max_pages or pages) * PAGE_TOKENS
@@ -341,6 +378,12 @@ def test_all_end_whatever_their_lengths(seed: int, behind: bool) -> None:
     house = house_of_any_lengths(seed, behind=behind)
     house.run()
     assert sum(asked.preempted for asked in house.asked.values()) == house.admission.running.preemptions
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_all_end_in_whatever_order_their_kv_comes(seed: int, behind: bool) -> None:
+    """Who was granted a lease first may be ready last, and find others running."""
+    house_of_any_lengths(seed, behind=behind, late=True).run()
 
 
 @pytest.mark.parametrize("seed", range(25))
