@@ -62,6 +62,11 @@ class Answer:
         """
         self._leave, self._close = leave, close
 
+    @property
+    def over(self) -> bool:
+        """Whether its end is known: nothing may be pushed any more."""
+        return self._ending is not None or self._error is not None
+
     async def next(self) -> Piece | Ending:
         """The next piece, or the ending (after which there is nothing); raises the request's `TandemError`, `Cancelled`
         once it is closed.

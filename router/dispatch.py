@@ -67,6 +67,7 @@ class Dispatcher:
             foresight=self.foresight,
             metrics=self.metrics,
             pump=self._schedule_pump,
+            tell=self._tell,
         )
         self._walks = Walks(config, self._ends)
         self._events = EventStream(config, self._ends)
@@ -245,6 +246,10 @@ class Dispatcher:
         """Its reader is gone."""
         self._ends.finish(request, FinishReason.ABORT, "")
         self.metrics.left(request)
+
+    def _tell(self, request: RoutedRequest, error: TandemError) -> None:
+        """How it ends, behind what is on its way."""
+        self._events.fail(request, error)
 
     def _leaving(self) -> Unavailable:
         message = "the router is shutting down; send the request again"

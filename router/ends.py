@@ -46,8 +46,11 @@ class RequestEnds:
         foresight: Foresight,
         metrics: RouterMetrics,
         pump: Callable[[], None],
+        tell: Callable[[RoutedRequest, TandemError], None],
     ) -> None:
-        """`pump` is called when a waiting request may have a place."""
+        """`pump` is called when a waiting request may have a place, `tell` to end an answer with an error, behind the
+        tokens that are on their way.
+        """
         self._config = config
         self._live = live
         self._binder = binder
@@ -55,6 +58,7 @@ class RequestEnds:
         self._foresight = foresight
         self._metrics = metrics
         self._pump = pump
+        self._tell = tell
 
     def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
         """The answer is complete."""
@@ -74,7 +78,7 @@ class RequestEnds:
         if request.ended:
             return
         log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
-        request.answer.fail(error)
+        self._tell(request, error)
         self._metrics.failed(request, error)
         self._end(request)
 

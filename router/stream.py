@@ -70,22 +70,38 @@ class EventStream:
             if event.preempted:
                 request.preempted_at = event.first_index
             if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
+                self._send(urgent, now)  # its own tokens may be among these
                 self._owner.fail_attempt(request, _error(event))
             elif event.token_ids or event.finish_reason is not None:
                 try:
                     must_not_wait = self._take_tokens(request, event, now)
                 except Unavailable as error:
+                    self._send(urgent, now)
                     self._owner.fail(request, error)
                     continue
                 if must_not_wait:
                     urgent.append(self._jobs.pop(request.wire_id))
             if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
                 self._owner.requeue(request)
-        if urgent:
-            self._budget.spend(now, len(urgent))
-            self._text.submit(urgent)
+        self._send(urgent, now)
         if self._jobs:
             self._flush_when_due(now)
+
+    def fail(self, request: RoutedRequest, error: TandemError) -> None:
+        """Its answer ends with `error`, behind all tokens of it that are here in order."""
+        if not request.assembler.count or request.answer.over:
+            request.answer.fail(error)
+            return
+        wire_id = request.wire_id
+        job = self._held.pop(wire_id, None) or self._jobs.pop(wire_id, None) or RequestText(request=request)
+        job.error = error
+        self._text.submit([job])
+
+    def _send(self, urgent: list[RequestText], now: float) -> None:
+        if urgent:
+            self._budget.spend(now, len(urgent))
+            self._text.submit(urgent.copy())
+            urgent.clear()
 
     def _take_tokens(self, request: RoutedRequest, event: RequestEvent, now: float) -> bool:
         """Add the tokens that are next in order to the request's job; whether the job must not wait."""
@@ -200,15 +216,19 @@ class EventStream:
     def _deliver(self, jobs: list[RequestText]) -> None:
         """Back from the text thread: one call for all the requests of a step."""
         for job in jobs:
-            request = job.request
-            if request.ended:
+            request, answer = job.request, job.request.answer
+            if answer.over:
                 continue
             if job.failed:
-                self._owner.fail(request, Internal("the answer could not be decoded; the router's log has the details"))
+                error = Internal("the answer could not be decoded; the router's log has the details")
+                answer.fail(error)  # at once: what comes behind it must not follow a gap
+                self._owner.fail(request, error)
                 continue
             if job.token_ids or job.text:
-                request.answer.push(job.text, job.token_ids, job.scores, waited=job.waited)
-            if job.matched_stop:
+                answer.push(job.text, job.token_ids, job.scores, waited=job.waited)
+            if job.error is not None:
+                answer.fail(job.error)
+            elif job.matched_stop:
                 self._owner.finish(request, FinishReason.STOP, job.matched_stop)
             elif job.finish is not None:
                 self._owner.finish(request, job.finish, "")

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 
 from router.answer_text import TextJob
 from router.request import RoutedRequest
+from wire.errors import TandemError
 from wire.logs import about
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ class RequestText(TextJob):
     failed: bool = False
     waited: bool = False
     """Whether it was kept back for others to travel with."""
+    error: TandemError | None = None
+    """What the answer ends with behind these tokens."""
 
 
 class TextThread:

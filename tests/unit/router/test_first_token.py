@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from router.first_token import gap_s, held_until_s, hold_s
@@ -18,7 +19,9 @@ from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.fleets import TestFleet
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
-from wire.messages import Duty, Role
+from wire.ending import failure_event
+from wire.errors import Internal
+from wire.messages import Duty, RequestEvent, Role
 from wire.policy_name import PolicyName
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
@@ -184,6 +187,48 @@ async def test_another_attempt_brings_the_second(cluster: Cluster, client: Clien
     assert await pieces(client, COUNT, "patient", heard) == expected(COUNT)
     assert heard.get_nowait()[:2] == expected(2)
     assert not held(cluster)
+
+
+@pytest.mark.parametrize("end", ["its worker dies", "the router leaves", "another attempt differs"])
+async def test_a_request_that_fails_meanwhile_gives_it_before_its_error(
+    cluster: Cluster, client: Client, end: str
+) -> None:
+    await steps_take(cluster, 100.0)
+    cluster.decode.switches.held_at = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "patient", heard))
+    await until(lambda: held(cluster) == 1, "the first token waits")
+    (request,) = cluster.router._dispatcher._live.values()
+    match end:
+        case "its worker dies":
+            await cluster.decode.kill()
+        case "the router leaves":
+            await cluster.router._dispatcher.drain(0.0)
+        case _:
+            cluster.decode.send("router-0", RequestEvent(request.ref, 0, (1,)))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await answer
+    assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert heard.get_nowait() == expected(1)
+    assert heard.empty()
+    assert not held(cluster)
+    cluster.decode.go.set()
+
+
+async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: Cluster, client: Client) -> None:
+    """Of a stream that was slower than the steps."""
+    cluster.decode.switches.held_at = 1
+    cluster.prefill.switches.silent_prefill = True
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    answer = asyncio.create_task(pieces(client, COUNT, "best_effort", heard))
+    await until(lambda: bool(cluster.prefill.prefills), "it is placed")
+    (request,) = cluster.router._dispatcher._live.values()
+    failure = failure_event(request.ref, Internal("the engine is lost"))
+    cluster.prefill.send("router-0", RequestEvent(request.ref, 0, tuple(expected(1))), failure)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await answer
+    assert error.value.code() is grpc.StatusCode.INTERNAL
+    assert heard.get_nowait() == expected(1)
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(cluster: Cluster, client: Client) -> None:

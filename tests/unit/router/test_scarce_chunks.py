@@ -1,16 +1,18 @@
 """Where more chunks are due than may be sent: whose tokens wait for others to travel with, and what that teaches."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
+import grpc.aio
 import pytest
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from router.worker_books import WorkerBooks
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import channel_to
+from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_classes_and_tenants import STRICT, measured
-from tests.unit.router.test_generate import Client, ask
+from tests.unit.router.test_generate import Client, ask, expected
 
 WIDE = SloClass("wide", itl_s=10.0)
 WORST = SloClass("worst", itl_s=10.0, worst_gap_s=1.0)
@@ -55,6 +57,22 @@ class TestWhoWaits:
             chunks += bool(message.chunk.token_ids)
             cluster.decode.cost = replace(cluster.decode.cost, base_s=8.0)
         assert chunks >= 10
+
+    async def test_what_waits_comes_before_the_error(self, cluster: Cluster, client: Client) -> None:
+        cluster.decode.switches.mute_after = 5
+        ids: list[int] = []
+
+        async def read() -> None:
+            async for message in client.stub.Generate(ask(8)):
+                ids.extend(message.chunk.token_ids)
+
+        answer = asyncio.create_task(read())
+        dispatcher = cluster.router._dispatcher
+        await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [5], "five are here")
+        await cluster.decode.kill()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await answer
+        assert ids == expected(5)
 
 
 class TestWhatIsLearned:
