@@ -71,7 +71,8 @@ class EventStream:
                 request.preempted_at = event.first_index
             if event.finish_reason is FinishReason.ERROR or event.finish_reason is FinishReason.ABORT:
                 self._send(urgent, now)  # its own tokens may be among these
-                self._owner.fail_attempt(request, _error(event))
+                if not request.generated:
+                    self._owner.fail_attempt(request, _error(event))
             elif event.token_ids or event.finish_reason is not None:
                 try:
                     must_not_wait = self._take_tokens(request, event, now)
@@ -82,6 +83,7 @@ class EventStream:
                 if must_not_wait:
                     urgent.append(self._jobs.pop(request.wire_id))
             if request.preempted_at is not None and request.assembler.count >= request.preempted_at:
+                request.waiting_since = now
                 self._owner.requeue(request)
         self._send(urgent, now)
         if self._jobs:

@@ -21,10 +21,11 @@ from router.tokenizer import Tokenizer
 from tests.clocks import jump
 from tests.unit.router.conftest import TEXT, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
-from wire.errors import FailedPrecondition, Unavailable
+from wire.ending import failure_event
+from wire.errors import FailedPrecondition, TransferFailed, Unavailable
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc, types_pb2
-from wire.messages import GrantedLease, Reservation, Role
+from wire.messages import FinishReason, GrantedLease, RequestEvent, Reservation, Role
 from wire.rpc import RETRY_AFTER
 
 PROMPT = [5, 6, 7, 8]
@@ -381,6 +382,20 @@ async def test_prompts_go_to_another_prefill_worker_when_theirs_dies(cluster: Cl
     for n, (_, ids, _) in enumerate(await asyncio.gather(*running)):
         assert ids == expected(8, [5, n])
     await cluster.members(heir, cluster.decode)
+
+
+async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, client: Client) -> None:
+    """A prefill worker that never heard how its last write ended, say; the text is not made yet."""
+    cluster.prefill.switches.silent_prefill = True
+    running = asyncio.create_task(client.run(ask(3)))
+    await placed(cluster, 1)
+    (request,) = await _live_ones(cluster, 1)
+    whole = RequestEvent(request.ref, 0, tuple(expected(3)), FinishReason.LENGTH)
+    cluster.prefill.send("router-0", whole, failure_event(request.ref, TransferFailed("the pages did not arrive")))
+    _, ids, complete = await running
+    assert ids == expected(3)
+    assert types_pb2.EDGE_REQUEUED not in [stamp.edge for stamp in complete.timeline.edges]
+    cluster.decode.leases.clear()
 
 
 async def test_a_request_moves_at_most_twice(cluster: Cluster, client: Client) -> None:

@@ -65,6 +65,27 @@ async def test_a_client_may_leave_while_it_waits_to_go_on(cluster: Cluster, clie
     await asyncio.sleep(0)
 
 
+async def test_its_wait_begins_when_it_gives_way(cluster: Cluster, client: Client) -> None:
+    """However long ago it came."""
+    cluster.decode.switches.preempt_after = 2
+    cluster.decode.switches.held_at = 1
+    dispatcher = cluster.router._dispatcher
+    running = asyncio.create_task(client.run(ask(6)))
+    await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [1], "it decodes")
+    (request,) = dispatcher._live.values()
+    request.waiting_since -= 2 * cluster.config.queue_timeout_s
+    cluster.decode.not_ready = "not now"
+    await cluster.controller.set(*cluster.workers)
+    await until(lambda: not dispatcher.pool.ready, "nobody takes it back")
+    cluster.decode.go.set()
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    dispatcher._sweeper._sweep(dispatcher._sweeper._clock())
+    cluster.decode.not_ready = ""
+    await cluster.members(*cluster.workers)
+    _, ids, _ = await running
+    assert ids == expected(6)
+
+
 def test_who_reads_already_goes_before_all_others() -> None:
     resumed = ticket("resumed", 3, 9.0, tenant="greedy", priority=-1)
     later = ticket("later", 4, 9.0)
