@@ -141,6 +141,8 @@ class CostPlacement(Placement):
             return NOBODY
         if need.slo.has_targets:
             self._room.look(self._asked(need), fleet.live, need.waited_s)
+        elif self._room.free:
+            self._room.look_without_target(fleet.live)
         return self._room.free
 
     def _asked(self, need: Need) -> AskedAnswer:

@@ -45,7 +45,9 @@ _MOST_WAITED_S = 2.0
 _LOOK_S = 0.05
 """How often the fleet is looked at."""
 _HELD_S = 5.0
-"""For how long after the last request of the tightest class nobody else's target counts."""
+"""For how long after the last request of the tightest class nobody else's target counts, and after the last one with
+any target workers are kept free.
+"""
 _KNOWN_S = 1.0
 """Until so much of the past is known, nothing is kept free."""
 
@@ -85,6 +87,12 @@ class PromptRoom:
         )
         known = measured and self._known_s >= _KNOWN_S
         self._keep(self._choose(asked, measured, waited_s) if known else NOBODY, live)
+
+    def look_without_target(self, live: Collection[WorkerBooks]) -> None:
+        """A request that bears anything: who is kept free for others is so only as long as such come."""
+        any_worker = next(iter(live), None)
+        if self.free and any_worker is not None and any_worker.clock() - self._looked_s >= _HELD_S:
+            self._keep(NOBODY, live)
 
     def _choose(self, asked: AskedAnswer, live: Sequence[WorkerBooks], waited_s: float) -> frozenset[int]:
         """Among those that do either; `live` by their idle steps."""

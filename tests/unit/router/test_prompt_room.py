@@ -310,6 +310,17 @@ def test_who_asks_for_nothing_is_decoded_elsewhere_too() -> None:
     assert pairs.decode == pair.decode
 
 
+def test_nobody_is_kept_free_for_those_that_come_no_more() -> None:
+    at = fleet(rows=14)
+    policy = placing(at)
+    pair = chosen(policy, at)
+    at.answers(pair.decode.worker_id if pair.decode else "", 1, pages=1, context=1000)
+    at.clock.now += 4.5
+    assert chosen(policy, at, BEST_EFFORT).decode == pair.decode, "they may come again"
+    at.clock.now += 1.0
+    assert chosen(policy, at, BEST_EFFORT).decode == pair.prefill, "which has fewer answers"
+
+
 def test_a_prompt_goes_to_who_holds_it() -> None:
     at = fleet(rows=2, slo=BEST_EFFORT)
     at.answers("w0", 12, pages=1, context=1000)
