@@ -118,12 +118,12 @@ async def test_clients_that_leave_cancel_their_requests(
 
 
 async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster: Cluster) -> None:
-    cluster.decode.switches.step_s = 0.005
+    cluster.decode.switches.held_at = 20
     outcomes: list[list[int] | grpc.StatusCode] = []
 
     async def one() -> None:
         address, alone = cluster.endpoints.grpc_address, [("grpc.use_local_subchannel_pool", 1)]
-        call = grpc.aio.insecure_channel(address, alone).unary_stream(*GENERATE)(ask(300), metadata=KEY)
+        call = grpc.aio.insecure_channel(address, alone).unary_stream(*GENERATE)(ask(30), metadata=KEY)
         try:
             outcomes.append([token async for message in call for token in message.chunk.token_ids])
         except grpc.aio.AioRpcError as error:
@@ -132,19 +132,22 @@ async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster:
     running = [asyncio.create_task(one()) for _ in range(16)]  # each a connection of its own
     dispatcher = cluster.router._dispatcher
     await until(lambda: dispatcher.running == 16, "all of them run")
+    await until(lambda: len(cluster.decode.tasks) == 16, "all of them decode")
     victim = next(iter(doors(cluster)._processes))
     victim.send_signal(signal.SIGKILL)
+    await until(lambda: dispatcher.running < 16, "the router knows who has left")
+    cluster.decode.go.set()
     await asyncio.gather(*running)
     lost = outcomes.count(grpc.StatusCode.UNAVAILABLE)
     assert 0 < lost < 16, "the kernel spreads connections"
-    assert outcomes.count(expected(300)) == 16 - lost
+    assert outcomes.count(expected(30)) == 16 - lost
     await until(lambda: len(doors(cluster)._processes - {victim}) == 2, "another takes its place")
     await one()
-    assert outcomes[-1] == expected(300)
+    assert outcomes[-1] == expected(30)
 
 
 async def test_when_the_router_is_gone_clients_hear_so(cluster: Cluster, client: Client) -> None:
-    cluster.decode.switches.step_s = 0.01
+    cluster.decode.switches.held_at = 20
     answering = asyncio.create_task(client.error(ask(1000)))
     await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
     before = set(doors(cluster)._processes)
