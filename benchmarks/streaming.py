@@ -1,0 +1,169 @@
+"""What a router's process pays to pass tokens on: `python -m benchmarks.streaming`.
+
+A worker that computes nothing brings tokens for many answers, clients in processes of their own read them, and the
+router is measured with its own doors and with front processes, by turns. Times are of the CPU: what else runs on the
+machine hardly counts. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing as mp
+import os
+import time
+from collections.abc import Coroutine
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.results import run_facts, save_result
+from benchmarks.token_source import TokenSource
+from cli.default_model import find_default_model
+from engine.weights.gguf import prepare_model
+from router.config import RouterConfig
+from router.doors import SERVICE
+from router.server import RouterServer
+from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+
+_PROMPT = 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--answers", type=int, default=128, help="at a time")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
+    parser.add_argument("--step-ms", type=float, default=40.0, help="between two tokens of an answer")
+    parser.add_argument("--fronts", type=int, default=2, help="front processes")
+    parser.add_argument("--clients", type=int, default=2, help="processes that read")
+    parser.add_argument("--turns", type=int, default=3, help="of each kind")
+    parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
+    asked = parser.parse_args()
+    model = prepare_model(find_default_model())
+    context = mp.get_context("spawn")
+    here, there = context.Pipe()
+    context.Process(target=_run_source, args=(there, asked.step_ms / 1e3), daemon=True).start()
+    controller = here.recv()
+    turns: dict[int, list[dict[str, float]]] = {0: [], asked.fronts: []}
+    for _ in range(asked.turns):
+        for fronts, found in turns.items():
+            found.append(_turn(context, asked, controller, model, fronts))
+            print(f"{fronts} front processes: {found[-1]}", flush=True)
+    figures = {
+        name: {key: round(median(each[key] for each in found), 2) for key in found[0]}
+        for name, found in (("own_doors", turns[0]), ("front_processes", turns[asked.fronts]))
+    }
+    result = {
+        **{key: getattr(asked, key) for key in ("answers", "tokens", "step_ms", "fronts", "clients", "turns")},
+        **figures,
+        "router_ratio": round(figures["front_processes"]["router_us"] / figures["own_doors"]["router_us"], 3),
+        "dtype": "none",
+        **run_facts("cpu"),
+    }
+    if asked.save:
+        print("saved", save_result("streaming", result))
+    print(json.dumps(result))
+
+
+def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path, fronts: int) -> dict[str, float]:
+    """One router's life → CPU time a token in µs, of the router, of its front processes and of the clients."""
+    here, there = context.Pipe()
+    router = context.Process(target=_run_router, args=(there, controller, model, fronts))
+    router.start()
+    address = here.recv()
+    readers = []
+    for number in range(asked.clients):
+        mine, theirs = context.Pipe()
+        answers = asked.answers // asked.clients
+        context.Process(target=_run_client, args=(theirs, address, number, answers, asked.tokens), daemon=True).start()
+        readers.append(mine)
+    counts = [each.recv() for each in readers]
+    here.send("end")
+    router_s, fronts_s = here.recv()
+    router.join()
+    tokens, chunks, clients_s = (sum(column) for column in zip(*counts, strict=True))
+    each = {"router_us": router_s, "fronts_us": fronts_s, "clients_us": clients_s}
+    return {name: round(seconds / tokens * 1e6, 1) for name, seconds in each.items()} | {
+        "tokens_per_chunk": round(tokens / chunks, 3)
+    }
+
+
+def _run_source(pipe: Connection, step_s: float) -> None:
+    async def run() -> None:
+        pipe.send(await TokenSource(step_s).start())
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+def _run_router(pipe: Connection, controller: str, model: Path, fronts: int) -> None:
+    async def run() -> None:
+        config = RouterConfig(
+            router_id=f"router-{os.getpid()}",
+            model=model,
+            model_name="tokens",
+            controller_address=controller,
+            grpc_port=0,
+            http_port=0,
+            front_processes=fronts,
+            chunks_per_s=1e9,
+        )
+        server = RouterServer(config)
+        doors = await server.start()
+        async with grpc.aio.insecure_channel(doors.grpc_address) as channel:
+            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
+                if health.status == health_pb2.HealthCheckResponse.SERVING:
+                    break
+        own, theirs = time.process_time(), _cpu_of_children()
+        pipe.send(doors.grpc_address)
+        await asyncio.to_thread(pipe.recv)
+        pipe.send((time.process_time() - own, _cpu_of_children() - theirs))
+        await server.stop(0.0)
+
+    asyncio.run(run())
+
+
+def _cpu_of_children() -> float:
+    times = [each.cpu_times() for each in psutil.Process().children()]
+    return float(sum(each.user + each.system for each in times))
+
+
+def _run_client(pipe: Connection, address: str, number: int, answers: int, tokens: int) -> None:
+    asyncio.run(_read(pipe, address, number, answers, tokens))
+
+
+async def _read(pipe: Connection, address: str, number: int, answers: int, tokens: int) -> None:
+    began = time.process_time()
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        reading: list[Coroutine[Any, Any, tuple[int, int]]] = [
+            _read_one(stub, f"{number}-{each}", tokens) for each in range(answers)
+        ]
+        counts = await asyncio.gather(*reading)
+    brought, chunks = (sum(column) for column in zip(*counts, strict=True))
+    pipe.send((brought, chunks, time.process_time() - began))
+
+
+async def _read_one(stub: inference_pb2_grpc.InferenceStub, request_id: str, tokens: int) -> tuple[int, int]:
+    """→ tokens and chunks of an answer."""
+    request = inference_pb2.GenerateRequest(
+        request_id=request_id,
+        token_ids=inference_pb2.TokenIds(ids=range(1000, 1000 + _PROMPT)),
+        options=inference_pb2.GenerationOptions(max_tokens=tokens, ignore_eos=True),
+    )
+    brought = chunks = 0
+    async for message in stub.Generate(request):
+        if message.HasField("chunk"):
+            brought, chunks = brought + len(message.chunk.token_ids), chunks + 1
+    return brought, chunks
+
+
+if __name__ == "__main__":
+    main()

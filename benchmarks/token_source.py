@@ -1,0 +1,116 @@
+"""A worker that computes nothing and brings every request a token a step, and the membership that routers find it in:
+load for a router alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from cluster.operator import Operator
+from cluster.registry import Registry
+from cluster.service import ClusterServicer
+from wire import convert
+from wire.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.messages import (
+    FinishReason,
+    GrantedLease,
+    Lease,
+    ModelFacts,
+    PeerRef,
+    PrefillTask,
+    RequestEvent,
+    Role,
+    StepEvents,
+    StepTokens,
+    WorkerInfo,
+    WorkerLoad,
+)
+from wire.rpc import open_server
+from wire.timeline import Edge, EdgeStamp
+
+MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
+_PAGES, _PAGE_TOKENS = 1 << 20, 128
+_REQUESTS_MAX = 4096
+_LEASE_S = 3600.0
+_FIRST_ID = 1000
+"""Ids of tokens are from here on, and no stop."""
+
+
+class TokenSource(worker_pb2_grpc.WorkerServicer):
+    """One worker of both roles, for one router at a time. Belongs to the event loop."""
+
+    def __init__(self, step_s: float) -> None:
+        """Each request has a token after every `step_s` seconds."""
+        self._step_s = step_s
+        self._running: dict[str, tuple[PrefillTask, int]] = {}
+        self._out: asyncio.Queue[StepEvents] = asyncio.Queue()
+        self._epoch = self._step = 0
+
+    async def start(self) -> str:
+        """Serve, as the only member of a cluster → the controller's address."""
+        server = open_server()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
+        registry = Registry()
+        operator = cast(Operator, None)  # nobody asks for changes
+        cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        self._server = server
+        me = PeerRef("source-0", 1)
+        pool = _PAGES, _PAGE_TOKENS, _REQUESTS_MAX, MODEL.max_context
+        registry.register(WorkerInfo(me, Role.BOTH, address, MODEL, *pool, "none", "none"))
+        self._stepping = asyncio.create_task(self._steps())
+        return address
+
+    async def Attach(self, _request: Any, context: Any) -> AsyncIterator[worker_pb2.StepEvents]:
+        self._running.clear()
+        self._out = asyncio.Queue()
+        await context.send_initial_metadata(())
+        while True:
+            yield convert.step_events_to_proto(await self._out.get())
+
+    async def Reserve(self, request: Any, _context: Any) -> Any:
+        ref = convert.reservation_from_proto(request).ref
+        self._epoch += 1
+        return convert.granted_to_proto(GrantedLease(Lease(ref.request_id, ref.attempt, self._epoch), _LEASE_S))
+
+    async def Prefill(self, request: Any, _context: Any) -> worker_pb2.PrefillResponse:
+        task = convert.prefill_task_from_proto(request)
+        edges = tuple(EdgeStamp.now(edge) for edge in (Edge.PREFILL_FINISHED, Edge.DECODE_ADMITTED))
+        self._running[task.ref.request_id] = task, 1
+        self._tell((RequestEvent(task.ref, 0, (_FIRST_ID,), edges=edges),))
+        return worker_pb2.PrefillResponse()
+
+    async def Abort(self, request: Any, _context: Any) -> worker_pb2.AbortWorkResponse:
+        for ref in request.requests:
+            self._running.pop(ref.request_id, None)
+        return worker_pb2.AbortWorkResponse()
+
+    async def Heartbeat(self, _request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
+        return worker_pb2.HeartbeatResponse()
+
+    async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
+        return worker_pb2.ListPrefixesResponse()
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(self._step_s)
+            more: list[tuple[str, int, int, int]] = []
+            last: list[RequestEvent] = []
+            for request_id, (task, index) in list(self._running.items()):
+                token = _FIRST_ID + index
+                if index + 1 == task.sampling.max_tokens:
+                    del self._running[request_id]
+                    last.append(RequestEvent(task.ref, index, (token,), FinishReason.LENGTH))
+                else:
+                    self._running[request_id] = task, index + 1
+                    more.append((request_id, task.ref.attempt, index, token))
+            if more or last:
+                self._tell(tuple(last), (StepTokens(*zip(*more, strict=True)),) if more else ())
+
+    def _tell(self, events: tuple[RequestEvent, ...], tokens: tuple[StepTokens, ...] = ()) -> None:
+        self._step += 1
+        load = WorkerLoad(0, 0, len(self._running), 0, _PAGES)
+        self._out.put_nowait(StepEvents(self._step, events, load, (), tokens))
