@@ -10,7 +10,7 @@ from router.fleet import Fleet
 from router.gate import Gate
 from router.long_gaps import spare_gaps
 from router.placed_work import AnswerWork, PromptWork
-from router.placement import Pair, Placement
+from router.placement import Pair, Placement, could_serve
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
 from router.ticket import Ticket
@@ -32,6 +32,8 @@ class Binder:
         self._queue = RequestQueue(config.max_queued_requests, config.tenant_queue_limit)
         self._gate = Gate(placement, fleet, self._queue, config.patience_s)
         self._lengths = AnswerLengths()
+        self._seen_changes = 0
+        """Of the fleet, when it was last seen who can serve what waits."""
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -72,6 +74,9 @@ class Binder:
     def head(self) -> Ticket | None:
         """Whose turn it is. Who has missed the target by now goes behind those that can still meet theirs."""
         now = self._clock()
+        if self._seen_changes != self._fleet.changes:
+            self._seen_changes = self._fleet.changes
+            self._queue.bring_back()
         while (ticket := self._queue.head()) is not None:
             if ticket.resumed or now - ticket.arrived_s <= ticket.slo.ttft_s:
                 return ticket
@@ -95,6 +100,14 @@ class Binder:
             forecast = pair.forecast
             self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
         return pair
+
+    def set_aside(self, ticket: Ticket) -> bool:
+        """Whether nobody here could ever serve the request at the head: then others pass it until workers change."""
+        hopeless = not could_serve(ticket.need(self._clock()), self._fleet)
+        if hopeless:
+            self._queue.set_aside(ticket)
+            self._gate.pace.note(self._clock(), bool(len(self._queue)))
+        return hopeless
 
     def ended(self, ticket: Ticket, answer_tokens: int) -> None:
         """The request is over; its answer was so long."""

@@ -154,9 +154,10 @@ class Dispatcher:
             room = max(0, self.pool.prefill_room - ticket.prompt_tokens)
             ticket.answered = min(request.assembler.count, room)
             pair = self._binder.bind(ticket)
-            if pair is None:
+            if pair is not None:
+                self._place(request, pair)
+            elif not self._binder.set_aside(ticket):
                 return
-            self._place(request, pair)
 
     def _place(self, request: RoutedRequest, pair: Pair) -> None:
         request.edges.append(EdgeStamp.now(Edge.PLACED))

@@ -28,6 +28,8 @@ class Fleet(Order):
         self._free_slots: list[int] = []
         self._both: set[int] = set()
         self._page_bytes = 0
+        self.changes = 0
+        """How often workers came, went or changed."""
 
     @property
     def live(self) -> Collection[WorkerBooks]:
@@ -72,6 +74,7 @@ class Fleet(Order):
 
     def set_live(self, worker: WorkerBooks, *, live: bool) -> None:
         """Whether it takes new work; a worker whose facts have changed is looked at again."""
+        self.changes += 1
         worker.live = live
         if live:
             self._live[worker.peer] = worker

@@ -160,6 +160,14 @@ def can_decode(worker: WorkerBooks, need: Need) -> bool:
     return worker.decodes and need.kv_tokens <= worker.kv_tokens_total and not worker.refusing
 
 
+def could_serve(need: Need, fleet: Fleet) -> bool:
+    """Whether live workers are large enough for it, however much they have to do."""
+    ready = [worker for worker in fleet.live if not worker.info.not_ready]
+    return any(each.prefills and need.prompt_tokens <= each.kv_tokens_total for each in ready) and (
+        not need.decodes or any(each.decodes and need.kv_tokens <= each.kv_tokens_total for each in ready)
+    )
+
+
 def takes_both(worker: WorkerBooks, need: Need) -> bool:
     """Whether the whole request may go there."""
     return takes_decode(worker, need) and takes_prefill(worker, need)

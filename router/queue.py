@@ -56,6 +56,8 @@ class RequestQueue:
         self._waiting: dict[str, Ticket] = {}
         self._resumed: dict[str, Ticket] = {}
         """Those of them that go first; they stand in no line."""
+        self._aside: dict[str, Ticket] = {}
+        """Those that stand in no line either, and have no turn."""
         self._given: dict[str, float] = {}
         self._remembered_max = _REMEMBERED
         self._level = 0.0
@@ -126,7 +128,9 @@ class RequestQueue:
 
     def remove(self, ticket: Ticket) -> None:
         """Take `ticket` out, wherever it stands; nothing if it does not wait."""
-        if self._waiting.pop(ticket.wire_id, None) is None or self._resumed.pop(ticket.wire_id, None) is not None:
+        if self._waiting.pop(ticket.wire_id, None) is None:
+            return
+        if any(some.pop(ticket.wire_id, None) is not None for some in (self._resumed, self._aside)):
             return
         line = self._lines[ticket.tenant]
         line.count -= 1
@@ -138,6 +142,17 @@ class RequestQueue:
         elif len(line.heap) > 2 * line.count + 64:
             line.heap = [entry for entry in line.heap if self._counts(entry)]
             heapq.heapify(line.heap)
+
+    def set_aside(self, ticket: Ticket) -> None:
+        """It waits on without a turn, until `bring_back`."""
+        self.remove(ticket)
+        self._waiting[ticket.wire_id] = self._aside[ticket.wire_id] = ticket
+
+    def bring_back(self) -> None:
+        """All that were set aside have their places again."""
+        aside, self._aside = self._aside, {}
+        for ticket in aside.values():
+            self.push(ticket)
 
     def charge(self, tenant: str, tokens: float) -> None:
         """`tenant` was given so much work."""
@@ -155,8 +170,11 @@ class RequestQueue:
 
     def _counts(self, entry: _Entry) -> bool:
         """Whether an entry stands for a waiting request, and for its place: one that came back may have another."""
-        ticket = self._waiting.get(entry[3])
-        return ticket is not None and entry == _entry(ticket)
+        wire_id = entry[3]
+        ticket = self._waiting.get(wire_id)
+        if ticket is None or wire_id in self._resumed or wire_id in self._aside:
+            return False
+        return entry == _entry(ticket)
 
     def _leave(self, tenant: str, line: _Line) -> None:
         """Nothing of `tenant` waits: what it was given is remembered while others are behind it."""

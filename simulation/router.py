@@ -130,9 +130,10 @@ class VirtualRouter:
             flow = self._flows[ticket.wire_id]
             ticket.answered = flow.tokens
             pair = self.binder.bind(ticket)
-            if pair is None:
+            if pair is not None:
+                self._place(flow, pair)
+            elif not self.binder.set_aside(ticket):
                 break
-            self._place(flow, pair)
         self._pumping = False
 
     def _place(self, flow: Flow, pair: Pair) -> None:

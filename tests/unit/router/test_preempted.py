@@ -13,7 +13,7 @@ from router.cost_placement import CostPlacement
 from router.queue import RequestQueue
 from router.ticket import Ticket
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import answer_logprobs, channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, answer_logprobs, channel_to, until
 from tests.unit.router.fleets import TestFleet
 from tests.unit.router.test_generate import Client, ask, expected
 from tests.unit.router.test_queue import drained, filled, ticket
@@ -98,6 +98,46 @@ def test_who_reads_already_goes_before_all_others() -> None:
     queue.remove(resumed)
     assert queue.head() is None
     assert len(queue) == 0
+
+
+async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Cluster, client: Client) -> None:
+    """It reads already, so its turn comes before theirs."""
+    large = cluster.decode
+    large.switches.mute_after = 3
+    running = asyncio.create_task(client.run(ask(200)))
+    dispatcher = cluster.router._dispatcher
+    await until(lambda: [each.assembler.count for each in dispatcher._live.values()] == [3], "it reads")
+    small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
+    await cluster.members(cluster.prefill, large, small)
+    await large.kill()
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    for _ in range(2):
+        _, ids, _ = await asyncio.wait_for(client.run(ask(6)), 60)
+        assert ids == expected(6)
+    assert dispatcher.waiting == 1
+    heir = await FakeWorker("decode-2", Role.DECODE, token="secret").start()
+    await cluster.members(cluster.prefill, small, heir)
+    _, ids, _ = await running
+    assert ids == expected(200)
+
+
+def test_who_is_set_aside_waits_on_without_a_turn() -> None:
+    hopeless, back, other = ticket("hopeless", 1, 1.0), ticket("back", 2, 9.0), ticket("other", 3, 5.0)
+    back.resumed = True
+    queue = filled(RequestQueue(3), hopeless, back, other)
+    queue.set_aside(back)
+    queue.set_aside(hopeless)
+    assert queue.full
+    assert queue.head() is other
+    assert {each.wire_id for each in queue} == {"hopeless", "back", "other"}
+    queue.remove(other)
+    assert queue.head() is None
+    queue.bring_back()
+    assert queue.head() is back
+    queue.set_aside(back)
+    queue.remove(back)
+    queue.bring_back()
+    assert drained(queue) == ["hopeless"]
 
 
 def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
