@@ -86,7 +86,7 @@ class Dispatcher:
             raise
 
     def _submit(self, admitted: Admitted) -> Choices:
-        if self._live.of_client(admitted.request_id):
+        if self._live.of_client(admitted.tenant, admitted.request_id):
             raise InvalidArgument("request_id", f"{admitted.request_id!r} is still running here; choose another id")
         if self._draining:
             raise self._leaving()
@@ -102,9 +102,9 @@ class Dispatcher:
         self._schedule_pump()
         return Choices([request.answer for request in requests])
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, tenant: str, request_id: str) -> bool:
         """End a running request by its client's id: its answer completes with finish reason `abort`."""
-        requests = self._live.of_client(request_id)
+        requests = self._live.of_client(tenant, request_id)
         for request in requests[::-1]:
             self._ends.finish(request, FinishReason.ABORT, "")
         return bool(requests)

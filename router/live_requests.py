@@ -22,7 +22,8 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """`tokens` turns token ids into text."""
         self._tokens = tokens
         self._by_wire_id: dict[str, RoutedRequest] = {}
-        self._by_client_id: dict[str, list[RoutedRequest]] = {}
+        self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
+        """By tenant and what its client calls it: nobody is in the way of others who call theirs the same."""
         self._emptied = asyncio.Event()
         self.arrivals = 0
         """Requests that were ever made, taken or not."""
@@ -38,9 +39,9 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     def __len__(self) -> int:
         return len(self._by_wire_id)
 
-    def of_client(self, request_id: str) -> Sequence[RoutedRequest]:
+    def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
         """The answers to a client's request, those that have ended too; empty when all have."""
-        return self._by_client_id.get(request_id, ())
+        return self._by_client_id.get((tenant, request_id), ())
 
     def make(self, admitted: Admitted) -> list[RoutedRequest]:
         """A request for each answer, the first one first; none of them is here before it is added."""
@@ -53,7 +54,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         first.held = tuple(others)
         self.held += len(others)
         self._by_wire_id |= {request.wire_id: request for request in requests}
-        self._by_client_id[first.admitted.request_id] = list(requests)
+        self._by_client_id[_name(first)] = list(requests)
 
     def let_go(self, request: RoutedRequest) -> list[RoutedRequest]:
         """Those held behind it that are not over: they are no longer."""
@@ -64,8 +65,8 @@ class LiveRequests(Mapping[str, RoutedRequest]):
     def remove(self, request: RoutedRequest) -> None:
         """It has ended."""
         del self._by_wire_id[request.wire_id]
-        if all(each.ended for each in self._by_client_id[request.admitted.request_id]):
-            del self._by_client_id[request.admitted.request_id]
+        if all(each.ended for each in self._by_client_id[_name(request)]):
+            del self._by_client_id[_name(request)]
         if not self:
             self._emptied.set()
 
@@ -88,3 +89,7 @@ class LiveRequests(Mapping[str, RoutedRequest]):
             edges=list(admitted.edges),
             joint=joint,
         )
+
+
+def _name(request: RoutedRequest) -> tuple[str, str]:
+    return request.admitted.tenant, request.admitted.request_id

@@ -53,10 +53,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         asked = request.request_id, request.model, Conversation(turns), _options(request.options)
         return self._answer(Ask(*asked, received, self._tenant(context), _metadata(context, TRACEPARENT)), context)
 
-    async def Abort(self, request: inference_pb2.AbortRequest, _context: _Context) -> inference_pb2.AbortResponse:
+    async def Abort(self, request: inference_pb2.AbortRequest, context: _Context) -> inference_pb2.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id", "is empty; name the request to abort")
-        return inference_pb2.AbortResponse(found=self._dispatcher.abort(request.request_id))
+        return inference_pb2.AbortResponse(found=self._dispatcher.abort(self._tenant(context), request.request_id))
 
     async def GetModelInfo(
         self, _request: inference_pb2.GetModelInfoRequest, _context: _Context

@@ -16,6 +16,8 @@ from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
 from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import types_pb2
 from wire.messages import Role
 from wire.page_digests import page_digests, root_digest
 from wire.rpc import RETRY_AFTER
@@ -172,6 +174,23 @@ class TestTenants:
         assert len({salts[0], salts[1], salts[3], salts[4]}) == 4
         assert not any("one" in salt or "two" in salt for salt in salts), "keys stay here"
         assert [each.cache_salt for each in cluster.decode.reservations] == salts
+
+    async def test_nobody_can_end_another_tenants_request_or_take_its_name(self, cluster: Cluster) -> None:
+        cluster.decode.switches.held_at = 2
+        address = cluster.endpoints.grpc_address
+        async with channel_to(address, "one") as one, channel_to(address, "two") as two:
+            mine, others = Client(one), Client(two)
+            request = ask(4)
+            request.request_id = "1"
+            running = [asyncio.create_task(client.run(request)) for client in (mine, others)]
+            await until(lambda: len(cluster.decode.tasks) == 2, "both decode")
+            assert (await others.stub.Abort(pb.AbortRequest(request_id="1"))).found
+            _, _, complete = await running[1]
+            assert complete.finish_reason == types_pb2.FINISH_REASON_ABORT
+            assert not (await others.stub.Abort(pb.AbortRequest(request_id="1"))).found
+            cluster.decode.go.set()
+            _, ids, _ = await running[0]
+            assert ids == expected(4)
 
 
 def test_salts_of_tenants_never_meet() -> None:
