@@ -37,6 +37,10 @@ def planner_config(
     """From the command line; ranges are MIN:MAX, "" = none. InvalidArgument names the option."""
     if mode not in list(PlannerMode):
         raise InvalidArgument("--planner", f"{mode!r} is none of {', '.join(PlannerMode)}")
+    ranges = {"--planner-workers": workers, "--planner-prefill": prefill, "--planner-decode": decode}
+    for option, given in ranges.items():
+        if given and mode == PlannerMode.OFF:
+            raise InvalidArgument(option, "means nothing while the planner is off; add --planner on, or dry-run")
     limits = Limits(
         prefill=parse_range("--planner-prefill", prefill) if prefill else Range(),
         decode=parse_range("--planner-decode", decode) if decode else Range(),

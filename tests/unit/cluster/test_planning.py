@@ -189,6 +189,8 @@ def test_settings_come_from_the_command_line() -> None:
         ({"workers": "8"}, "--planner-workers"),
         ({"prefill": "4:2"}, "--planner-prefill"),
         ({"decode": "0:2"}, "--planner-decode"),
+        ({"mode": "off", "workers": "2:8"}, "--planner-workers"),
+        ({"mode": "off", "decode": "1:2"}, "--planner-decode"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, object], option: str) -> None:
