@@ -251,6 +251,11 @@ class DecodeAdmission:
         return self._leases.open_leases
 
     @property
+    def pages_left(self) -> int:
+        """Pages that requests may hold beside those that they do, if the pool has them."""
+        return self._room.left
+
+    @property
     def fenced(self) -> int:
         """Messages and notices dropped because their epoch or attempt was old, or they did not fit."""
         return self._leases.fenced + self._stale_attempts + self.arrival.refused

@@ -37,6 +37,11 @@ class Credits:
         """
         self._limit = limit
 
+    @property
+    def left(self) -> int:
+        """Pages that the requests may hold beside those that they do, if the pool has them."""
+        return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
+
     def enter(self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, aside: int) -> int:
         """A new claim of `pages`, less those of the prefix that are cached, which are read from now on. Returns how
         many it is; `aside` pages must be left then. ResourceExhausted: nothing has changed.

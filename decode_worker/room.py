@@ -64,6 +64,11 @@ class Room:
         """Pages of all requests that are not over, promised and held."""
         return self._credits.committed
 
+    @property
+    def left(self) -> int:
+        """See `Credits.left`."""
+        return self._credits.left
+
     def expected_pages(self, reservation: Reservation, tokens: int) -> int:
         """Pages that prompt and answer are going to fill, now that the answer has so many tokens."""
         return pages_for(self._stored(reservation, self._expected(reservation, tokens)), self._page_tokens)

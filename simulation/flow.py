@@ -19,22 +19,23 @@ class Flow:
     sampling: SamplingParams
     pair: Pair | None = None
     attempt: int = 1
+    failures: int = 0
     tokens: int = 0
     """Of the answer, heard or known to be decoded before the attempt failed."""
-    began: int | None = None
-    """The step of its decode worker that brought the first token of this attempt behind the prefill's."""
 
     @property
     def ref(self) -> RequestRef:
         return RequestRef(self.ticket.wire_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent) -> None:
-        """What the attempt has decoded up to this event, of step `number` of the worker with that `log`."""
-        began = number if self.began is None else self.began
+        """What the attempt has decoded up to this event, of step `number` of the worker with that `log`, or before that
+        step if it gives way: a token a step.
+        """
+        self.tokens = event.first_index + (not event.preempted)
+        decoded = self.tokens - self.ticket.answered - 1
         pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
         del pieces[attempts - 1 :]
-        pieces.append(Piece(log, began, number - began + 1))
-        self.tokens = event.first_index + 1
+        pieces.append(Piece(log, number + (not event.preempted) - decoded, decoded))
 
     def placement_record(self, later_s: float) -> PlacementRecord | None:
         """What was foreseen of it and what came, where its first attempt brought it all; a token takes `later_s` from

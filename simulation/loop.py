@@ -12,7 +12,6 @@ from functools import partial
 
 from costs.step_cost import StepCost, StepWork
 from engine.batch import StepResult
-from engine.cache.page_pool import PagePool
 from prefill_worker.half import PrefillHalf
 from simulation.clock import VirtualClock
 from simulation.flights import Flight, Flights
@@ -32,17 +31,17 @@ class VirtualStepLoop:
         *,
         decode: SteadyDecodeHalf,
         prefill: PrefillHalf,
-        pool: PagePool,
+        spare_pages: Callable[[], int],
         publish: Callable[[int, StepWork, Sequence[RoutedEvent]], None],
         on_progress: Callable[[], None],
         jumps: bool,
     ) -> None:
         """`truth`: what steps take. `publish` hears of each step that has ended, but for those taken at once, with its
-        number in the log; `on_progress`, that the prefill half may be further. Without `jumps` every step is taken by
-        itself.
+        number in the log; `on_progress`, that the prefill half may be further. `spare_pages` are those that answers
+        may grow into. Without `jumps` every step is taken by itself.
         """
         self._clock, self._scheduler, self._jumps = clock, scheduler, jumps
-        self._decode, self._prefill, self._pool = decode, prefill, pool
+        self._decode, self._prefill, self._spare_pages = decode, prefill, spare_pages
         self._publish, self._on_progress = publish, on_progress
         self._flights = Flights(truth)
         self.log = self._flights.log
@@ -94,7 +93,7 @@ class VirtualStepLoop:
             self._on_progress()
             self._inside = False
         run = self._steady
-        if run is not None and (self._newcomers or self._pool.room <= run.ahead.needed):
+        if run is not None and (self._newcomers or self._spare_pages() <= run.ahead.needed):
             self._pass(run, run.over(self._clock.now))
         if not self._awaited:
             self._wait()
@@ -148,7 +147,7 @@ class VirtualStepLoop:
         self._woken = False
         if not self._jumps or not self._flights.only_decode or self._newcomers:
             return None
-        return self._flights.steady(self._decode.look_ahead(self._pool.room))
+        return self._flights.steady(self._decode.look_ahead(self._spare_pages()))
 
     @property
     def _newcomers(self) -> bool:

@@ -100,18 +100,19 @@ class VirtualRouter:
     def arrive(self, asked: LoadRequest) -> None:
         """A request is at the door."""
         self._arrivals += 1
-        prompt = asked.prompt
+        prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         ticket = Ticket(
             wire_id=f"r{self._arrivals}",
             sequence=self._arrivals,
             arrived_s=self.clock.now,
             prompt_tokens=len(prompt),
             max_tokens=asked.new_tokens,
+            to_the_limit=sampling.runs_to_limit,
             digests=prompt.names,
             tenant=asked.tenant,
             slo=asked.slo,
         )
-        flow = Flow(ticket, Outcome(asked), SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True))
+        flow = Flow(ticket, Outcome(asked), sampling)
         try:
             self.binder.enter(ticket)
         except ResourceExhausted as error:
@@ -199,6 +200,7 @@ class VirtualRouter:
     def _again(self, flow: Flow) -> None:
         """Another attempt, behind the tokens that are out already."""
         self._leave_workers(flow)
+        flow.ticket.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
         self.binder.enter_again(flow.ticket)
@@ -244,16 +246,17 @@ class VirtualRouter:
             self.fleet.learn_transfer(self._links[pair.decode].books, event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
+        elif event.preempted:
+            flow.close_piece(heard.worker.log, heard.number, event)
+            self._again(flow)
         elif event.token_ids and event.first_index == flow.ticket.answered:
             self._links[pair.prefill].books.prompt_computed(flow.ticket.wire_id)
             flow.outcome.firsts_s.append(heard.moment_s)
-            flow.began, flow.tokens = None, event.first_index + 1
+            flow.tokens = event.first_index + 1
             if event.first_index == 0:
                 flow.outcome.cached_tokens = event.cached_tokens
                 flow.outcome.held_s = self._hold_s(flow, pair)
         elif event.token_ids:
-            if flow.began is None:
-                flow.began = heard.number - (event.first_index - flow.ticket.answered - 1)
             flow.close_piece(heard.worker.log, heard.number, event)
         if event.finish_reason is FinishReason.LENGTH:
             self._unbook(flow, pair)
@@ -268,7 +271,8 @@ class VirtualRouter:
 
     def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
         code = event.error.code if event.error is not None else Internal.code
-        if flow.attempt >= self.config.max_attempts:
+        flow.failures += 1
+        if flow.failures >= self.config.max_attempts:
             self._leave_workers(flow)
             self._end(flow, code)
         else:

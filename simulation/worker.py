@@ -101,7 +101,7 @@ class VirtualWorker:
             StepCost(spec.device.truth),
             decode=self._decode,
             prefill=self._prefill,
-            pool=self.pool,
+            spare_pages=lambda: min(self.pool.room, self.admission.pages_left),
             publish=self._step_ended,
             on_progress=handovers.look,
             jumps=jumps,

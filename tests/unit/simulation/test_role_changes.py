@@ -1,6 +1,11 @@
 """Roles change amid a load, as they do in a real cluster: nothing is lost, and closed halves get nothing new."""
 
+import pytest
+
 from router.placement import Mode
+from router.slo import BEST_EFFORT
+from simulation.prompt import VirtualPrompt
+from simulation.request import LoadRequest
 from simulation.worker import VirtualWorker
 from tests.unit.simulation.stages import cluster, moments
 from tests.unit.simulation.test_virtual_cluster import load
@@ -32,6 +37,22 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     late = [each for each in outcomes if each.asked.due_s > BACK_S + 0.1]
     assert {each.prefill_worker for each in late} == {"prefill-0", "decode-2"}
     assert {each.decode_worker for each in late if each.decode_worker} == {"prefill-1", "decode-3"}
+
+
+@pytest.mark.parametrize("jumps", [True, False], ids=["many steps at once", "every step"])
+def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> None:
+    """A decode worker that prefills, too, promises less: what was promised before may not be had."""
+    stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], jumps=jumps, pages=64)
+    decode = list(stage.workers.values())[1]
+    stage.clock.at(FIRST_S, lambda: decode.duty.assume(Role.BOTH))
+    asked = [LoadRequest(0.0, VirtualPrompt(number, 100, ()), 300, BEST_EFFORT) for number in range(16)]
+    outcomes = stage.run(asked)
+    assert decode.admission.running.preemptions
+    assert len(outcomes) == len(asked)
+    for outcome in outcomes:
+        assert not outcome.error
+        assert len(moments(outcome)) == outcome.asked.new_tokens
+        assert sorted(moments(outcome)) == list(moments(outcome))
 
 
 def test_a_change_of_mind_opens_what_was_closing() -> None:

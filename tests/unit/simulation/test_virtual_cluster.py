@@ -147,3 +147,12 @@ def test_local_prompts_have_long_steps_and_no_first_gap_is_too_long(ttft_s: floa
     assert max(max(each[1:]) for each in gaps) == pytest.approx(1e3 * bears_s / GAP_NOISE, rel=0.1)
     together = len([each for each in gaps if not each[0]])
     assert together > 10 if ttft_s > 1.0 else not together
+
+
+def test_the_router_knows_that_answers_run_to_their_limit() -> None:
+    """As of clients that ignore ends of sequences: it sends nobody to a worker that would refuse."""
+    stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], pages=64)
+    short = [request(0.0, 16, 256, key=number) for number in range(20)]
+    outcomes = stage.run([*short, *(request(60.0, 16, 500, key=20 + number) for number in range(4))])
+    assert [each.asked.new_tokens for each in outcomes] == [256] * 20 + [500] * 4
+    assert {each.attempts for each in outcomes} == {1}
