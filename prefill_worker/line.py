@@ -5,7 +5,7 @@ first token is the least that any order gives. But the oldest prompt has a part 
 stream of short ones slows a long one down and never stops it; whatever the others leave is its as well.
 
 Pages are taken in the same order. Once one that comes first has no room, no other prompt starts: what is given back
-is for it.
+is for it. Local prompts do: their pages were promised to them, and the one that waits may be waiting for just these.
 """
 
 from collections.abc import Callable, Iterator
@@ -92,9 +92,9 @@ class PromptLine:
             if budget <= 0:
                 break
             if request in self._waiting:
-                if blocked or len(parts) >= max_rows:
+                if (blocked and not request.local) or len(parts) >= max_rows:
                     continue
-                blocked = not self._start(request, start)
+                blocked |= not self._start(request, start)
             if request not in self._computing or (request not in parts and len(parts) >= max_rows):
                 continue
             given = parts.get(request, 0)

@@ -25,9 +25,9 @@ class Prompts:
         self.steps = 0
         self._room = room
 
-    def add(self, name: str, tokens: int) -> PrefillRequest:
+    def add(self, name: str, tokens: int, *, local: bool = False) -> PrefillRequest:
         task = PrefillTask("r", RequestRef(name, 1), (5,) * tokens, SamplingParams(2), None)
-        request = PrefillRequest(task, 1, False, Progress(), CACHE.prefix((), ""))
+        request = PrefillRequest(task, 1, local, Progress(), CACHE.prefix((), ""))
         self.requests[name] = request
         self.line.add(request)
         return request
@@ -118,6 +118,18 @@ def test_who_comes_first_and_has_no_room_keeps_others_from_starting() -> None:
     assert prompts.step() == {}
     full.clear()
     assert prompts.step() == {"large": 14, "late": 2}
+
+
+def test_a_local_prompt_starts_whoever_has_no_room() -> None:
+    """The pages that are missing may be those promised to it."""
+    full = {"large"}
+    prompts = Prompts(lambda name: Start.NO_ROOM if name in full else Start.STARTED)
+    prompts.add("large", 30)
+    prompts.add("local", 40, local=True)
+    prompts.add("late", 2)
+    assert prompts.step() == {"local": BUDGET}
+    full.clear()
+    assert set(prompts.step()) == {"large", "late", "local"}
 
 
 def test_one_that_fails_leaves_alone() -> None:
