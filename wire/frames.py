@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import AsyncIterator
 from typing import Any, Generic, TypeVar
@@ -37,6 +38,11 @@ class FrameStream(Generic[Out, In]):
         if not self._batch.frames:
             self._loop.call_soon(self._flush)
         self._batch.frames.add(call=call, **what)
+
+    async def room(self) -> None:
+        """Wait while the other end has much to read; not for one that is gone."""
+        with contextlib.suppress(OSError):
+            await self._writer.drain()
 
     async def received(self) -> AsyncIterator[Any]:
         """The other end's frames, until it closes the stream, is gone, or sends something else."""

@@ -9,11 +9,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from router.front.window import Window
 from wire.generated.tandem.v1 import front_pb2, inference_pb2, inference_pb2_grpc
 from wire.rpc import guarded_stream, guarded_unary
 
 _Send = Callable[..., None]
-Method = Callable[[bytes, "CallContext", _Send], Awaitable[None]]
+_Pass = Callable[[bytes], Awaitable[None]]
+Method = Callable[[bytes, "CallContext", _Pass], Awaitable[None]]
 
 
 class GrpcCall:
@@ -23,6 +25,7 @@ class GrpcCall:
         self._asked = asked
         self._methods = methods
         self._send = send
+        self._window = Window()
         self._context = CallContext(tuple((each.name.decode(), _text(each.value)) for each in asked.metadata))
 
     async def run(self) -> None:
@@ -32,7 +35,7 @@ class GrpcCall:
             method = self._methods.get(self._asked.method)
             if method is None:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            await method(self._asked.message, context, self._send)
+            await method(self._asked.message, context, self._pass)
         except grpc.aio.AbortError:
             pass
         finally:
@@ -40,11 +43,17 @@ class GrpcCall:
         self._send(end=context.end)
 
     def hear(self, frame: front_pb2.FrontFrame) -> None:
-        """Nothing follows the message."""
+        """Nothing follows the message, but how far the client is with the answer."""
+        self._window.passed(frame.passed)
 
     def leave(self) -> None:
         """The client is gone: whoever answers hears of it, as from gRPC."""
+        self._window.lift()
         self._context.over()
+
+    async def _pass(self, message: bytes) -> None:
+        self._send(message=message)
+        await self._window.sent()
 
 
 class CallContext:
@@ -101,9 +110,9 @@ def methods_of(servicer: inference_pb2_grpc.InferenceServicer) -> dict[str, Meth
 def _streaming(request: Any, handler: Any) -> Method:
     guarded = guarded_stream(lambda message, context: handler(request.FromString(message), context))
 
-    async def answer(message: bytes, context: Any, send: _Send) -> None:
+    async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
         async for response in guarded(message, context):
-            send(message=response.SerializeToString())
+            await pass_on(response.SerializeToString())
 
     return answer
 
@@ -114,9 +123,9 @@ def _unary(request: Any, handler: Any) -> Method:
 
     guarded = guarded_unary(read)
 
-    async def answer(message: bytes, context: Any, send: _Send) -> None:
+    async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
         response = await guarded(message, context)
-        send(message=response.SerializeToString())
+        await pass_on(response.SerializeToString())
 
     return answer
 

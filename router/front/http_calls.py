@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Scope
 
+from router.front.window import Window
 from wire.errors import Internal
 from wire.generated.tandem.v1 import front_pb2
 
@@ -21,6 +22,7 @@ class HttpCall:
         self._asked = asked
         self._app = app
         self._send = send
+        self._window = Window()
         self._heard: asyncio.Queue[Message] = asyncio.Queue()
         self._whole = False
 
@@ -34,11 +36,15 @@ class HttpCall:
             self._send(end=front_pb2.CallEnd(details=Internal("the answer could not be finished").message))
 
     def hear(self, frame: front_pb2.FrontFrame) -> None:
-        """A part of the request's body."""
+        """A part of the request's body, or how far the client is with the answer."""
+        if frame.HasField("passed"):
+            self._window.passed(frame.passed)
+            return
         self._heard.put_nowait({"type": "http.request", "body": frame.body.data, "more_body": frame.body.more})
 
     def leave(self) -> None:
         """The client is gone: whoever answers hears of it, as from an ASGI server."""
+        self._window.lift()
         self._heard.put_nowait({"type": "http.disconnect"})
 
     async def _take(self, message: Message) -> None:
@@ -49,6 +55,7 @@ class HttpCall:
             more = message.get("more_body", False)
             self._whole = not more
             self._send(body=front_pb2.HttpBody(data=message.get("body", b""), more=more))
+        await self._window.sent()
 
 
 def _scope(asked: front_pb2.HttpRequest) -> Scope:

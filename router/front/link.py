@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from wire.errors import Unavailable
+from router.front.window import TOLD_EVERY
+from wire.errors import Cancelled, Unavailable
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 
@@ -25,20 +26,31 @@ class Call:
         self._forget = forget
         self._frames: deque[front_pb2.RouterFrame] = deque()
         self._changed = asyncio.Event()
-        self._lost = self._ended = False
+        self._passed = 0
+        self._lost = self._ended = self._closed = False
 
     def send(self, **what: Any) -> None:
         """One field of a `FrontFrame`."""
         self._stream.send(self._number, **what)
 
     async def next(self) -> front_pb2.RouterFrame:
-        """The router's next frame; Unavailable if the router is gone."""
+        """The router's next frame; Unavailable if the router is gone, Cancelled once it is closed."""
         while not self._frames:
+            if self._closed:
+                raise Cancelled("the client left")
             if self._lost:
                 raise Unavailable(_LOST)
             self._changed.clear()
             await self._changed.wait()
+        self._passed += 1  # the one before: whoever asks for the next has passed it on
+        if self._passed > TOLD_EVERY:
+            self.send(passed=TOLD_EVERY)
+            self._passed -= TOLD_EVERY
         return self._frames.popleft()
+
+    async def room(self) -> None:
+        """Wait while the router has much to read."""
+        await self._stream.room()
 
     def take(self, frame: front_pb2.RouterFrame) -> None:
         """Link side: a frame has come."""
@@ -55,8 +67,12 @@ class Call:
         self._ended = True
 
     def close(self) -> None:
-        """The client has its answer, or has left."""
+        """The client has its answer, or has left: whoever waits for a frame hears so. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
         self._forget(self._number)
+        self._changed.set()
         if not (self._ended or self._lost):
             self.send(gone=front_pb2.Gone())
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from router.front.link import Call, RouterLink
 from router.openai_replies import error_body, error_headers
-from wire.errors import Unavailable
+from wire.errors import Cancelled, Unavailable
 from wire.generated.tandem.v1 import front_pb2
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
@@ -88,9 +88,11 @@ class HttpRelay:
                 else:
                     call.end()
                     raise Unavailable(frame.end.details)
+        except Cancelled:
+            return
         except Unavailable as error:
             if begun:
-                raise  # the server cuts the connection: nobody takes the answer for a whole one
+                return  # the server cuts the connection: nobody takes the answer for a whole one
             await _refusal(error)(scope, receive, send)
         finally:
             if feeding is not None:
@@ -103,6 +105,7 @@ async def _feed(call: Call, receive: Receive) -> None:
     """The request's body, and that the client has left."""
     while (message := await receive())["type"] == "http.request":
         call.send(body=front_pb2.HttpBody(data=message.get("body", b""), more=message.get("more_body", False)))
+        await call.room()  # a client that sends faster than the router reads waits
     call.close()
 
 

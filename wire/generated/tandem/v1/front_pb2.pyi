@@ -13,20 +13,22 @@ class FrontFrames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[FrontFrame, _Mapping]]] = ...) -> None: ...
 
 class FrontFrame(_message.Message):
-    __slots__ = ("call", "opened", "grpc", "http", "body", "gone")
+    __slots__ = ("call", "opened", "grpc", "http", "body", "gone", "passed")
     CALL_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     GRPC_FIELD_NUMBER: _ClassVar[int]
     HTTP_FIELD_NUMBER: _ClassVar[int]
     BODY_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
     call: int
     opened: Opened
     grpc: GrpcCall
     http: HttpRequest
     body: HttpBody
     gone: Gone
-    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ...) -> None: ...
+    passed: int
+    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., passed: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()

@@ -1,0 +1,150 @@
+"""Frames over a socket: all of them, in order, few messages; and ends of every kind."""
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+
+from wire import frames
+from wire.frames import FrameStream
+from wire.generated.tandem.v1 import front_pb2
+
+Router = FrameStream[front_pb2.RouterFrames, front_pb2.FrontFrames]
+Front = FrameStream[front_pb2.FrontFrames, front_pb2.RouterFrames]
+
+
+@dataclass
+class Pair:
+    """A router's stream, and the other end of its socket."""
+
+    router: Router
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @property
+    def front(self) -> Front:
+        return FrameStream(self.reader, self.writer, front_pb2.FrontFrames, front_pb2.RouterFrames)
+
+    async def read(self) -> front_pb2.RouterFrames:
+        """One message."""
+        length = int.from_bytes(await self.reader.readexactly(4), "little")
+        return front_pb2.RouterFrames.FromString(await self.reader.readexactly(length))
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    ours, theirs = socket.socketpair()
+    router = FrameStream(*await asyncio.open_unix_connection(sock=ours), front_pb2.RouterFrames, front_pb2.FrontFrames)
+    made = Pair(router, *await asyncio.open_unix_connection(sock=theirs))
+    yield made
+    for writer in (router._writer, made.writer):
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def all_of(stream: Router) -> list[front_pb2.FrontFrame]:
+    """What it brings until its end."""
+    async with asyncio.timeout(5):
+        return [frame async for frame in stream.received()]
+
+
+async def test_frames_arrive_as_they_were_sent_in_both_directions(pair: Pair) -> None:
+    front = pair.front
+    sent = [(1, bytes(300_000)), (2, b""), (1 << 63, b"last")]
+    for call, data in sent:
+        front.send(call, body=front_pb2.HttpBody(data=data, more=True))
+        await asyncio.sleep(0)
+    front.send(0, opened=front_pb2.Opened())
+    pair.router.send(3, message=b"answer")
+    assert [frame.message for frame in (await pair.read()).frames] == [b"answer"]
+    front.close()
+    *bodies, opened = await all_of(pair.router)
+    assert [(frame.call, frame.body.data, frame.body.more) for frame in bodies] == [(*each, True) for each in sent]
+    assert (opened.call, opened.WhichOneof("what")) == (0, "opened")
+
+
+async def test_what_is_sent_in_one_turn_of_the_loop_is_one_message(pair: Pair) -> None:
+    for call in range(100):
+        pair.router.send(call, message=b"a")
+    await asyncio.sleep(0)
+    pair.router.send(100, message=b"b")
+    assert [frame.call for frame in (await pair.read()).frames] == list(range(100))
+    assert [frame.call for frame in (await pair.read()).frames] == [100]
+
+
+async def test_an_end_sends_what_is_left_and_nothing_behind_it(pair: Pair) -> None:
+    pair.router.send(1, message=b"last")
+    pair.router.close()
+    pair.router.send(2, message=b"too late")
+    pair.router.close()
+    assert [frame.call for frame in (await pair.read()).frames] == [1]
+    assert await pair.reader.read() == b""
+
+
+@pytest.mark.parametrize("cut", [0, 2, 4, 7])
+async def test_an_end_in_the_middle_of_a_message_ends_the_stream(pair: Pair, cut: int) -> None:
+    whole = front_pb2.FrontFrames(frames=[front_pb2.FrontFrame(call=1, http=front_pb2.HttpRequest(method="GET"))])
+    data = whole.SerializeToString()
+    message = len(data).to_bytes(4, "little") + data
+    pair.writer.write(message + message[:cut])
+    pair.writer.close()
+    assert [frame.http.method for frame in await all_of(pair.router)] == ["GET"]
+
+
+async def test_the_other_end_s_death_ends_the_stream(pair: Pair) -> None:
+    pair.router.send(1, message=b"never read")
+    await asyncio.sleep(0)
+    pair.writer.transport.abort()  # a socket closed with unread bytes: this end sees a reset
+    assert await all_of(pair.router) == []
+    for _ in range(10):
+        pair.router.send(1, message=b"lost")
+        await asyncio.sleep(0)
+
+
+async def test_garbage_ends_the_stream_in_words(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.writer.write((3).to_bytes(4, "little") + b"\xff\xff\xff")
+    assert await all_of(pair.router) == []
+    assert "a message that is none" in caplog.text
+
+
+async def test_a_reader_that_hangs_is_given_up(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(frames, "_WAITING_BYTES_MAX", 1 << 20)
+    hearing = asyncio.create_task(all_of(pair.router))
+    sent = 0
+    while not hearing.done():
+        pair.router.send(1, message=bytes(1 << 17))
+        sent += 1
+        await asyncio.sleep(0)
+    assert await hearing == []
+    assert sent > 8, "what fits is no hang"
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+
+
+async def test_who_asks_for_room_waits_for_a_reader(pair: Pair) -> None:
+    await pair.router.room()
+    pair.router.send(1, message=bytes(4 << 20))
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(pair.router.room()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in waiting)
+    await pair.read()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*waiting)
+
+
+async def test_there_is_room_where_nobody_reads_any_more(pair: Pair) -> None:
+    pair.router.send(1, message=bytes(4 << 20))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(pair.router.room())
+    await asyncio.sleep(0.05)
+    pair.writer.transport.abort()
+    async with asyncio.timeout(5):
+        await waiting
+        await pair.router.room()
