@@ -58,6 +58,7 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             app,
             interface="asgi3",
+            ws="none",
             lifespan="off",
             log_config=None,
             log_level="warning",
