@@ -71,6 +71,7 @@ class OwnDoors:
         self._app = app
         self._shared = shared
         self._health = health.aio.HealthServicer()
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
@@ -89,8 +90,9 @@ class OwnDoors:
 
     def set_serving(self, serving: bool) -> None:
         """See `Doors`."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        self._spawn(asyncio.create_task(self._health.set(SERVICE, status)))
+        replies = health_pb2.HealthCheckResponse
+        self._status = replies.SERVING if serving else replies.NOT_SERVING
+        self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
 
     async def leave(self, grace_s: float) -> None:
         """See `Doors`."""
@@ -108,7 +110,7 @@ class OwnDoors:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
         port = self._bind_grpc()
-        await self._health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set(SERVICE, self._status)
         await self._grpc.start()
         return port
 

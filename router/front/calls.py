@@ -25,24 +25,29 @@ class FrontCalls:
         self._stream = stream
         self._methods = methods_of(inference)
         self._app = app
+        self.opened = False
+        """Whether that process has opened its doors."""
         self._calls: dict[int, GrpcCall | HttpCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, on_opened: Callable[[], None]) -> None:
         """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its doors are open."""
-        async for frame in self._stream.received():
-            if frame.HasField("grpc"):
-                self._begin(frame.call, GrpcCall(frame.grpc, self._methods, self._send_for(frame.call)))
-            elif frame.HasField("http"):
-                self._begin(frame.call, HttpCall(frame.http, self._app, self._send_for(frame.call)))
-            elif frame.HasField("opened"):
-                on_opened()
-            elif frame.HasField("gone"):
-                self._leave(frame.call)
-            elif frame.call in self._calls:
-                self._calls[frame.call].hear(frame)
-        for number in list(self._calls):
-            self._leave(number)
+        try:
+            async for frame in self._stream.received():
+                if frame.HasField("grpc"):
+                    self._begin(frame.call, GrpcCall(frame.grpc, self._methods, self._send_for(frame.call)))
+                elif frame.HasField("http"):
+                    self._begin(frame.call, HttpCall(frame.http, self._app, self._send_for(frame.call)))
+                elif frame.HasField("opened"):
+                    self.opened = True
+                    on_opened()
+                elif frame.HasField("gone"):
+                    self._leave(frame.call)
+                elif frame.call in self._calls:
+                    self._calls[frame.call].hear(frame)
+        finally:
+            for number in list(self._calls):
+                self._leave(number)
 
     def set_serving(self, serving: bool) -> None:
         """For the health service of that process."""

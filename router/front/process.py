@@ -1,12 +1,14 @@
 """A front process: both doors at the router's ports, every call carried to the router. `python -m router.front.process`
-with a `FrontConfig` as JSON on its standard input; it ends when the router does.
+with the router's socket as its standard input: a `FrontConfig` as JSON on one line, then frames. It ends when the
+router does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
+import logging
+import socket
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,11 +18,16 @@ import grpc.aio
 from router.doors import SERVICE, OwnDoors
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
+from wire.errors import TandemError
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
 
+log = logging.getLogger(__name__)
+
+STREAM_LIMIT_BYTES = 1 << 20
+"""Of the first line, and about what is read ahead of messages."""
 _SWITCH_INTERVAL_S = 0.5e-3
 """As in the router's process."""
 
@@ -31,8 +38,6 @@ class FrontConfig:
 
     name: str
     """In its log."""
-    socket: str
-    """The router's, where fronts are attached."""
     host: str
     grpc_port: int
     http_port: int
@@ -50,9 +55,14 @@ class FrontConfig:
         return cls(**{**fields, "api_keys": tuple(fields["api_keys"])})
 
 
-async def serve(config: FrontConfig) -> None:
+async def serve(router: socket.socket) -> None:
     """Until the router says so, or is gone."""
-    reader, writer = await asyncio.open_unix_connection(config.socket)
+    reader, writer = await asyncio.open_unix_connection(sock=router, limit=STREAM_LIMIT_BYTES)
+    line = await reader.readline()
+    if not line:
+        return  # the router is gone
+    config = FrontConfig.from_json(line.decode())
+    begin_log(None, LogFormat(config.log_format), config.name)
     stream: FrontStream = FrameStream(reader, writer, front_pb2.FrontFrames, front_pb2.RouterFrames)
     leaving: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     link = RouterLink(stream)
@@ -68,11 +78,15 @@ async def serve(config: FrontConfig) -> None:
         app=HttpRelay(link),
         shared=True,
     )
-    await doors.open()
-    link.opened()
-    settle_heap()
     running = asyncio.create_task(link.run(doors.set_serving, partial(_set_once, leaving)))
     running.add_done_callback(lambda _: _set_once(leaving, 0.0))
+    try:
+        await doors.open()
+    except TandemError as error:
+        log.error("%s", error)
+        sys.exit(1)
+    link.opened()
+    settle_heap()
     await doors.leave(await leaving)
     await doors.gone()
     stream.close()
@@ -85,12 +99,8 @@ def _set_once(future: asyncio.Future[float], seconds: float) -> None:
 
 
 def main() -> None:
-    config = FrontConfig.from_json(sys.stdin.read())
-    # The router alone ends it: what a terminal sends to all its processes would cut answers off.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    begin_log(None, LogFormat(config.log_format), config.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    asyncio.run(serve(config))
+    asyncio.run(serve(socket.socket(fileno=sys.stdin.fileno())))
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import sys
-import tempfile
 from collections.abc import Collection
-from dataclasses import replace
-from pathlib import Path
 
 from starlette.types import ASGIApp
 
 from router.doors import GOODBYE_S, RouterEndpoints
 from router.front.calls import FrontCalls, RouterStream
-from router.front.process import FrontConfig
+from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
 from wire.address import address_of
 from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
@@ -28,6 +27,8 @@ _START_S = 60.0
 """For the first of them to open its doors."""
 _AGAIN_S = 1.0
 """Before one that died is started again."""
+_END_S = 2 * GOODBYE_S
+"""For one that has ended its stream, or whose calls' time is over, to be gone: it hangs otherwise."""
 _PORT_S, _PORT_LOOK_S = 5.0, 0.1
 """How long those of a router that died may keep its ports, and how often that is looked at."""
 
@@ -56,27 +57,29 @@ class FrontDoors:
         self._log_format = log_format
         self._serving = False
         self._leaving = False
-        self._attached: dict[FrontCalls, asyncio.Task[None] | None] = {}
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keepers: list[asyncio.Task[None]] = []
-        self._processes: set[asyncio.subprocess.Process] = set()
+        self._fronts: dict[FrontCalls, asyncio.subprocess.Process] = {}
+        self._end: asyncio.TimerHandle | None = None
         self._cleanup = contextlib.ExitStack()
 
     async def open(self) -> RouterEndpoints:
         """See `Doors`; returns when the first process serves. Unavailable if none does."""
         if self._ports[0] and self._ports[0] == self._ports[1]:
             raise FailedPrecondition(f"http_port: {self._ports[1]} is the gRPC door's; choose another port")
-        grpc_port, http_port = (
-            await self._hold(self._ports[0], "grpc_port"),
-            await self._hold(self._ports[1], "http_port"),
-        )
-        folder = Path(self._cleanup.enter_context(tempfile.TemporaryDirectory(prefix="tandem-front-")))
-        self._server = await asyncio.start_unix_server(self._attach, folder / "router")
-        config = FrontConfig(
-            "front", str(folder / "router"), self._host, grpc_port, http_port, self._api_keys, self._log_format
-        )
+        try:
+            grpc_port = await self._hold(self._ports[0], "grpc_port")
+            http_port = await self._hold(self._ports[1], "http_port")
+        except FailedPrecondition:
+            self._cleanup.close()
+            raise
         self._keepers = [
-            asyncio.create_task(self._keep(replace(config, name=f"front-{number}"))) for number in range(self._count)
+            asyncio.create_task(
+                self._keep(
+                    FrontConfig(f"front-{number}", self._host, grpc_port, http_port, self._api_keys, self._log_format)
+                )
+            )
+            for number in range(self._count)
         ]
         try:
             async with asyncio.timeout(_START_S):
@@ -90,21 +93,24 @@ class FrontDoors:
     def set_serving(self, serving: bool) -> None:
         """See `Doors`."""
         self._serving = serving
-        for front in self._attached:
+        for front in self._fronts:
             front.set_serving(serving)
 
     async def leave(self, grace_s: float) -> None:
         """See `Doors`."""
         self._leaving = True
-        for front in self._attached:
-            front.leave(grace_s)
-        asyncio.get_running_loop().call_later(grace_s + 2 * GOODBYE_S, self._kill)
+        for front, process in self._fronts.items():
+            if front.opened:
+                front.leave(grace_s)
+            else:  # it has no clients, and shall get none
+                _kill(process)
+        self._end = asyncio.get_running_loop().call_later(grace_s + _END_S, self._kill_all)
 
     async def gone(self) -> None:
         """See `Doors`."""
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        await asyncio.gather(*(task for task in self._attached.values() if task is not None), return_exceptions=True)
-        self._server.close()
+        if self._end is not None:
+            self._end.cancel()
         self._cleanup.close()
 
     async def _hold(self, port: int, setting: str) -> int:
@@ -119,7 +125,6 @@ class FrontDoors:
                 break
             except FailedPrecondition:
                 if loop.time() > patience:
-                    self._cleanup.close()
                     raise
                 await asyncio.sleep(_PORT_LOOK_S)
         number: int = found.socket.getsockname()[1]
@@ -130,30 +135,70 @@ class FrontDoors:
 
     async def _keep(self, config: FrontConfig) -> None:
         while not self._leaving:
-            command = sys.executable, "-m", "router.front.process"
-            process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-            self._processes.add(process)
-            await process.communicate(config.to_json().encode())
-            self._processes.discard(process)
+            try:
+                code = await self._live(config)
+            except Exception as error:  # there may be no room for a process now
+                log.error("%s failed", config.name, exc_info=error)
+            else:
+                if not self._leaving:
+                    log.error("%s ended with %d; its clients' connections are lost", config.name, code)
             if not self._leaving:
-                log.error("%s ended with %d; its clients' connections are lost", config.name, process.returncode)
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _attach(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _live(self, config: FrontConfig) -> int:
+        """One process, from its birth to its death → its exit code."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=STREAM_LIMIT_BYTES)
+            try:
+                process = await _spawn(theirs)
+            except BaseException:
+                writer.close()
+                raise
+        writer.write(config.to_json().encode() + b"\n")
         stream: RouterStream = FrameStream(reader, writer, front_pb2.RouterFrames, front_pb2.FrontFrames)
         front = FrontCalls(stream, self._inference, self._app)
-        self._attached[front] = asyncio.current_task()
+        self._fronts[front] = process
+        if self._leaving:
+            _kill(process)
         front.set_serving(self._serving)
         try:
             await front.run(self._opened)
         finally:
-            del self._attached[front]
             stream.close()
+            code = await _gone(process)
+            del self._fronts[front]
+        return code
 
     def _opened(self) -> None:
         if not self._first.done():
             self._first.set_result(None)
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
+    def _kill_all(self) -> None:
+        for process in self._fronts.values():
+            _kill(process)
+
+
+async def _spawn(stream: socket.socket) -> asyncio.subprocess.Process:
+    """A front process with its end of the stream as standard input. It finds what this process finds, wherever that
+    was started, and a terminal's signals to all its processes do not reach it: the router alone ends it.
+    """
+    command = sys.executable, "-P", "-m", "router.front.process"
+    folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    env = {**os.environ, "PYTHONPATH": folders}
+    return await asyncio.create_subprocess_exec(*command, stdin=stream.fileno(), env=env, start_new_session=True)
+
+
+async def _gone(process: asyncio.subprocess.Process) -> int:
+    """Its exit code, soon."""
+    try:
+        async with asyncio.timeout(_END_S):
+            return await process.wait()
+    except TimeoutError:
+        _kill(process)
+        return await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()

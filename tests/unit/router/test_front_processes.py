@@ -5,6 +5,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc.aio
@@ -12,7 +13,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.front.processes import FrontDoors
+from router.front.processes import FrontDoors, _spawn
 from router.server import RouterServer
 from router.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
@@ -48,6 +49,11 @@ def doors(cluster: Cluster) -> FrontDoors:
     opened = cluster.router._opened
     assert isinstance(opened, FrontDoors)
     return opened
+
+
+def alive(cluster: Cluster) -> set[asyncio.subprocess.Process]:
+    """Those that have opened their doors and not ended."""
+    return {process for front, process in doors(cluster)._fronts.items() if front.opened}
 
 
 async def test_both_doors_answer_as_the_router_s_own(
@@ -118,6 +124,7 @@ async def test_clients_that_leave_cancel_their_requests(
 
 
 async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster: Cluster) -> None:
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
     cluster.decode.switches.held_at = 20
     outcomes: list[list[int] | grpc.StatusCode] = []
 
@@ -133,7 +140,7 @@ async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster:
     dispatcher = cluster.router._dispatcher
     await until(lambda: dispatcher.running == 16, "all of them run")
     await until(lambda: len(cluster.decode.tasks) == 16, "all of them decode")
-    victim = next(iter(doors(cluster)._processes))
+    victim = next(iter(doors(cluster)._fronts.values()))
     victim.send_signal(signal.SIGKILL)
     await until(lambda: dispatcher.running < 16, "the router knows who has left")
     cluster.decode.go.set()
@@ -141,7 +148,7 @@ async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster:
     lost = outcomes.count(grpc.StatusCode.UNAVAILABLE)
     assert 0 < lost < 16, "the kernel spreads connections"
     assert outcomes.count(expected(30)) == 16 - lost
-    await until(lambda: len(doors(cluster)._processes - {victim}) == 2, "another takes its place")
+    await until(lambda: len(alive(cluster) - {victim}) == 2, "another takes its place")
     await one()
     assert outcomes[-1] == expected(30)
 
@@ -150,15 +157,15 @@ async def test_when_the_router_is_gone_clients_hear_so(cluster: Cluster, client:
     cluster.decode.switches.held_at = 20
     answering = asyncio.create_task(client.error(ask(1000)))
     await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
-    before = set(doors(cluster)._processes)
-    for front in doors(cluster)._attached:
+    before = alive(cluster)
+    for front in doors(cluster)._fronts:
         front._stream.close()  # as at the end of the router's process
     error = await answering
     assert (error.code(), error.details()) == (
         grpc.StatusCode.UNAVAILABLE,
         "the router ended while it answered; send the request again",
     )
-    await until(lambda: len(doors(cluster)._processes - before) == 2, "they ended, and others came")
+    await until(lambda: len(alive(cluster) - before) == 2, "they ended, and others came")
     await cluster.settled()
 
 
@@ -166,7 +173,7 @@ async def test_stopping_lets_answers_end(cluster: Cluster, client: Client) -> No
     cluster.decode.switches.step_s = 0.01
     answering = asyncio.create_task(client.run(ask(50)))
     await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
-    processes = set(doors(cluster)._processes)
+    processes = alive(cluster)
     await cluster.router.stop(30.0)
     assert (await answering)[1] == expected(50)
     assert all(process.returncode == 0 for process in processes)
@@ -183,3 +190,81 @@ async def test_a_taken_port_is_told_in_words(cluster: Cluster, monkeypatch: pyte
         port = free.getsockname()[1]
     with pytest.raises(FailedPrecondition, match=f"_port: .*{port}"):
         await RouterServer(replace(cluster.config, grpc_port=port, http_port=port)).start()
+
+
+async def test_clients_that_left_keep_no_stop_waiting(cluster: Cluster) -> None:
+    """Nobody woke what carried their answers to them: it waited for ever, and each stop for all of its grace."""
+    cluster.decode.switches.step_s = 0.01
+    host, port = cluster.endpoints.http_address.split(":")
+    body = b'{"model": "fake", "prompt": [5, 6], "max_tokens": 1000, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nauthorization: Bearer key\r\ncontent-length: %d\r\n\r\n"
+    whole = head % len(body) + body
+    for sent, read in ((whole[:20], 0), (whole[:-1], 0), (whole, 0), (whole, 1)):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(sent)
+        await writer.drain()
+        await reader.readexactly(read)
+        writer.close()
+    await cluster.settled()
+    async with asyncio.timeout(10):
+        await cluster.router.stop(30.0)
+    await cluster.router.start()  # for the fixture
+
+
+async def test_a_stop_waits_for_no_process_that_starts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody told it to leave: it let clients of a router in that leaves, and was killed behind the grace."""
+    monkeypatch.setattr("router.front.processes._AGAIN_S", 0.0)
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    fronts = doors(cluster)._fronts
+    victim = next(iter(alive(cluster)))
+    victim.kill()
+    await until(lambda: victim not in fronts.values() and len(fronts) == 2, "another starts")
+    assert len(alive(cluster)) == 1
+    starting = set(fronts.values()) - alive(cluster)
+    async with asyncio.timeout(10):
+        await cluster.router.stop(30.0)
+    assert [process.returncode for process in starting] == [-signal.SIGKILL]
+    await cluster.router.start()  # for the fixture
+
+
+async def test_one_that_hangs_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was left as it was, and every second connection came to nothing."""
+    monkeypatch.setattr("router.front.processes._END_S", 0.2)
+    front, process = next(iter(doors(cluster)._fronts.items()))
+    process.send_signal(signal.SIGSTOP)
+    front._stream._writer.transport.abort()  # as behind too much that it does not read
+    await until(lambda: process.returncode == -signal.SIGKILL, "it ended")
+    await until(lambda: len(alive(cluster) - {process}) == 2, "another takes its place")
+
+
+async def test_one_that_cannot_be_started_now_is_started_later(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    async def spawn(stream: socket.socket) -> asyncio.subprocess.Process:
+        tries.append("")
+        if len(tries) <= 3:
+            raise BlockingIOError("no process is left")
+        return await _spawn(stream)
+
+    monkeypatch.setattr("router.front.processes._spawn", spawn)
+    monkeypatch.setattr("router.front.processes._AGAIN_S", 0.0)
+    before = alive(cluster)
+    for process in before:
+        process.kill()
+    await until(lambda: len(alive(cluster) - before) == 2, "others take their places")
+
+
+async def test_they_are_found_wherever_the_router_was_started(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the same name in the working folder was taken for the router."""
+    for name in ("router", "wire", "json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('another')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("router.front.processes._START_S", 20.0)
+    other = RouterServer(replace(cluster.config, router_id="router-1"))
+    await other.start()
+    await other.stop(0.0)
