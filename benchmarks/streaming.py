@@ -33,6 +33,8 @@ from router.server import RouterServer
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 _PROMPT = 20
+Turn = dict[str, float]
+"""CPU time a token in µs, of each part, and tokens a chunk."""
 
 
 def main() -> None:
@@ -49,20 +51,16 @@ def main() -> None:
     context = mp.get_context("spawn")
     here, there = context.Pipe()
     context.Process(target=_run_source, args=(there, asked.step_ms / 1e3), daemon=True).start()
+    there.close()
     controller = here.recv()
     turns: dict[int, list[dict[str, float]]] = {0: [], asked.fronts: []}
     for _ in range(asked.turns):
         for fronts, found in turns.items():
             found.append(_turn(context, asked, controller, model, fronts))
             print(f"{fronts} front processes: {found[-1]}", flush=True)
-    figures = {
-        name: {key: round(median(each[key] for each in found), 2) for key in found[0]}
-        for name, found in (("own_doors", turns[0]), ("front_processes", turns[asked.fronts]))
-    }
     result = {
         **{key: getattr(asked, key) for key in ("answers", "tokens", "step_ms", "fronts", "clients", "turns")},
-        **figures,
-        "router_ratio": round(figures["front_processes"]["router_us"] / figures["own_doors"]["router_us"], 3),
+        **_figures(turns[0], turns[asked.fronts]),
         "dtype": "none",
         **run_facts("cpu"),
     }
@@ -71,17 +69,34 @@ def main() -> None:
     print(json.dumps(result))
 
 
-def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path, fronts: int) -> dict[str, float]:
-    """One router's life → CPU time a token in µs, of the router, of its front processes and of the clients."""
+def _figures(own: list[Turn], fronts: list[Turn]) -> dict[str, Any]:
+    """Medians of both kinds' turns, and the part that the router's process pays with front processes."""
+    figures = {
+        name: {key: round(median(each[key] for each in found), 2) for key in found[0]}
+        for name, found in (("own_doors", own), ("front_processes", fronts))
+    }
+    ratio = figures["front_processes"]["router_us"] / figures["own_doors"]["router_us"]
+    return {**figures, "router_ratio": round(ratio, 3)}
+
+
+def _shares(answers: int, clients: int) -> list[int]:
+    """How many answers each client reads: all of them together, and none of them nothing."""
+    clients = min(answers, clients)
+    return [answers // clients + (number < answers % clients) for number in range(clients)]
+
+
+def _turn(context: Any, asked: argparse.Namespace, controller: str, model: Path, fronts: int) -> Turn:
+    """One router's life. EOFError if one of the processes died."""
     here, there = context.Pipe()
     router = context.Process(target=_run_router, args=(there, controller, model, fronts))
     router.start()
+    there.close()  # or nobody would hear of its death
     address = here.recv()
     readers = []
-    for number in range(asked.clients):
+    for number, answers in enumerate(_shares(asked.answers, asked.clients)):
         mine, theirs = context.Pipe()
-        answers = asked.answers // asked.clients
         context.Process(target=_run_client, args=(theirs, address, number, answers, asked.tokens), daemon=True).start()
+        theirs.close()
         readers.append(mine)
     counts = [each.recv() for each in readers]
     here.send("end")
