@@ -61,6 +61,7 @@ def main() -> None:
     result = {
         **{key: getattr(asked, key) for key in ("answers", "tokens", "step_ms", "fronts", "clients", "turns")},
         **_figures(turns[0], turns[asked.fronts]),
+        "model": model.name,
         "dtype": "none",
         **run_facts("cpu"),
     }
