@@ -53,7 +53,7 @@ def main() -> None:
     context.Process(target=_run_source, args=(there, asked.step_ms / 1e3), daemon=True).start()
     there.close()
     controller = here.recv()
-    turns: dict[int, list[dict[str, float]]] = {0: [], asked.fronts: []}
+    turns: dict[int, list[Turn]] = {0: [], asked.fronts: []}
     for _ in range(asked.turns):
         for fronts, found in turns.items():
             found.append(_turn(context, asked, controller, model, fronts))

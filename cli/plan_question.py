@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from costs.devices import DeviceKind
+from costs.step_cost import StepCost
 from engine.config import GPU_PAGE_TOKENS
 from engine.model_sizes import layer_weights
 from engine.models.config import ModelConfig
@@ -78,7 +79,7 @@ class Question:
             )
             raise InvalidArgument("--prompt-tokens", message)
         costs, promise = self.costs, self.promise
-        step_s = costs.base_s + costs.row_s + costs.context_s * demand.context_tokens
+        step_s = StepCost(costs).decode_step_seconds(1, round(demand.context_tokens))
         if step_s > promise.gap_s:
             message = f"one answer alone has {step_s * 1e3:.1f} ms between its tokens"
             raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")

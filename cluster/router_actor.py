@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,16 +12,13 @@ from cluster.keeper import Process
 from cluster.ray_process import RayProcess, actor_class, on_this_node
 from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
+from wire.turns import take_short_turns
 
 if TYPE_CHECKING:
     from router.config import RouterConfig
     from router.doors import RouterEndpoints
     from router.server import RouterServer
 
-_SWITCH_INTERVAL_S = 0.5e-3
-"""How long one thread may keep the interpreter from another: a token passes two on its way, and Python's own 5 ms is a
-whole step of a GPU.
-"""
 _FRONT_CHUNKS_PER_S = 10_000.0
 """Where other processes write to clients: a chunk takes half of the router's time then."""
 _CPU_CHUNKS_PER_S = 320.0
@@ -53,7 +49,7 @@ class RouterActor:
 
     async def start(self) -> "RouterEndpoints":
         """Open both doors and say where they are."""
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        take_short_turns()
         from router.server import RouterServer
 
         server = RouterServer(self._config)

@@ -6,6 +6,7 @@ from pathlib import Path
 from router.placement import Mode
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.errors import InvalidArgument
+from wire.logs import LogFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class RouterConfig:
     front_processes: int = 0
     """Processes that hold clients' connections, so that writing to them takes none of this one's time; 0 = it holds
     them itself."""
-    log_format: str = "pretty"
+    log_format: str = LogFormat.PRETTY
     """Of what those processes log."""
     max_request_bytes: int = 4 << 20
     """Largest request either door takes, in bytes."""

@@ -98,7 +98,7 @@ class OwnDoors:
         """See `Doors`."""
         await self._health.enter_graceful_shutdown()
         self._http.leave(math.ceil(grace_s + GOODBYE_S))
-        self._spawn(asyncio.create_task(self._close_grpc(grace_s + GOODBYE_S)))
+        self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))
 
     async def gone(self) -> None:
         """See `Doors`."""
@@ -121,9 +121,6 @@ class OwnDoors:
         except RuntimeError as error:
             message = f"grpc_port: {address} cannot be used ({error}); choose another port"
             raise FailedPrecondition(message) from error
-
-    async def _close_grpc(self, grace_s: float) -> None:
-        await self._grpc.stop(grace_s)
 
     def _spawn(self, task: asyncio.Task[None]) -> None:
         self._background.add(task)

@@ -5,7 +5,6 @@ The caller's thread starts and stops it; the event loop and the engine have thre
 
 import asyncio
 import logging
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from wire.credentials import reading_keys
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
 from wire.messages import PeerRef, WorkerInfo
+from wire.turns import take_short_turns
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
 from worker.duty import decode_batch, prompt_step_tokens
@@ -41,8 +41,6 @@ Progress = Callable[[str, float], None]
 Result = TypeVar("Result")
 
 STOP_S = 30.0
-SWITCH_INTERVAL_S = 0.5e-3
-"""How long the event loop may keep the interpreter from the engine's thread; Python's own 5 ms is a whole step."""
 
 
 class WorkerProcess:
@@ -68,7 +66,7 @@ class WorkerProcess:
 
         ModelError, InvalidArgument, FailedPrecondition or Unavailable say in words what to change.
         """
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        take_short_turns()
         report = progress or (lambda _stage, _fraction: None)
         self._thread.start()
         try:

@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
+from router.front.headers import packed, unpacked
 from router.front.window import Window
 from wire.generated.tandem.v1 import front_pb2, inference_pb2, inference_pb2_grpc
 from wire.rpc import guarded_stream, guarded_unary
@@ -26,7 +27,7 @@ class GrpcCall:
         self._methods = methods
         self._send = send
         self._window = Window()
-        self._context = CallContext(tuple((each.name.decode(), _text(each.value)) for each in asked.metadata))
+        self._context = CallContext([(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)])
 
     async def run(self) -> None:
         """Answer it, and say how that ended."""
@@ -79,9 +80,7 @@ class CallContext:
 
     def set_trailing_metadata(self, metadata: Sequence[tuple[str, str]]) -> None:
         """See gRPC."""
-        self.end.trailing_metadata.extend(
-            front_pb2.Header(name=name.encode(), value=value.encode()) for name, value in metadata
-        )
+        self.end.trailing_metadata.extend(packed(metadata))
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         """See gRPC."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Scope
 
+from router.front.headers import packed, unpacked
 from router.front.window import Window
 from wire.errors import Internal
 from wire.generated.tandem.v1 import front_pb2
@@ -49,7 +50,7 @@ class HttpCall:
 
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            headers = [front_pb2.Header(name=name, value=value) for name, value in message.get("headers", ())]
+            headers = packed(message.get("headers", ()))
             self._send(response=front_pb2.HttpResponse(status=message["status"], headers=headers))
         elif message["type"] == "http.response.body":
             more = message.get("more_body", False)
@@ -69,7 +70,7 @@ def _scope(asked: front_pb2.HttpRequest) -> Scope:
         "raw_path": asked.raw_path,
         "query_string": asked.query_string,
         "root_path": "",
-        "headers": [(each.name, each.value) for each in asked.headers],
+        "headers": unpacked(asked.headers),
         "client": None,
         "server": None,
     }

@@ -23,13 +23,12 @@ from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
+from wire.turns import take_short_turns
 
 log = logging.getLogger(__name__)
 
 STREAM_LIMIT_BYTES = 1 << 20
 """Of the first line, and about what is read ahead of messages."""
-_SWITCH_INTERVAL_S = 0.5e-3
-"""As in the router's process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def _set_once(future: asyncio.Future[float], seconds: float) -> None:
 
 
 def main() -> None:
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    take_short_turns()
     asyncio.run(serve(socket.socket(fileno=sys.stdin.fileno())))
 
 

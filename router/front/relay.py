@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -11,6 +11,7 @@ import grpc.aio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.front.headers import packed, unpacked
 from router.front.link import Call, RouterLink
 from router.openai_replies import error_body, error_headers
 from wire.errors import Cancelled, Unavailable
@@ -44,14 +45,16 @@ class GrpcRelay(grpc.GenericRpcHandler):
         call = self._link.call()
         # A cancelled call may leave this generator suspended until it is collected; the context tells at once.
         context.add_done_callback(lambda _: call.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
-        metadata = _headers((name, value) for name, value in context.invocation_metadata() or ())
+        metadata = packed(context.invocation_metadata() or ())
         call.send(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=message))
         try:
             while not (frame := await call.next()).HasField("end"):
                 yield frame.message
             call.end()
             if frame.end.status:
-                trailing = tuple((each.name.decode(), each.value.decode()) for each in frame.end.trailing_metadata)
+                trailing = tuple(
+                    (name.decode(), value.decode()) for name, value in unpacked(frame.end.trailing_metadata)
+                )
                 context.set_trailing_metadata(trailing)
                 await context.abort(_STATUS[frame.end.status], frame.end.details)
         finally:
@@ -77,7 +80,7 @@ class HttpRelay:
                 frame = await call.next()
                 if frame.HasField("response"):
                     begun = True
-                    headers = [(each.name, each.value) for each in frame.response.headers]
+                    headers = unpacked(frame.response.headers)
                     await send({"type": "http.response.start", "status": frame.response.status, "headers": headers})
                 elif frame.HasField("body"):
                     if not frame.body.more:
@@ -117,16 +120,8 @@ def _request(scope: Scope) -> front_pb2.HttpRequest:
         query_string=scope["query_string"],
         http_version=scope["http_version"],
         scheme=scope["scheme"],
-        headers=_headers(scope["headers"]),
+        headers=packed(scope["headers"]),
     )
-
-
-def _headers(pairs: Iterable[tuple[str | bytes, str | bytes]]) -> list[front_pb2.Header]:
-    return [front_pb2.Header(name=_bytes(name), value=_bytes(value)) for name, value in pairs]
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
 
 
 def _refusal(error: Unavailable) -> Response:
