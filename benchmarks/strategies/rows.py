@@ -23,9 +23,9 @@ class Strategy:
 
 
 def strategies(workers: int) -> tuple[Strategy, ...]:
-    """All rows of a cluster of so many workers, at least two, one on each GPU."""
-    if workers < 2:
-        raise InvalidArgument("--workers", f"{workers} cannot be disaggregated; two or more can")
+    """All rows of a cluster of so many workers, one on each GPU; one alone cannot be disaggregated."""
+    if workers < 1:
+        raise InvalidArgument("--workers", f"{workers} is less than 1")
     colocated = {"mode": "colocated", "workers": workers}
     return (
         Strategy(SHARED, SHARED, colocated | {"step_policy": "unchunked"}),

@@ -29,7 +29,7 @@ def load(rate: float, strict: float, quick: float = 1.0, gap_p99: float = 10.0) 
     }
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [1, 2, 4])
 def test_every_row_is_a_cluster_of_equally_many_workers(workers: int) -> None:
     rows = strategies(workers)
     assert len({row.name for row in rows}) == len(rows) == 4 + workers
@@ -38,9 +38,10 @@ def test_every_row_is_a_cluster_of_equally_many_workers(workers: int) -> None:
         assert config.worker_count == workers
 
 
-def test_one_worker_cannot_be_disaggregated() -> None:
-    with pytest.raises(InvalidArgument, match="two or more"):
-        strategies(1)
+def test_one_worker_has_no_disaggregated_row() -> None:
+    assert {row.kind for row in strategies(1)} == {"shared", "chunked-512", "chunked-2048", "priority", "adaptive"}
+    with pytest.raises(InvalidArgument, match="less than 1"):
+        strategies(0)
 
 
 def test_rows_are_chosen_by_name_or_kind() -> None:
