@@ -7,7 +7,7 @@ at the clock. The clock is `time.monotonic`, which all processes of one host sha
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +23,8 @@ from wire.rpc import error_of, open_channel
 
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_LOADS = "/tandem.v1.Inference/GetLoads"
+_NEAR_S = 0.002
+"""Before a moment, in which one sleep more reaches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +155,26 @@ async def _run_share(pipe: Connection, share: Share) -> None:
     await client.close()
 
 
+async def until(
+    moment: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> None:
+    """Return at `moment` of `clock`, at once if it is over.
+
+    By halves: a process that has slept for long wakes up to 15 ms late on some hosts, one that slept shortly does not.
+    """
+    while (left_s := moment - clock()) > _NEAR_S:
+        await sleep(left_s / 2)
+    await sleep(max(0.0, left_s))
+
+
 async def _send_all(
     client: LoadClient, everything: list[Ready], start: float, give_up_s: float
 ) -> tuple[RequestRecord, ...]:
     """Each when it is due, never waiting for another."""
     calls = []
     for ready in everything:
-        await asyncio.sleep(start + ready.due_s - time.monotonic())
+        await until(start + ready.due_s)
         calls.append(asyncio.create_task(client.ask(ready, start, give_up_s)))
     return tuple(await asyncio.gather(*calls))

@@ -1,0 +1,41 @@
+"""A client of the load: requests leave when they are due."""
+
+import asyncio
+
+import pytest
+
+from benchmarks.load.client import until
+
+LATE_S = 0.013
+"""What a host adds to a sleep that lets the processor rest."""
+RESTS_AFTER_S = 0.02
+
+
+class Host:
+    """A clock that sleeps move on, long ones too far."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.sleeps = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds >= 0.0
+        self.sleeps += 1
+        self.now += seconds + (LATE_S if seconds > RESTS_AFTER_S else 0.0)
+
+
+@pytest.mark.parametrize("wait_s", [0.0005, 0.01, 0.03, 0.2, 2.4, 60.0])
+def test_who_slept_for_long_is_still_on_time(wait_s: float) -> None:
+    host = Host()
+    asyncio.run(until(100.0 + wait_s, host.clock, host.sleep))
+    assert 0.0 <= host.now - (100.0 + wait_s) + 1e-9 < 0.005
+    assert host.sleeps < 30
+
+
+def test_a_moment_that_is_over_is_not_waited_for() -> None:
+    host = Host()
+    asyncio.run(until(99.0, host.clock, host.sleep))
+    assert host.now == 100.0
