@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from costs.step_cost import StepWork
+from costs.step_grid import EACH_TOKEN, StepGrid
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument
 
@@ -81,8 +82,8 @@ class Roofline:
     ceilings: Ceilings
 
 
-def guess(sizes: ModelSizes, device: Ceilings, tile_tokens: int = 1) -> CostParameters:
-    """The parameters a worker starts with; its steps of prompts fill tiles of so many tokens."""
+def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> CostParameters:
+    """The parameters a worker starts with, whose steps of prompts are computed in these pieces."""
     token_s = _FLOP_A_WEIGHT * sizes.weights / device.flops
     weights_s = sizes.weight_bytes / device.bytes_per_s
     return CostParameters(
@@ -94,5 +95,6 @@ def guess(sizes: ModelSizes, device: Ceilings, tile_tokens: int = 1) -> CostPara
         row_s=token_s / 2,
         context_s=sizes.kv_bytes_per_token / device.bytes_per_s,
         free_tokens=int(weights_s / token_s),
-        tile_tokens=tile_tokens,
+        tile_tokens=grid.tile_tokens,
+        wave_tokens=grid.wave_tokens,
     )

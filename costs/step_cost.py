@@ -6,8 +6,9 @@ A step reads the weights once, whatever it computes; beside that every part of i
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
 
-The free tokens are the knee of the roofline: as long as a step has fewer tokens than the device can multiply while it
-reads the weights, a token more costs nothing. Where steps fill tiles (`costs/step_grid.py`), whole tiles are charged.
+Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`). The free tokens are the knee of
+the roofline: as long as a step has fewer tokens than the device can multiply while it reads the weights, a token more
+costs nothing. Where steps fill tiles, whole tiles are charged.
 Piecewise linear: fitted in microseconds (`costs/step_fit.py`), and solved for the number of tokens that
 fit into a given time.
 """
@@ -78,7 +79,7 @@ class StepCost:
     def prompts_seconds(self, tokens: int, pairs: float, rows: int) -> float:
         """And the part of its prompt tokens beside `rows` decode rows."""
         p = self.parameters
-        return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * pairs
+        return p.prompt_base_s + p.token_s * self.charged(tokens, rows) + p.pair_s * self.charged_pairs(tokens, pairs)
 
     def decode_step_seconds(self, rows: int, context_tokens: int) -> float:
         """Of one step of `rows` decode rows that attend to `context_tokens` in all; 0 without rows."""
@@ -96,6 +97,11 @@ class StepCost:
             return padded
         return padded - free if padded > free else 0
 
+    def charged_pairs(self, tokens: int, pairs: float) -> float:
+        """The attention pairs of so many prompt tokens in one step, as many as take `pair_s` each."""
+        wave = self.parameters.wave_tokens
+        return pairs * wave / tokens if 0 < tokens < wave else pairs
+
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
         p = self.parameters
@@ -103,7 +109,18 @@ class StepCost:
         spare_s = target_s - decoding_s - p.prompt_base_s
         if spare_s <= 0.0:
             return 0
-        free, each_s = max(0, p.free_tokens - rows), p.pair_s * pairs_per_token
+        each_s, wave = p.pair_s * pairs_per_token, p.wave_tokens
+        most = self._tokens_in(spare_s, rows, each_s)
+        if most >= wave or wave <= 1:
+            return most
+        spare_s -= wave * each_s
+        most = self._tokens_in(spare_s, rows, 0.0) if spare_s > 0.0 else 0
+        return min(most, unpadded_prompts(wave, rows, p.tile_tokens))
+
+    def _tokens_in(self, spare_s: float, rows: int, each_s: float) -> int:
+        """Most prompt tokens beside `rows` decode rows in `spare_s` > 0, with `each_s` of attention for each."""
+        p = self.parameters
+        free = max(0, p.free_tokens - rows)
         if spare_s <= free * each_s:
             most = int(spare_s / each_s)
         else:
@@ -131,6 +148,8 @@ class StepCost:
         steps = full + (rest > 0)
         rows = beside_decode.decode_rows
         charged = full * self.charged(chunk_tokens, rows) + self.charged(rest, rows)
+        pairs = chunk_pairs(uncached_tokens, context) / uncached_tokens
+        pairs *= full * max(chunk_tokens, p.wave_tokens) + (max(rest, p.wave_tokens) if rest else 0)
         each = p.base_s + p.prompt_base_s + p.row_s * beside_decode.decode_rows
         each += p.context_s * beside_decode.decode_context_tokens
-        return steps * each + p.token_s * charged + p.pair_s * chunk_pairs(uncached_tokens, context)
+        return steps * each + p.token_s * charged + p.pair_s * pairs

@@ -150,7 +150,7 @@ class StepFit:
             1.0,
             1.0 if work.prefill_tokens else 0.0,
             self._cost.charged(work.prefill_tokens, work.decode_rows),
-            work.prefill_pairs,
+            self._cost.charged_pairs(work.prefill_tokens, work.prefill_pairs),
             work.decode_rows,
             work.decode_context_tokens,
         )

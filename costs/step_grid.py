@@ -1,10 +1,34 @@
 """What steps of prompts are padded to on GPUs: as the engine captures them, and as worker and router count on it."""
 
+from dataclasses import dataclass
+
 TILE_TOKENS = 128
 """Of a large product's tile: it takes the matrix units as long for one token as for all of these."""
 _FEWEST_SLOTS = 16
 _FINE, _MOST = 8, 16
 """Tiles up to which steps are captured for each number of them, and for every second one; beyond, none is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGrid:
+    """The pieces in which a device computes steps of prompts."""
+
+    tile_tokens: int = 1
+    """A step has a multiple of so many tokens."""
+    wave_tokens: int = 1
+    """Attention of so many of them takes as long as that of one."""
+
+
+EACH_TOKEN = StepGrid()
+"""Of devices that compute each token by itself."""
+H200_MULTIPROCESSORS = 132
+
+
+def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) -> StepGrid:
+    """Attention of prompts gives each multiprocessor a tile of tokens of one head, with all that it attends to: a chunk
+    of fewer tokens than fill all of them leaves the others idle for as long.
+    """
+    return StepGrid(TILE_TOKENS, max(1, multiprocessors // attention_heads) * TILE_TOKENS)
 
 
 def slots_of(answers: int) -> int:

@@ -1,8 +1,10 @@
 """How much a step of a model reads and computes, from its shape."""
 
+import torch
+
 from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
-from costs.step_grid import TILE_TOKENS
+from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
 from engine.models.config import ModelConfig
 
@@ -37,4 +39,10 @@ def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
 def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
     """What steps should take there, before one was measured."""
     limits = roofline(config, cache)
-    return guess(limits.sizes, limits.ceilings, TILE_TOKENS if cache.tensor.is_cuda else 1)
+    return guess(limits.sizes, limits.ceilings, _grid(config, cache.tensor.device))
+
+
+def _grid(config: ModelConfig, device: torch.device) -> StepGrid:
+    if device.type != "cuda":
+        return EACH_TOKEN
+    return gpu_grid(config.heads, torch.cuda.get_device_properties(device).multi_processor_count)

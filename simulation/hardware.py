@@ -6,7 +6,7 @@ from pathlib import Path
 
 from costs.roofline import GPU, Ceilings, ModelSizes, guess
 from costs.step_cost import CostParameters, StepCost
-from costs.step_grid import TILE_TOKENS
+from costs.step_grid import gpu_grid
 from engine.config import GPU_PAGE_TOKENS
 from engine.models.config import ModelConfig
 from engine.models.shapes import shape_config
@@ -65,7 +65,7 @@ def roofline(model: ModelConfig, device: Ceilings = GPU) -> CostParameters:
     weights = model.layers * layer + model.vocab_size * model.hidden_size
     pair = _ATTENTION_FLOP * model.layers * model.heads * model.head_dim
     sizes = ModelSizes(weights, _ITEM_BYTES * weights, kv_bytes(model), pair)
-    return replace(guess(sizes, device, TILE_TOKENS), observed=1000)
+    return replace(guess(sizes, device, gpu_grid(model.heads)), observed=1000)
 
 
 def read_costs(file: Path, option: str = "--costs") -> CostParameters:

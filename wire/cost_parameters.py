@@ -30,6 +30,8 @@ class CostParameters:
     """Steps these parameters were fitted to; 0 = nothing but a guess."""
     tile_tokens: int = 1
     """A step with prompts computes a multiple of so many tokens, see `costs.step_grid`."""
+    wave_tokens: int = 1
+    """Of prompts, whose attention the device computes at once: as many take as long as one, see `costs.step_grid`."""
     mixed_noise: float = 1.15
     """A step of prompts beside answers ÷ what was predicted, for all but one in fifty of them."""
 

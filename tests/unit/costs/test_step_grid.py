@@ -4,13 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from costs.step_cost import CostParameters, StepCost, StepWork
-from costs.step_grid import TILE_TOKENS, answer_slots, padded_prompts, slots_of, step_sizes, unpadded_prompts
+from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
+from costs.step_grid import (
+    TILE_TOKENS,
+    StepGrid,
+    answer_slots,
+    gpu_grid,
+    padded_prompts,
+    slots_of,
+    step_sizes,
+    unpadded_prompts,
+)
 
 H200 = CostParameters(
     base_s=4e-3, prompt_base_s=3e-4, token_s=2.5e-5, pair_s=9e-10, row_s=1e-5, context_s=3e-8, free_tokens=150
 )
 TILED = StepCost(replace(H200, tile_tokens=TILE_TOKENS))
+IN_WAVES = StepCost(replace(H200, tile_tokens=TILE_TOKENS, wave_tokens=gpu_grid(32).wave_tokens))
 
 
 def test_answers_have_places_by_powers_of_two() -> None:
@@ -51,11 +61,12 @@ def test_tokens_that_begin_another_tile_are_left_for_the_next_step() -> None:
 @pytest.mark.parametrize("target_s", [0.0052, 0.0065, 0.008, 0.012, 0.025])
 @pytest.mark.parametrize("pairs", [0.0, 1000.0, 50_000.0])
 @pytest.mark.parametrize("rows", [3, 20, 100])
-def test_the_most_tokens_within_a_target(target_s: float, pairs: float, rows: int) -> None:
+@pytest.mark.parametrize("cost", [TILED, IN_WAVES], ids=["tiles", "waves"])
+def test_the_most_tokens_within_a_target(cost: StepCost, target_s: float, pairs: float, rows: int) -> None:
     context = 400 * rows
-    tokens = TILED.tokens_within(target_s, rows, context, pairs)
+    tokens = cost.tokens_within(target_s, rows, context, pairs)
     within = [
-        each for each in range(1, 2000) if TILED.seconds(StepWork(each, each * pairs, rows, context)) <= target_s + 1e-9
+        each for each in range(1, 2000) if cost.seconds(StepWork(each, each * pairs, rows, context)) <= target_s + 1e-9
     ]
     best = max(within, default=0)
     assert tokens <= best, "never too many"
@@ -65,3 +76,29 @@ def test_the_most_tokens_within_a_target(target_s: float, pairs: float, rows: in
 def test_a_tile_costs_the_same_however_full_it_is() -> None:
     seconds = [TILED.seconds(StepWork(tokens, 0.0, 4, 0)) for tokens in (1, 112, 113, 240, 241)]
     assert seconds[0] == seconds[1] < seconds[2] == seconds[3] < seconds[4]
+
+
+def test_a_wave_is_what_all_multiprocessors_attend_with_at_once() -> None:
+    assert gpu_grid(32) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS)
+    assert gpu_grid(16, multiprocessors=132).wave_tokens == 8 * TILE_TOKENS
+    assert gpu_grid(200).wave_tokens == TILE_TOKENS, "less than a tile for each head there is not"
+
+
+def test_a_short_chunk_behind_much_context_attends_for_as_long_as_a_wave() -> None:
+    context = 6000
+    attention = [
+        IN_WAVES.seconds(NOTHING.with_chunk(tokens, context)) - IN_WAVES.seconds(StepWork(tokens, 0.0))
+        for tokens in (100, 512, 1024)
+    ]
+    assert attention[0] == pytest.approx(attention[1], rel=0.05)
+    assert attention[2] == pytest.approx(2 * attention[1], rel=0.1)
+
+
+@pytest.mark.parametrize("uncached", [100, 600, 2148])
+def test_a_prompt_takes_what_its_steps_take(uncached: int) -> None:
+    context, chunk = 4000, 1024
+    steps = [min(chunk, uncached - done) for done in range(0, uncached, chunk)]
+    seconds = sum(
+        IN_WAVES.seconds(NOTHING.with_chunk(tokens, context + chunk * number)) for number, tokens in enumerate(steps)
+    )
+    assert IN_WAVES.prefill_seconds(uncached, context, chunk_tokens=chunk) == pytest.approx(seconds, rel=0.05)

@@ -67,7 +67,13 @@ step_tokens = st.lists(st.tuples(text, uint32, uint32, uint32), min_size=1, max_
 )
 seconds = st.floats(0, 9)
 costs = st.builds(
-    cost_parameters.CostParameters, *[seconds] * 6, uint32, seconds, uint64, st.integers(1, 1024), st.floats(1.0, 2.0)
+    cost_parameters.CostParameters,
+    *[seconds] * 6,
+    uint32,
+    seconds,
+    uint64,
+    *[st.integers(1, 1024)] * 2,
+    st.floats(1.0, 2.0),
 )
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
 digests = st.lists(st.binary(max_size=16), max_size=3).map(tuple)
@@ -228,7 +234,7 @@ def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
     """As a worker sends it that knows of none."""
     assert convert.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
     old = convert.cost_from_proto(worker_pb2.CostParameters(base_s=1.0))
-    assert (old.tile_tokens, old.mixed_noise) == (1, cost_parameters.UNMEASURED.mixed_noise)
+    assert (old.tile_tokens, old.wave_tokens, old.mixed_noise) == (1, 1, cost_parameters.UNMEASURED.mixed_noise)
 
 
 def test_every_pair_is_tested() -> None:
