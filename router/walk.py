@@ -102,7 +102,8 @@ class Walks:
         except Exception as error:
             log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
             self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
-        if not _current(request, ref) and not request.generated:
+        # Even if a later attempt has brought the whole answer by now: what this one was granted is another place.
+        if not _current(request, ref) and not (request.generated and request.attempt == ref.attempt):
             for link in {prefill, decode or prefill}:
                 link.abort(ref)
 

@@ -70,6 +70,8 @@ class Switches:
     """So many tokens of a prompt were cached, and one more for each that was answered already."""
     silent_reserve: bool = False
     """Never answer Reserve."""
+    held_reserves: int = 0
+    """Grant so many Reserve calls when the worker's `go` is set."""
     prefill_error: TandemError | None = None
     """Refuse Prefill with this."""
     fail_transfers: int = 0
@@ -207,6 +209,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         if self.switches.refuse_reserve > 0:
             self.switches.refuse_reserve -= 1
             raise ResourceExhausted("no pages", retry_after_s=0.01)
+        if self.switches.held_reserves > 0:
+            self.switches.held_reserves -= 1
+            await self.go.wait()
         self.epoch += 1
         lease = Lease(reservation.ref.request_id, reservation.ref.attempt, self.epoch)
         self.leases[lease.request_id] = lease

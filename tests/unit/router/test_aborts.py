@@ -1,11 +1,12 @@
-"""A worker that stands still while a request is given up has to hear of it when it goes on."""
+"""A worker that stands still while a request or an attempt is given up has to hear of it when it goes on."""
 
 import asyncio
 
 from tests.unit.router.conftest import Cluster
-from tests.unit.router.fake_cluster import channel_to, until
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.messages import RequestRef, Role
 
 ASK = pb.GenerateRequest(
     token_ids=pb.TokenIds(ids=[5, 6, 7, 8]), options=pb.GenerationOptions(max_tokens=1000, ignore_eos=True)
@@ -40,3 +41,27 @@ async def test_a_worker_whose_stream_broke_has_given_it_up_itself(cluster: Clust
         await until(lambda: not link._tasks, "nobody is told any more")
     cluster.decode.switches.silent_aborts = 0
     await asyncio.sleep(0)
+
+
+async def test_what_an_early_attempt_is_granted_behind_the_end_is_given_back(cluster: Cluster) -> None:
+    """The later attempt had ended well, so nobody said a word: the place was taken until the lease ended."""
+    prefills = [cluster.prefill, await FakeWorker("prefill-1", Role.PREFILL, token="secret").start()]
+    await cluster.members(*prefills, cluster.decode)
+    decode, dispatcher = cluster.decode, cluster.router._dispatcher
+    decode.switches.held_reserves = 1
+    dispatcher.pool.link(decode.info.peer)._timeout = 600.0
+    ask = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7, 8]), options=pb.GenerationOptions(max_tokens=8))
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        call = inference_pb2_grpc.InferenceStub(channel).Generate(ask)
+        await until(lambda: decode.reservations, "it is asked for a place")
+        chosen = next(iter(dispatcher.live_requests())).prefill_worker
+        await next(each for each in prefills if each.worker_id == chosen).drop_streams()
+        answer = [message async for message in call]
+    assert answer[-1].complete.completion_tokens == 8
+    first, second = (reservation.ref for reservation in decode.reservations)
+    assert (first.attempt, second.attempt) == (1, 2)
+    decode.aborted.clear()
+    decode.go.set()
+    await until(lambda: not dispatcher._walks, "the first attempt's walk is over")
+    await until(lambda: decode.idle, "its place is free", 10)
+    assert set(decode.aborted) == {RequestRef(first.request_id, 1)}
