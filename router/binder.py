@@ -10,7 +10,7 @@ from router.fleet import Fleet
 from router.gate import Gate
 from router.long_gaps import spare_gaps
 from router.placed_work import AnswerWork, PromptWork
-from router.placement import Pair, Placement, could_serve
+from router.placement import Pair, Placement
 from router.queue import RequestQueue
 from router.refusal import Refusal, Refused
 from router.ticket import Ticket
@@ -103,7 +103,7 @@ class Binder:
 
     def set_aside(self, ticket: Ticket) -> bool:
         """Whether nobody here could ever serve the request at the head: then others pass it until workers change."""
-        hopeless = not could_serve(ticket.need(self._clock()), self._fleet)
+        hopeless = not self._placement.could_serve(ticket.need(self._clock()), self._fleet)
         if hopeless:
             self._queue.set_aside(ticket)
             self._gate.pace.note(self._clock(), bool(len(self._queue)))

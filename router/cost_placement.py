@@ -21,6 +21,7 @@ from router.placement import (
     Placement,
     can_decode,
     can_prefill,
+    large_enough,
     takes_both,
     takes_decode,
     takes_prefill,
@@ -50,7 +51,7 @@ class CostPlacement(Placement):
     def choose(self, need: Need, fleet: Fleet) -> Pair | None:
         if not need.decodes:
             return self._prompt_alone(need, fleet)
-        if self._mode is Mode.COLOCATED and fleet.colocates:
+        if self._alone(fleet):
             return self._one_worker(need, fleet)
         free = self._kept_free(need, fleet)
         pair = self._two_workers(need, fleet, self._best, free)
@@ -61,6 +62,16 @@ class CostPlacement(Placement):
             # Those that were looked at may be of one release here, of another there.
             pair = self._two_workers(need, fleet, len(fleet.live), free)
         return pair
+
+    def could_serve(self, need: Need, fleet: Fleet) -> bool:
+        if not need.decodes:
+            return super().could_serve(need, fleet)
+        prefills, decodes = large_enough(need, fleet)
+        if self._alone(fleet):
+            return any(each.decodes and need.kv_tokens <= each.kv_tokens_total for each in prefills)
+        if not self._local(fleet) and len(prefills) == len(decodes) == 1:
+            return prefills != decodes
+        return bool(prefills and decodes)
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
         free = self._kept_free(need, fleet) if need.decodes and need.slo.has_targets else NOBODY
@@ -91,6 +102,14 @@ class CostPlacement(Placement):
 
     def learn_answer(self, tokens: int) -> None:
         self._answer += _ANSWER_PART * (tokens - self._answer)
+
+    def _alone(self, fleet: Fleet) -> bool:
+        """Whether one worker has to do all of a request."""
+        return self._mode is Mode.COLOCATED and fleet.colocates
+
+    def _local(self, fleet: Fleet) -> bool:
+        """Whether one may."""
+        return self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
 
     def _prompt_alone(self, need: Need, fleet: Fleet) -> Pair | None:
         """A prompt whose first token is the last."""
@@ -126,7 +145,7 @@ class CostPlacement(Placement):
         holders = Holders(need, fleet, self._hits)
         at = holders.beside(prefills, takes_prefill)
         to = [each for each in holders.beside(decodes, takes_decode) if each[0].slot not in free]
-        local = self._mode is not Mode.DISAGGREGATED or len(fleet.live) == 1
+        local = self._local(fleet)
         if local and not apart:
             at += [each for each in to if each not in at and takes_prefill(each[0], need)]
         asked, cheapest = self._asked(need), Cheapest()

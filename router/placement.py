@@ -117,6 +117,11 @@ class Placement(ABC):
     def choose(self, need: Need, fleet: Fleet) -> Pair | None:
         """A pair that has room now; None = bind later, the request waits."""
 
+    def could_serve(self, need: Need, fleet: Fleet) -> bool:
+        """Whether live workers that this policy may choose are large enough for it, however much they have to do."""
+        prefills, decodes = large_enough(need, fleet)
+        return bool(prefills) and (bool(decodes) or not need.decodes)
+
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
         """What is to be expected where the first token would come soonest, whether there is room or not; None = this
         policy predicts nothing.
@@ -160,12 +165,11 @@ def can_decode(worker: WorkerBooks, need: Need) -> bool:
     return worker.decodes and need.kv_tokens <= worker.kv_tokens_total and not worker.refusing
 
 
-def could_serve(need: Need, fleet: Fleet) -> bool:
-    """Whether live workers are large enough for it, however much they have to do."""
+def large_enough(need: Need, fleet: Fleet) -> tuple[list[WorkerBooks], list[WorkerBooks]]:
+    """Live workers that could hold the prompt, and those that could hold the answer, if nothing else were there."""
     ready = [worker for worker in fleet.live if not worker.info.not_ready]
-    return any(each.prefills and need.prompt_tokens <= each.kv_tokens_total for each in ready) and (
-        not need.decodes or any(each.decodes and need.kv_tokens <= each.kv_tokens_total for each in ready)
-    )
+    prefills = [each for each in ready if each.prefills and need.prompt_tokens <= each.kv_tokens_total]
+    return prefills, [each for each in ready if each.decodes and need.kv_tokens <= each.kv_tokens_total]
 
 
 def takes_both(worker: WorkerBooks, need: Need) -> bool:

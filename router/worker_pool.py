@@ -198,6 +198,8 @@ class WorkerPool:
     def _learn_model(self, membership: Membership) -> None:
         prefills = [w for w in membership.workers if w.takes_prompts]
         decodes = [w for w in membership.workers if w.takes_answers]
+        if self.mode == Mode.COLOCATED:
+            decodes = [w for w in decodes if w.takes_prompts] or decodes
         if prefills and decodes:
             self._model = ServedModel(
                 facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),

@@ -128,5 +128,30 @@ async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2
     assert _has_mode(placement, Mode.COLOCATED)
 
 
+async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """At the queue's head it kept all others waiting, until it had waited too long itself."""
+    small = await FakeWorker("both-0", Role.BOTH, pages_total=4, token="secret").start()
+    await cluster.members(cluster.prefill, cluster.decode, small)
+    cluster.decode.switches.refuse_reserve = 10**9
+    large = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=80))
+    waiting = asyncio.create_task(stub.Generate(large).read())
+    await until(lambda: cluster.decode.reservations, "it has tried")
+    cluster.controller.mode = Mode.COLOCATED.value
+    await cluster.controller.set(*cluster.workers)
+    placement = cluster.router._dispatcher._placement
+    await until(partial(_has_mode, placement, Mode.COLOCATED), "the router heard it")
+    await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
+    assert await run(stub) == RIGHT
+    assert not waiting.done()
+    with pytest.raises(grpc.aio.AioRpcError, match="KV cache of a decode worker, 64 tokens"):
+        await stub.Generate(large).read()
+    cluster.decode.switches.refuse_reserve = 0
+    cluster.controller.mode = Mode.DISAGGREGATED.value
+    await cluster.controller.set(*cluster.workers)
+    await waiting
+
+
 def _has_mode(placement: object, mode: Mode) -> bool:
     return bool(placement._mode is mode)  # type: ignore[attr-defined]

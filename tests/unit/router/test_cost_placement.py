@@ -222,6 +222,31 @@ class TestModes:
         at.prompt("b", 5000)
         assert names(placed(at, need(2000), Mode.COLOCATED)) == ("b5", "b5")
 
+    @pytest.mark.parametrize("mode", Mode)
+    def test_could_serve_says_whom_the_mode_lets_serve(self, at: TestFleet, mode: Mode) -> None:
+        """Idle workers and what is asked of them: who would never be chosen is none to wait for."""
+        at.add("d", Role.DECODE, **BIG)
+        at.add("small", Role.BOTH)
+        at.fleet.set_live(at.workers["b"], live=False)
+        policy = CostPlacement(mode)
+
+        def agreed(asked: Need) -> bool:
+            chosen = policy.choose(asked, at.fleet) is not None
+            assert policy.could_serve(asked, at.fleet) == chosen
+            return chosen
+
+        large = need(2000)
+        assert agreed(large) == (mode is not Mode.COLOCATED), "p and d are large enough, small alone is not"
+        assert agreed(need(2000, answer=1)), "one token needs no decode worker"
+        assert agreed(need())
+        at.remove("d")
+        at.remove("p")
+        assert not agreed(large)
+        at.fleet.set_live(at.workers["b"], live=True)
+        assert agreed(large) == (mode is not Mode.DISAGGREGATED), "b alone is large enough for its KV"
+        at.remove("small")
+        assert agreed(large), "nobody else is there"
+
     def test_adaptive_takes_a_short_prompt_to_an_idle_decode_worker(self, at: TestFleet) -> None:
         """No transfer, and nobody there to be kept waiting."""
         at.fleet.learn_transfer(at.workers["b"], TransferStats(2**24, 8, "UCX", 10**7))
