@@ -58,7 +58,7 @@ class Answer:
 
     def connect(self, leave: Callable[[int], None], close: Callable[[], None]) -> None:
         """Router side: call `leave` with the number of tokens of each piece that leaves, `close` once the reader is
-        gone.
+        gone or has heard of an error.
         """
         self._leave, self._close = leave, close
 
@@ -80,6 +80,7 @@ class Answer:
             if self._ending is not None:
                 return self._ending()
             if self._error is not None:
+                self._let_go()
                 raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -90,9 +91,7 @@ class Answer:
     def close(self) -> None:
         """The reader is gone or satisfied. Idempotent."""
         if self._close is not None:
-            close, self._close = self._close, None
-            close()
-            self._leave = self._ending = None  # they hold the request
+            self._let_go()
             self.fail(Cancelled("the client left"))
 
     def push(self, text: str, token_ids: list[int], scores: list[TokenScore], *, waited: bool = False) -> None:
@@ -118,6 +117,12 @@ class Answer:
         """Router side: the answer ends with `error`, after the pieces that are out already."""
         self._error = error
         self._wake()
+
+    def _let_go(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+        self._leave = self._ending = None  # they hold the request
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

@@ -147,7 +147,12 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, reason.name.lower()), whole=True)
 
     def left(self, request: RoutedRequest) -> None:
-        """Its client gave it up: that counts against its class only if something was missed already."""
+        """Its client gave it up: that counts against its class only if something was missed already. Or, of one that
+        failed, its client has heard so: nothing more leaves.
+        """
+        if request.failure:
+            outcome, request.failure = request.failure, ""
+            self.traces.add(request.trace(self._model, outcome), whole=False)
         if request.counted:
             return
         request.counted = True
@@ -157,13 +162,12 @@ class RouterMetrics:
         self.traces.add(request.trace(self._model, FinishReason.ABORT.name.lower()), whole=False)
 
     def failed(self, request: RoutedRequest, error: TandemError) -> None:
-        """It ended with an error."""
+        """It ended with an error. Its trace comes when its client has all that was on its way."""
         if request.counted:
             return
-        request.counted = True
+        request.counted, request.failure = True, error.code
         self.board.count(f.REQUEST_FAILURES, error.code).add()
         self._ended(request, failed(request.timeline()))
-        self.traces.add(request.trace(self._model, error.code), whole=False)
 
     def _judge(self, request: RoutedRequest, spans: tuple[Span, ...], *, met_counts: bool = True) -> None:
         timeline, slo = request.timeline(), request.admitted.slo

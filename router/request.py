@@ -178,6 +178,9 @@ class RoutedRequest:
     """How its tokens leave."""
     counted: bool = False
     """Whether its end is in the metrics."""
+    failure: str = ""
+    """The code of its error, which is on its way to the client behind the last tokens; "" = there is none, or the
+    client has it."""
     joint: JointVerdict = field(default_factory=JointVerdict)
     """On its client's request; shared with the other answers to it."""
     generated: bool = False

@@ -235,6 +235,19 @@ def test_ends_that_are_not_good(metrics: RouterMetrics) -> None:
     assert metrics.goodput.per_second()["tight"] == 0
 
 
+def test_what_leaves_behind_a_failure_is_in_its_trace(metrics: RouterMetrics) -> None:
+    request = request_of(TIGHT, RECEIVED=0.0, PLACED=0.1)
+    metrics.failed(request, TransferFailed("gone"))
+    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    metrics.tokens_leave(request, 3)
+    metrics.left(request)
+    metrics.left(request)
+    (trace,) = metrics.traces.newest()
+    assert (trace.outcome, trace.completion_tokens) == ("TRANSFER_FAILED", 3)
+    assert metrics.board.count(f.REQUEST_FAILURES, "TRANSFER_FAILED").value == 1
+    assert metrics.board.count(f.REQUEST_SUCCESS, "abort").value == 0
+
+
 def test_refusals(metrics: RouterMetrics) -> None:
     for error, reason, missed in (
         (Refused(Refusal.QUEUE_FULL, "full"), "queue_full", {"shed", "queue"}),

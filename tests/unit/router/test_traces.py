@@ -22,7 +22,9 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cluster.config import ClusterConfig
+from router.answer import Piece
 from router.otlp import _PENDING_MAX, SpanMaker, check_endpoint
+from router.request import Ask, Options
 from router.trace_book import Exemplars, TraceBook
 from telemetry import families as f
 from telemetry.board import EXAMPLE_CHARS, Spread
@@ -30,7 +32,7 @@ from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
-from wire.errors import FailedPrecondition, Internal, InvalidArgument
+from wire.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import Role
 from wire.request_trace import RequestTrace, TraceContext
@@ -243,6 +245,38 @@ async def test_http_failures_and_what_a_client_does_not_record(cluster: Cluster,
     assert [each.context.sampled for each in kept] == [True, False, True]
     assert failed.trace_id.hex() == kept[0].context.trace_id
     assert most == 20
+
+
+async def test_a_failed_answer_s_trace_has_the_tokens_that_its_client_got(cluster: Cluster) -> None:
+    """Those that were on their way when the failure was noted were missing, the first one's moment, too."""
+    cluster.decode.switches.break_after = 6
+    prompt = Ask("slow", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    choices = cluster.router._dispatcher.submit(await cluster.router._admission.admit(prompt))
+    await until(lambda: choices.answers[0].over, "it failed before its client has read anything")
+    kept = cluster.router._dispatcher.metrics.traces.newest
+    got = 0
+    with pytest.raises(Unavailable, match="went away"):
+        while True:
+            _, event = await choices.next()
+            assert isinstance(event, Piece)
+            got += len(event.token_ids)
+    (trace,) = kept()
+    choices.close()
+    assert kept() == [trace]
+    assert got >= 5
+    assert (trace.outcome, trace.completion_tokens) == ("UNAVAILABLE", got)
+    edges = [stamp.edge for stamp in trace.timeline.edges]
+    assert edges[-2:] == [Edge.FIRST_TOKEN, Edge.FINISHED]
+
+
+async def test_a_failed_answer_whose_client_left_unheard_has_a_trace(cluster: Cluster) -> None:
+    cluster.prefill.switches.prefill_error = Internal("broken")
+    prompt = Ask("gone", "fake", (5, 6, 7), Options(max_tokens=20), EdgeStamp.now(Edge.RECEIVED))
+    choices = cluster.router._dispatcher.submit(await cluster.router._admission.admit(prompt))
+    await until(lambda: choices.answers[0].over, "it failed")
+    choices.close()
+    (trace,) = cluster.router._dispatcher.metrics.traces.newest()
+    assert trace.outcome == "INTERNAL"
 
 
 async def test_whoever_scrapes_an_exemplar_finds_its_request(cluster: Cluster) -> None:
