@@ -138,13 +138,14 @@ class Admission:
     def _checked_length(self, field: str, prompt: int, options: Options, served: ServedModel) -> int:
         """The answer's limit in tokens; refuses what no context or no page pool could hold."""
         context = served.facts.max_context
-        room = min(context, served.decode_tokens_max + 1)  # the last token's KV is never stored
+        limited_by, max_tokens = options.answer_limit
+        # The last token's KV is never stored, and if it is the first, none is decoded.
+        room = context if max_tokens == 1 else min(context, served.decode_tokens_max + 1)
         if prompt >= context:
             raise InvalidArgument(field, f"is {prompt} tokens long, the limit is {context - 1} (context {context})")
         limit = min(room - 1, served.prefill_tokens_max)
         if prompt > limit:
             raise InvalidArgument(field, f"is {prompt} tokens long, the limit is {limit} (KV cache of the workers)")
-        limited_by, max_tokens = options.answer_limit
         if max_tokens is None:
             return min(self._config.default_max_tokens, room - prompt)
         if prompt + max_tokens > room:

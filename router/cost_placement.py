@@ -68,7 +68,7 @@ class CostPlacement(Placement):
             return super().could_serve(need, fleet)
         prefills, decodes = large_enough(need, fleet)
         if self._alone(fleet):
-            return any(each.decodes and need.kv_tokens <= each.kv_tokens_total for each in prefills)
+            return any(each.decodes and need.kv_tokens <= each.answer_tokens_total for each in prefills)
         if not self._local(fleet) and len(prefills) == len(decodes) == 1:
             return prefills != decodes
         return bool(prefills and decodes)

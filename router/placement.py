@@ -162,14 +162,14 @@ def takes_decode(worker: WorkerBooks, need: Need) -> bool:
 
 def can_decode(worker: WorkerBooks, need: Need) -> bool:
     """Whether it could decode the answer if nothing else were there."""
-    return worker.decodes and need.kv_tokens <= worker.kv_tokens_total and not worker.refusing
+    return worker.decodes and need.kv_tokens <= worker.answer_tokens_total and not worker.refusing
 
 
 def large_enough(need: Need, fleet: Fleet) -> tuple[list[WorkerBooks], list[WorkerBooks]]:
     """Live workers that could hold the prompt, and those that could hold the answer, if nothing else were there."""
     ready = [worker for worker in fleet.live if not worker.info.not_ready]
     prefills = [each for each in ready if each.prefills and need.prompt_tokens <= each.kv_tokens_total]
-    return prefills, [each for each in ready if each.decodes and need.kv_tokens <= each.kv_tokens_total]
+    return prefills, [each for each in ready if each.decodes and need.kv_tokens <= each.answer_tokens_total]
 
 
 def takes_both(worker: WorkerBooks, need: Need) -> bool:

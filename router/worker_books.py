@@ -15,6 +15,7 @@ from router.placed_work import AnswerWork, PromptWork
 from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
 from router.slo import SloClass
 from router.slo_load import SloLoad
+from wire.ending import answer_tokens
 from wire.messages import WorkerInfo, WorkerLoad
 
 LOAD_FRESH_S = 1.0
@@ -47,10 +48,10 @@ class WorkerBooks:
 
     __slots__ = (
         "_answers", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps", "_prompts",
-        "_queue", "_ready", "_refused_until_s", "_tokens", "clock", "cost", "decode_context", "decode_requests",
-        "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total", "live",
-        "max_batch_requests", "max_step_tokens", "noise", "order", "page_tokens", "pages_total", "pages_used", "peer",
-        "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
+        "_queue", "_ready", "_refused_until_s", "_tokens", "answer_tokens_total", "clock", "cost", "decode_context",
+        "decode_requests", "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total",
+        "live", "max_batch_requests", "max_step_tokens", "noise", "order", "page_tokens", "pages_total", "pages_used",
+        "peer", "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
         "tightest_s", "transfer",
     )  # fmt: skip
 
@@ -252,6 +253,8 @@ class WorkerBooks:
         self.pages_total, self.page_tokens = info.pages_total, info.page_tokens
         self.kv_tokens_total = info.pages_total * info.page_tokens
         """Tokens that its pages hold."""
+        self.answer_tokens_total = answer_tokens(info)
+        """Those of them that answers may be promised; how many of these are left is the worker's to say."""
         self.max_step_tokens, self.max_batch_requests = info.max_step_tokens, info.max_batch_requests
         self.idle_step_s = self.cost.decode_step_seconds(1, 0)
         """A decode step of one request with little context."""

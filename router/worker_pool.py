@@ -15,6 +15,7 @@ from router.placement import Mode
 from router.worker_books import WorkerBooks
 from router.worker_link import LinkObserver, WorkerLink
 from wire import convert
+from wire.ending import answer_tokens
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import Membership, ModelFacts, PeerRef, WorkerInfo
 from wire.rpc import open_channel
@@ -204,7 +205,7 @@ class WorkerPool:
             self._model = ServedModel(
                 facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
                 prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
-                decode_tokens_max=max(w.pages_total * w.page_tokens for w in decodes),
+                decode_tokens_max=max(answer_tokens(w) for w in decodes),
                 page_tokens=sizes.pop() if len(sizes := {w.page_tokens for w in membership.workers}) == 1 else 0,
             )
 

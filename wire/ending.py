@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 
 from wire.errors import TandemError
-from wire.messages import ErrorDetail, FinishReason, ModelFacts, RequestEvent, RequestRef, SamplingParams
+from wire.messages import (
+    ErrorDetail,
+    FinishReason,
+    ModelFacts,
+    RequestEvent,
+    RequestRef,
+    Role,
+    SamplingParams,
+    WorkerInfo,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +53,20 @@ def kv_tokens(prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -
 def pages_for(tokens: int, page_tokens: int) -> int:
     """Pages that hold `tokens` positions."""
     return -(-tokens // page_tokens)
+
+
+def decode_pages(role: Role, total: int, longest: int) -> int | None:
+    """Most pages of `total` that answers may be promised, None = all: with both halves open, promises leave room for
+    the `longest` prompt, else two such workers could wait for each other.
+    """
+    return None if role is not Role.BOTH else total - min(total // 2, longest)
+
+
+def answer_tokens(worker: WorkerInfo) -> int:
+    """Positions of answers, their prompts counted in, that a worker promises pages for, at most."""
+    longest = pages_for(worker.model.max_context, worker.page_tokens)
+    pages = decode_pages(worker.role, worker.pages_total, longest)
+    return (worker.pages_total if pages is None else pages) * worker.page_tokens
 
 
 def failure_event(ref: RequestRef, error: TandemError) -> RequestEvent:

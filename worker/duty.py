@@ -176,13 +176,6 @@ def decode_batch(role: Role, engine: EngineConfig) -> int:
     return min(engine.max_batch_requests, room)
 
 
-def decode_pages(role: Role, total: int, longest: int) -> int | None:
-    """Most pages of `total` that answers may be promised, None = all: with both halves open, promises leave room for
-    the `longest` prompt, else two such workers could wait for each other.
-    """
-    return None if role is not Role.BOTH else total - min(total // 2, longest)
-
-
 def prompt_step_tokens(duty: Duty, engine: EngineConfig) -> int:
     """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
     if duty.step_policy is not PolicyName.CHUNKED:

@@ -7,11 +7,11 @@ from decode_worker.admission import DecodeAdmission
 from decode_worker.half import DecodeHalf
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.half import PrefillHalf
-from wire.ending import failure_event, pages_for
+from wire.ending import decode_pages, failure_event, pages_for
 from wire.errors import TandemError, Unavailable
 from wire.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
 from worker.config import WorkerConfig
-from worker.duty import Half, decode_batch, decode_pages
+from worker.duty import Half, decode_batch
 
 log = logging.getLogger(__name__)
 

@@ -14,10 +14,9 @@ from benchmarks.served_model import ServedModel
 from costs.step_cost import StepWork
 from engine.batch import PendingStep, StepBatch
 from tests.factories import write_tiny_model
-from wire.ending import pages_for
+from wire.ending import decode_pages, pages_for
 from wire.errors import InvalidArgument
 from wire.messages import Role
-from worker.duty import decode_pages
 
 
 def _tiny(folder: Path) -> ServedModel:

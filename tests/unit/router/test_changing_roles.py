@@ -145,7 +145,7 @@ async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
     await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
     assert await run(stub) == RIGHT
     assert not waiting.done()
-    with pytest.raises(grpc.aio.AioRpcError, match="KV cache of a decode worker, 64 tokens"):
+    with pytest.raises(grpc.aio.AioRpcError, match="KV cache of a decode worker, 32 tokens"):
         await stub.Generate(large).read()
     cluster.decode.switches.refuse_reserve = 0
     cluster.controller.mode = Mode.DISAGGREGATED.value

@@ -225,6 +225,14 @@ async def test_a_request_no_pool_can_hold_is_refused(cluster: Cluster, client: C
     )
     _, ids, _ = await client.run(ask(61))
     assert len(ids) == 61
+    _, ids, _ = await client.run(ask(1, prompt=[5] * 65))
+    assert len(ids) == 1, "one token needs no decode worker"
+    both = await FakeWorker("both-0", Role.BOTH, pages_total=4, token="secret").start()
+    await cluster.members(both)
+    error = await client.error(ask(30))
+    assert "KV cache of a decode worker, 32 tokens" in str(error.details()), "a half is for prompts"
+    _, ids, _ = await client.run(ask(29))
+    assert len(ids) == 29
 
 
 async def test_transfer_failures_are_retried_without_repeat_or_gap(cluster: Cluster, client: Client) -> None:

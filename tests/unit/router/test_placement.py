@@ -72,6 +72,18 @@ class TestEveryPolicy:
         assert names(policy.choose(need(5000), at.fleet)) == ("p", "d")
         assert policy.choose(need(16_001, answer=1), at.fleet) is None, "one that its pool can hold"
 
+    def test_who_does_both_promises_answers_what_prompts_leave(self, policy: Placement, at: TestFleet) -> None:
+        """Its pool was promised whole, and the worker refused for good what it never has room for."""
+        at.add("b", Role.BOTH)  # 64 pages, half of them for prompts, as a context has 128
+        assert names(policy.choose(need(answer=412), at.fleet)) == ("b", "b")
+        assert policy.choose(need(answer=414), at.fleet) is None
+        assert not policy.could_serve(need(answer=414), at.fleet)
+        assert names(policy.choose(need(1000, answer=1), at.fleet)) == ("b", "")
+        at.remove("b")
+        at.add("p", Role.PREFILL)
+        at.add("d", Role.DECODE)
+        assert names(policy.choose(need(answer=414), at.fleet)) == ("p", "d"), "all of its pages are for answers"
+
     def test_who_does_not_fit_gets_no_request_together(self, policy: Placement, at: TestFleet) -> None:
         runs = {name: at.add(name, Role.PREFILL).peer for name in ("p0", "p1", "p2")}
         runs |= {name: at.add(name, Role.DECODE).peer for name in ("d0", "d1", "d2")}
