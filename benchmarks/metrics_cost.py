@@ -99,7 +99,7 @@ class Turns:
                 raise RuntimeError("an answer ended before the last turn did: this machine is busy; try again")
         return self._tokens / (self._ended - self._began)
 
-    def _count(self, work: StepWork, _seconds: float) -> None:
+    def _count(self, work: StepWork, _seconds: float, _predicted_s: float) -> None:
         if self._steps >= self._left:
             return
         self._ended = time.perf_counter()
@@ -109,9 +109,9 @@ class Turns:
         else:
             self._began = self._ended
 
-    def _both(self, work: StepWork, seconds: float) -> None:
-        self._count(work, seconds)
-        self._metrics(work, seconds)
+    def _both(self, work: StepWork, seconds: float, predicted_s: float) -> None:
+        self._count(work, seconds, predicted_s)
+        self._metrics(work, seconds, predicted_s)
 
 
 class Scraper:

@@ -39,9 +39,11 @@ once.
 """
 AT_ONCE = 64
 """The first steps, each of which is learned from when it ends."""
-_MIXED_OVER = 0.02
-"""Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted."""
-_MIXED_PACE = 0.01
+_MIXED_OVER = 0.01
+"""Part of the steps of prompts beside answers that are longer, by the noise that is told, than was predicted: no more
+of an answer's gaps may be too long. Too much noise costs next to nothing, too little costs one answer in six (0026).
+"""
+_MIXED_PACE = 0.02
 """What such a step adds to the noise; the others take away as much as keeps the balance."""
 _MIXED_MOST = 1.3
 """Of the noise: steps that are longer yet would not become shorter by having fewer tokens."""
@@ -82,11 +84,11 @@ class StepFit:
         """Of the equations row · coefficients = target that are not solved yet, in parts of the reference."""
         self._targets: list[float] = []
 
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """A step with this work took so long; one with nothing in it, or no time, tells nothing."""
+    def observe(self, work: StepWork, seconds: float) -> float:
+        """A step with this work took so long → what was predicted. One with nothing in it, or no time, teaches none."""
         predicted = self._cost.seconds(work)
         if seconds <= 0.0 or not (work.decode_rows or work.prefill_tokens):
-            return
+            return predicted
         # Of the larger of both: so it is within 1 either way, and what is far too small does not count for more.
         reference = max(predicted, seconds)
         surprise = (seconds - predicted) / reference
@@ -103,6 +105,7 @@ class StepFit:
         if self._observed <= AT_ONCE or not self._observed % LEARN_EVERY:
             self._learn()
         self._usual += _USUAL_PART * (abs(surprise) - self._usual)
+        return predicted
 
     def _note_mixed(self, ratio: float) -> None:
         """The quantile of seconds ÷ prediction: a stall is one step."""

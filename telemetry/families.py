@@ -25,6 +25,7 @@ _TRANSFER_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 
 _BYTES_PER_S = (1e7, 3e7, 1e8, 3e8, 1e9, 3e9, 5e9, 1e10, 2e10, 3e10, 5e10, 1e11, 2e11, 4e11)
 _ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 24.0, 32.0, 48.0, 64.0, 96.0, 128.0, 192.0, 256.0, 512.0)
 _TOKENS = (1.0, 4.0, 16.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0)
+_OVER_PREDICTED = (0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.25, 1.3, 1.4, 1.5, 2.0, 3.0, 5.0)
 _ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 # Router
@@ -136,10 +137,16 @@ BATCH_LIMIT = gauge("engine_batch_limit_requests", "Most requests that decode in
 GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
 GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
+STEP_OVER_PREDICTED = histogram(
+    "engine_step_over_predicted_ratio",
+    "What one engine step took / what was predicted, by what was in it (prefill, decode, mixed).",
+    _OVER_PREDICTED,
+    "phase",
+)
 STEP_MIXED_NOISE = gauge(
     "engine_mixed_step_noise_ratio",
-    "A step of prompts beside answers / what was predicted, for all but one in fifty: steps are kept so much shorter"
-    " than what answers bear.",
+    "A step of prompts beside answers / what was predicted, for all but one in a hundred: steps are kept so much"
+    " shorter than what answers bear.",
 )
 STEP_COST = gauge(
     "engine_step_cost_seconds",

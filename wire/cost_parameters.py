@@ -33,7 +33,7 @@ class CostParameters:
     wave_tokens: int = 1
     """Of prompts, whose attention the device computes at once: as many take as long as one, see `costs.step_grid`."""
     mixed_noise: float = 1.15
-    """A step of prompts beside answers ÷ what was predicted, for all but one in fifty of them."""
+    """A step of prompts beside answers ÷ what was predicted, for all but one in a hundred of them."""
 
 
 UNMEASURED = CostParameters()

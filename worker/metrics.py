@@ -90,6 +90,9 @@ class WorkerMetrics:
         self._decode_steps = board.spread(f.STEP_SECONDS, "decode")
         self._prefill_steps = board.spread(f.STEP_SECONDS, "prefill")
         self._mixed_steps = board.spread(f.STEP_SECONDS, "mixed")
+        self._decode_over = board.spread(f.STEP_OVER_PREDICTED, "decode")
+        self._prefill_over = board.spread(f.STEP_OVER_PREDICTED, "prefill")
+        self._mixed_over = board.spread(f.STEP_OVER_PREDICTED, "mixed")
         self._rows = board.spread(f.STEP_DECODE_ROWS)
         self._prompts = board.spread(f.STEP_PREFILL_TOKENS)
         self._decode_tokens = board.count(f.STEP_TOKENS, "decode")
@@ -102,15 +105,18 @@ class WorkerMetrics:
         board.read(self._engine_facts)
         board.read(lambda: {f.TRANSFER_WRITING: self.writing.seconds})
 
-    def step(self, work: StepWork, seconds: float) -> None:
+    def step(self, work: StepWork, seconds: float, predicted_s: float) -> None:
         """Engine thread: a step has ended."""
         rows, tokens = work.decode_rows, work.prefill_tokens
         if not tokens:
-            self._decode_steps.observe(seconds)
+            times, over = self._decode_steps, self._decode_over
         elif rows:
-            self._mixed_steps.observe(seconds)
+            times, over = self._mixed_steps, self._mixed_over
         else:
-            self._prefill_steps.observe(seconds)
+            times, over = self._prefill_steps, self._prefill_over
+        times.observe(seconds)
+        if predicted_s > 0.0:
+            over.observe(seconds / predicted_s)
         if rows:
             self._rows.observe(rows)
             self._decode_tokens.value += rows

@@ -36,9 +36,11 @@ class StepMeter:
         self,
         guess: CostParameters,
         clock: Callable[[], float] = time.perf_counter,
-        tell: Callable[[StepWork, float], None] = lambda _work, _seconds: None,
+        tell: Callable[[StepWork, float, float], None] = lambda _work, _seconds, _predicted_s: None,
     ) -> None:
-        """`guess` is what predictions begin with; `clock` in seconds; `tell` hears of each step, with its seconds."""
+        """`guess` is what predictions begin with; `clock` in seconds; `tell` hears of each step, of the seconds
+        that it took, and of those that were predicted.
+        """
         self._fit = StepFit(guess)
         self._clock = clock
         self.tell = tell
@@ -65,5 +67,5 @@ class StepMeter:
 
     def learn(self, work: StepWork, seconds: float) -> None:
         """A step with this work took so long."""
-        self._fit.observe(work, seconds)
-        self.tell(work, seconds)
+        predicted_s = self._fit.observe(work, seconds)
+        self.tell(work, seconds, predicted_s)

@@ -31,12 +31,14 @@ from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.part import Load, Part, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
+from benchmarks.strategies.steps import steps_of
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, figures, make_rows
 from benchmarks.strategies.workloads import Offer, offers
 from cli.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted
+from telemetry.scrape import Scrape, Stretch
 from wire.errors import TandemError
 
 _PARTS_BITS = 16
@@ -56,6 +58,15 @@ class Turn:
     offer: Offer
     rate: float
     part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is measured, where it is reached, and the table's cells on it."""
+
+    doors: Endpoints
+    target: Target
+    cells: Sequence[SloCell]
 
 
 class Run:
@@ -114,29 +125,28 @@ class Run:
                 if not self._time_for_a_load(turn.row):
                     return False
                 switch_s = switch.to(turn.row)
-                found = self._load(turn, target, step_s)
+                found = self._load(turn, Cluster(doors, target, standard_cells(step_s)))
                 self._keep(turn, target, found | {"switch_s": round(switch_s, 3), "costs": fitted_costs(doors)})
         return True
 
-    def _load(self, turn: Turn, target: Target, step_s: float) -> Load:
-        cells = standard_cells(step_s)
-        classes = [cell.name for cell in cells] if asks(turn.row, self._arguments.ask) else [""]
-        return joined(
-            {name: self._load_of_class(turn, target, cells, place, name) for place, name in enumerate(classes)}
-        )
+    def _load(self, turn: Turn, at: Cluster) -> Load:
+        classes = [cell.name for cell in at.cells] if asks(turn.row, self._arguments.ask) else [""]
+        return joined({name: self._load_of_class(turn, at, place, name) for place, name in enumerate(classes)})
 
     def _keep(self, turn: Turn, target: Target, load: Load) -> None:
         facts = run_facts("cuda" if target.on_gpus else "cpu") | {"reached_by": BY_SWITCH}
         turn.part.add(load, {"curve_levels": list(LEVELS), **target.as_result(), **facts})
 
-    def _load_of_class(self, turn: Turn, target: Target, cells: Sequence[SloCell], place: int, slo_class: str) -> Load:
+    def _load_of_class(self, turn: Turn, at: Cluster, place: int, slo_class: str) -> Load:
         """Class number `place` of a turn's."""
         arguments = self._arguments
         workload = turn.offer.source.at(turn.rate, arguments.seconds, arguments.seed)
         settings = LoadSettings(arguments.clients, arguments.drain_seconds, slo_class=slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
-        return show(run_load(target, fresh, cells, settings)).as_result()
+        before = scraped(at.doors)
+        load = show(run_load(at.target, fresh, at.cells, settings)).as_result()
+        return load | {"steps": steps_of(Stretch(before, scraped(at.doors)))}
 
     def _token_seed(self, turn: Turn, number: int, place: int) -> int:
         """Of load number `number` of a part, class number `place`: all parts share one cluster, and must not find each
@@ -166,11 +176,16 @@ class Run:
         return ends_at < self._ends_at
 
 
+def scraped(doors: Endpoints) -> Scrape:
+    """What the cluster's metrics are now."""
+    return asyncio.run(scrape(doors.metrics, doors.token))
+
+
 def fitted_costs(doors: Endpoints) -> dict[str, float] | None:
     """What steps have cost so far, as this cluster's workers have learned it: `CostParameters` by name; None if prompts
     or answers were not measured. What `benchmarks.simulation --fitted` goes by.
     """
-    found = fitted(asyncio.run(scrape(doors.metrics, doors.token)))
+    found = fitted(scraped(doors))
     return None if found is None else asdict(found)
 
 

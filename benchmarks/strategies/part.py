@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.load import sweep
 
 Load = dict[str, Any]
-_ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by")
+_ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by", "steps")
 """What is kept of the load of each class."""
 
 
@@ -60,7 +60,7 @@ def joined(loads: Mapping[str, Load]) -> Load:
         return next(iter(loads.values()))
     middle = list(loads)[len(loads) // 2]
     goodput = {cell: load["goodput"][cell] for cell, load in loads.items()}
-    asked = {cell: {name: load[name] for name in _ASKED} for cell, load in loads.items()}
+    asked = {cell: {name: load[name] for name in _ASKED if name in load} for cell, load in loads.items()}
     return loads[middle] | {"goodput": goodput, "asked": asked}
 
 

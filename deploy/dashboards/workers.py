@@ -1,7 +1,7 @@
 """How are workers, their KV pages and their hardware?"""
 
 from deploy.dashboards.grafana import Dashboard, Kind, Panel, Query, Row, Unit
-from deploy.dashboards.promql import Selection, of_workers, rate, series, share, total
+from deploy.dashboards.promql import Selection, of_workers, quantile, rate, series, share, total
 from telemetry import families as f
 from telemetry.family import Family
 
@@ -118,11 +118,17 @@ _ENGINE = Row(
             (Query(total(of_workers(f.STEP_COST), "worker", "part"), "{{worker}} {{part}}"),),
             "As fitted: of each step, of those with prompts, and of each token, pair, row and token of context.",
         ),
+        Panel(
+            "Steps over prediction",
+            Unit.NUMBER,
+            (Query(quantile(0.99, of_workers(f.STEP_OVER_PREDICTED, "_bucket"), "phase"), "{{phase}}, p99"),),
+            "What a step took ÷ what was predicted.",
+        ),
         _now(
             "Noise of mixed steps",
             Unit.NUMBER,
             f.STEP_MIXED_NOISE,
-            "How much longer than predicted all but one in fifty are. Prompts have so much less room beside answers.",
+            "How much longer than predicted all but one in a hundred are. So much less room do prompts have.",
         ),
         _now("Tokens for free", Unit.NUMBER, f.STEP_FREE_TOKENS, "Their arithmetic hides behind the weights' reading."),
     ),

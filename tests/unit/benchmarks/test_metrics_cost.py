@@ -82,14 +82,14 @@ async def test_a_turn_is_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> N
     told: list[StepWork] = []
     tested: Any = SimpleNamespace(
         _meter=SimpleNamespace(tell=None),
-        metrics=SimpleNamespace(step=lambda work, _seconds: told.append(work)),
+        metrics=SimpleNamespace(step=lambda work, _seconds, _predicted_s: told.append(work)),
         report=SimpleNamespace(load=lambda: SimpleNamespace(decode_requests=2)),
     )
     turns = Turns(tested, 2)
     running = asyncio.ensure_future(turns.run(3, on=True))
     await asyncio.sleep(0)
     for rows in (9, 4, 5, 6, 7):
-        tested._meter.tell(StepWork(decode_rows=rows), 0.1)
+        tested._meter.tell(StepWork(decode_rows=rows), 0.1, 0.1)
     assert await running == (4 + 5 + 6) / 2.0
     assert len(told) == 5
     off = asyncio.ensure_future(turns.run(3, on=False))

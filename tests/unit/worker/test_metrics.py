@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
-from costs.step_cost import StepWork, chunk_pairs
+from costs.step_cost import StepCost, StepWork, chunk_pairs
 from engine.graph_use import GraphUse
 from telemetry import families as f
 from telemetry.board import Board
@@ -58,6 +58,9 @@ def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
     assert board.count(f.STEP_TOKENS, "decode").value == 6
     assert board.count(f.STEP_TOKENS, "prefill").value == 11
     assert metrics.utilization.busy_s == 2.75
+    over = board.spread(f.STEP_OVER_PREDICTED, "decode")
+    assert over.total == pytest.approx(0.5 / StepCost(UNMEASURED).seconds(DECODE))
+    assert [board.spread(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
 
 
 def test_utilization_is_of_the_newest_steps() -> None:

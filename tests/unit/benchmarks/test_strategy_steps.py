@@ -1,0 +1,42 @@
+"""How a load's steps went, from the metrics of its workers."""
+
+import pytest
+
+from benchmarks.strategies.part import joined
+from benchmarks.strategies.steps import steps_of
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition
+from telemetry.scrape import Scrape, Stretch
+
+
+def test_steps_of_a_load_are_those_since_it_began() -> None:
+    board = Board({"worker": "w"})
+    seconds, over = (board.spread(family, "mixed") for family in (f.STEP_SECONDS, f.STEP_OVER_PREDICTED))
+    seconds.observe(1.0)
+    over.observe(3.0)
+    before = Scrape(Exposition(board).render()[0].decode(), 0.0)
+    for _ in range(98):
+        seconds.observe(0.0045)
+        over.observe(0.97)
+    for _ in range(2):
+        seconds.observe(0.18)
+        over.observe(1.39)
+    found = steps_of(Stretch(before, Scrape(Exposition(board).render()[0].decode(), 1.0)))
+    assert list(found) == ["mixed"]
+    steps = found["mixed"]
+    assert steps["count"] == 100
+    assert 4.0 <= steps["ms"]["p50"] <= 5.0  # type: ignore[index]
+    assert 100.0 < steps["ms"]["p99"] <= 200.0  # type: ignore[index]
+    assert steps["over_predicted"]["p99"] == pytest.approx(1.35, abs=0.05)  # type: ignore[index]
+
+
+def test_each_class_keeps_how_its_steps_went() -> None:
+    loads = {
+        name: {"goodput": {name: 1}, "ttft_ms": 1, "gap_ms": 1, "tokens_per_s": 1, "errors": {}, "served_by": {}}
+        for name in ("strict", "balanced", "quick")
+    }
+    assert "steps" not in joined(loads)["asked"]["strict"], "a virtual clock has none"
+    for name, load in loads.items():
+        load["steps"] = {"mixed": {"count": len(name)}}
+    assert joined(loads)["asked"]["quick"]["steps"] == {"mixed": {"count": 5}}
