@@ -1,12 +1,14 @@
 """Learns the coefficients of `StepCost` from steps as they happen.
 
 Recursive least squares of relative errors (a step of 4 ms counts as much as one of 200), with what a live system needs:
-  - a guess to start from, which holds for every part of a step that was never seen
+  - a guess to start from, which holds for every part of a step that was never seen, and decides between parts that were
+    seen together only
   - forgetting by part: a thousand decode steps do not wash out what is known of prompts
   - coefficients are >= 0: the same least squares within these bounds, while the recursion goes on without
   - a step far beyond the usual error, a stall for instance, counts as one at the edge of it; if such steps go on, they
     become usual, and the fit follows faster
-  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike
+  - while predictions are good, only some of the steps that do nothing but decode are learned from: they are alike, but
+    for those that were not predicted well
   - after the first steps some are learned from together, as the scheduler has other things to do: to note a step takes
     microseconds, to solve for the coefficients a hundred
 
@@ -52,8 +54,11 @@ _USUAL_PART = 0.05
 """Weight of the newest error in the usual one."""
 _ERROR_PART = 0.01
 """Least weight of the newest error in the one that is told."""
-_GUESS_INFORMATION = 1e-3
-"""How much the first guess counts, in steps: errors of a guess are some thirty times those of a measurement."""
+_GUESS_INFORMATION = np.array([1e-3, 0.1, 0.1, 0.1, 1e-3, 1e-3])
+"""How much the first guess of each part counts at any time, in steps. Decode steps are of many sizes always. Those with
+prompts may be alike for long, which leaves open how their time divides among their parts; and they err by some percent
+with their size, which a hundred of them take for knowledge of sizes that were never seen (0013).
+"""
 _SECONDS_MIN = 1e-6
 """Less than any step takes."""
 _SWEEPS = 3
@@ -69,10 +74,11 @@ class StepFit:
         values, scale = _values(guess), _values(UNMEASURED)
         scale[:2] = max(guess.base_s, _SECONDS_MIN)
         self._scale: _Vector = np.where(values > 0, values, scale)
-        self._free: _Vector = values / self._scale
+        self._guess: _Vector = values / self._scale
+        self._free = self._guess
         """The least squares without bounds, in parts of the scale; below, within them."""
         self._coefficients = self._free
-        self._information = np.eye(len(values)) * _GUESS_INFORMATION
+        self._information = np.diag(_GUESS_INFORMATION)
         self._usual = 1.0
         self._mixed_noise = guess.mixed_noise
         self._alike = 0
@@ -93,7 +99,8 @@ class StepFit:
         reference = max(predicted, seconds)
         surprise = (seconds - predicted) / reference
         edge = OUTLIER * max(self._usual, _USUAL_MIN)
-        self._alike = 0 if work.prefill_tokens or self._usual > GOOD_ERROR else (self._alike + 1) % LEARN_EVERY
+        good = self._usual <= GOOD_ERROR and abs(surprise) <= GOOD_ERROR
+        self._alike = (self._alike + 1) % LEARN_EVERY if good and not work.prefill_tokens else 0
         if not self._alike:
             self._rows.append([amount / reference for amount in self._amounts(work)])
             self._targets.append(predicted / reference + min(max(surprise, -edge), edge))
@@ -139,10 +146,13 @@ class StepFit:
         forget = min(FORGET_MAX, FORGET * max(1.0, self._usual / GOOD_ERROR))
         keep = (1 - forget) ** (0.5 * (rows > 0).sum(axis=0))
         information = self._information
+        seen_as = information @ self._guess
+        # A device that is slower than was guessed is so in all parts, for all that is known.
+        times = max(0.0, float(seen_as @ self._free) / max(float(seen_as @ self._guess), _SECONDS_MIN))
         information *= keep[:, None] * keep
-        information += np.diag((1 - keep * keep) * _GUESS_INFORMATION)
-        wanted = information @ self._free + targets @ rows
-        information += rows.T @ rows
+        back = (1 - keep * keep) * _GUESS_INFORMATION
+        wanted = information @ self._free + back * times * self._guess + targets @ rows
+        information += np.diag(back) + rows.T @ rows
         found = np.linalg.solve(information, wanted).astype(np.float64, copy=False)
         self._free = found
         self._coefficients = found if found.min() >= 0.0 else _within_bounds(information, wanted, self._coefficients)

@@ -95,7 +95,8 @@ def metered(worker: VirtualWorker, roofline: Roofline) -> Board:
     heard = metrics.hearing(lambda routed: None)
 
     def finish_metered(number: int, flight: Any) -> None:
-        metrics.step(flight.work, truth.seconds(flight.work))
+        seconds = truth.seconds(flight.work)
+        metrics.step(flight.work, seconds, seconds)
         finish(number, flight)
 
     def tell_metered(request: Any, event: Any) -> None:
