@@ -99,6 +99,7 @@ class RouterServer:
                 inference=servicer,
                 app=app,
                 log_format=config.log_format,
+                board=self._dispatcher.metrics.board,
             )
         add_inference = partial(inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
         return OwnDoors(config.host, ports, api_keys=config.api_keys, add_inference=add_inference, app=app)

@@ -100,6 +100,19 @@ REGRET = counter(
     "By how much choices turned out worse than what the next best worker would have cost by prediction, summed.",
 )
 
+FRONT_CONNECTIONS = gauge(
+    "front_connections", "Clients' connections that a front process holds, by its number.", "front"
+)
+FRONT_MESSAGES = counter(
+    "front_messages_total",
+    "Parts of requests and answers that went between a front process and the router; what leaves together is several.",
+    "front",
+)
+FRONT_BYTES = counter("front_bytes_total", "What these took on the stream between the two.", "front")
+FRONT_RESTARTS = counter(
+    "front_restarts_total", "Front processes that ended or hung, and took their clients' connections along.", "front"
+)
+
 # Router and workers
 
 REQUESTS_RUNNING = gauge(

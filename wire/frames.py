@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -20,16 +21,36 @@ Out = TypeVar("Out", bound=Message)
 In = TypeVar("In", bound=Message)
 
 
+@dataclass(slots=True)
+class Tally:
+    """What went over streams, in both directions."""
+
+    frames: int = 0
+    bytes: int = 0
+
+    def add(self, frames: int, data: int) -> None:
+        """A message of so many frames, and of so many bytes behind its length."""
+        self.frames += frames
+        self.bytes += _LENGTH_BYTES + data
+
+
 class FrameStream(Generic[Out, In]):
     """One end. What is sent within a turn of the event loop goes as one message. `Out` and `In` are messages with
     repeated `frames`, each of which has the number of its `call`.
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outgoing: type[Out], incoming: type[In]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        outgoing: type[Out],
+        incoming: type[In],
+        tally: Tally | None = None,
     ) -> None:
+        """`tally` counts what goes over it."""
         self._reader, self._writer = reader, writer
         self._outgoing, self._incoming = outgoing, incoming
+        self._tally = tally or Tally()
         self._batch: Any = outgoing()
         self._loop = asyncio.get_running_loop()
 
@@ -50,6 +71,7 @@ class FrameStream(Generic[Out, In]):
             while True:
                 length = int.from_bytes(await self._reader.readexactly(_LENGTH_BYTES), "little")
                 batch: Any = self._incoming.FromString(await self._reader.readexactly(length))
+                self._tally.add(len(batch.frames), length)
                 for frame in batch.frames:
                     yield frame
         except (asyncio.IncompleteReadError, OSError):
@@ -67,6 +89,7 @@ class FrameStream(Generic[Out, In]):
         if not batch.frames or self._writer.is_closing():
             return
         data: bytes = batch.SerializeToString()
+        self._tally.add(len(batch.frames), len(data))
         self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
         if self._writer.transport.get_write_buffer_size() > _WAITING_BYTES_MAX:
             log.error("the other end has not read %d MiB; its stream ends", _WAITING_BYTES_MAX >> 20)

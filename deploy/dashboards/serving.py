@@ -155,9 +155,43 @@ _PLACEMENT = Row(
     ),
 )
 
+_FRONTS = Row(
+    "Front processes",
+    (
+        Panel(
+            "Clients' connections",
+            Unit.NUMBER,
+            (Query(total(series(f.FRONT_CONNECTIONS), "worker", "front"), "{{worker}} front-{{front}}"),),
+            "The kernel spreads new ones evenly; each stays where it is.",
+            width=6,
+        ),
+        Panel(
+            "Messages",
+            Unit.A_SECOND,
+            (Query(rate(series(f.FRONT_MESSAGES), "worker", "front"), "{{worker}} front-{{front}}"),),
+            "Parts of requests and answers, to and from the router.",
+            width=6,
+        ),
+        Panel(
+            "Bytes",
+            Unit.BYTES_A_SECOND,
+            (Query(rate(series(f.FRONT_BYTES), "worker", "front"), "{{worker}} front-{{front}}"),),
+            width=6,
+        ),
+        Panel(
+            "Restarts",
+            Unit.NUMBER,
+            (Query(total(series(f.FRONT_RESTARTS), "worker", "front"), "{{worker}} front-{{front}}"),),
+            "Each costs the clients of that process their connections; the router's log has the reason.",
+            width=6,
+        ),
+    ),
+    folded=True,
+)
+
 DASHBOARD = Dashboard(
     "serving",
     "Tandem: serving and goodput",
     "Is it meeting its promises, and if not, which phase is to blame?",
-    (_PROMISES, _LATENCIES, _TRAFFIC, _PLACEMENT),
+    (_PROMISES, _LATENCIES, _TRAFFIC, _PLACEMENT, _FRONTS),
 )

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
+from router.front.pulse import Pulse
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2, inference_pb2_grpc
 
@@ -27,13 +28,17 @@ class FrontCalls:
         self._app = app
         self.opened = False
         """Whether that process has opened its doors."""
+        self._pulse = Pulse(lambda: stream.send(0, ask=front_pb2.Ask()))
         self._calls: dict[int, GrpcCall | HttpCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, on_opened: Callable[[], None]) -> None:
-        """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its doors are open."""
+    async def run(self, on_opened: Callable[[], None], on_alive: Callable[[int], None]) -> None:
+        """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its doors are open;
+        `on_alive` hears now and then how many connections it holds.
+        """
         try:
             async for frame in self._stream.received():
+                self._pulse.beat()
                 if frame.HasField("grpc"):
                     self._begin(frame.call, GrpcCall(frame.grpc, self._methods, self._send_for(frame.call)))
                 elif frame.HasField("http"):
@@ -41,6 +46,8 @@ class FrontCalls:
                 elif frame.HasField("opened"):
                     self.opened = True
                     on_opened()
+                elif frame.HasField("alive"):
+                    on_alive(frame.alive.connections)
                 elif frame.HasField("gone"):
                     self._leave(frame.call)
                 elif frame.call in self._calls:
@@ -48,6 +55,10 @@ class FrontCalls:
         finally:
             for number in list(self._calls):
                 self._leave(number)
+
+    async def hangs(self) -> None:
+        """Returns when that process has said nothing for long, if it ever does."""
+        await self._pulse.stops()
 
     def set_serving(self, serving: bool) -> None:
         """For the health service of that process."""

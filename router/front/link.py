@@ -98,9 +98,15 @@ class RouterLink:
         """Both doors are open."""
         self._stream.send(0, opened=front_pb2.Opened())
 
-    async def run(self, on_serving: Callable[[bool], None], on_leave: Callable[[float], None]) -> None:
+    def alive(self, connections: int) -> None:
+        """This process does its work, for so many connections of clients."""
+        self._stream.send(0, alive=front_pb2.Alive(connections=connections))
+
+    async def run(
+        self, on_serving: Callable[[bool], None], on_leave: Callable[[float], None], on_ask: Callable[[], None]
+    ) -> None:
         """Bring frames to their calls until the router is gone. `on_serving` hears whether requests could be served,
-        `on_leave` in how many seconds calls must have ended.
+        `on_leave` in how many seconds calls must have ended, `on_ask` that the router waits for `alive`.
         """
         async for frame in self._stream.received():
             call = self._calls.get(frame.call)
@@ -110,6 +116,8 @@ class RouterLink:
                 on_serving(frame.serving)
             elif frame.HasField("leave_s"):
                 on_leave(frame.leave_s)
+            elif frame.HasField("ask"):
+                on_ask()
         self._lost = True
         for call in self._calls.values():
             call.lose()

@@ -16,6 +16,7 @@ from functools import partial
 import grpc.aio
 
 from router.doors import SERVICE, OwnDoors
+from router.front.connections import count_connections
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
 from wire.errors import TandemError
@@ -77,7 +78,18 @@ async def serve(router: socket.socket) -> None:
         app=HttpRelay(link),
         shared=True,
     )
-    running = asyncio.create_task(link.run(doors.set_serving, partial(_set_once, leaving)))
+
+    async def tell() -> None:
+        link.alive(await asyncio.to_thread(count_connections, (config.grpc_port, config.http_port)))
+
+    telling: set[asyncio.Task[None]] = set()
+
+    def on_ask() -> None:
+        task = asyncio.create_task(tell())
+        telling.add(task)
+        task.add_done_callback(telling.discard)
+
+    running = asyncio.create_task(link.run(doors.set_serving, partial(_set_once, leaving), on_ask))
     running.add_done_callback(lambda _: _set_once(leaving, 0.0))
     try:
         await doors.open()

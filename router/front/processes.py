@@ -14,7 +14,9 @@ from starlette.types import ASGIApp
 
 from router.doors import GOODBYE_S, RouterEndpoints
 from router.front.calls import FrontCalls, RouterStream
+from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
+from telemetry.board import Board
 from wire.address import address_of
 from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
@@ -48,10 +50,14 @@ class FrontDoors:
         inference: inference_pb2_grpc.InferenceServicer,
         app: ASGIApp,
         log_format: str,
+        board: Board,
     ) -> None:
-        """`ports`: of gRPC and HTTP, 0 = any free one; `inference` and `app` answer clients' calls."""
+        """`ports`: of gRPC and HTTP, 0 = any free one; `inference` and `app` answer clients' calls; `board` shows what
+        each process carries.
+        """
         self._host, self._ports = host, ports
-        self._count = count
+        self._figures = [FrontFigures(number) for number in range(count)]
+        show(self._figures, board)
         self._api_keys = tuple(api_keys)
         self._inference, self._app = inference, app
         self._log_format = log_format
@@ -76,10 +82,13 @@ class FrontDoors:
         self._keepers = [
             asyncio.create_task(
                 self._keep(
-                    FrontConfig(f"front-{number}", self._host, grpc_port, http_port, self._api_keys, self._log_format)
+                    FrontConfig(
+                        f"front-{figures.number}", self._host, grpc_port, http_port, self._api_keys, self._log_format
+                    ),
+                    figures,
                 )
             )
-            for number in range(self._count)
+            for figures in self._figures
         ]
         try:
             async with asyncio.timeout(_START_S):
@@ -133,19 +142,20 @@ class FrontDoors:
         self._cleanup.callback(held.close)
         return number
 
-    async def _keep(self, config: FrontConfig) -> None:
+    async def _keep(self, config: FrontConfig, figures: FrontFigures) -> None:
         while not self._leaving:
             try:
-                code = await self._live(config)
+                code = await self._live(config, figures)
             except Exception as error:  # there may be no room for a process now
                 log.error("%s failed", config.name, exc_info=error)
             else:
                 if not self._leaving:
                     log.error("%s ended with %d; its clients' connections are lost", config.name, code)
             if not self._leaving:
+                figures.restarts += 1
                 await asyncio.sleep(_AGAIN_S)
 
-    async def _live(self, config: FrontConfig) -> int:
+    async def _live(self, config: FrontConfig, figures: FrontFigures) -> int:
         """One process, from its birth to its death → its exit code."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -156,15 +166,18 @@ class FrontDoors:
                 writer.close()
                 raise
         writer.write(config.to_json().encode() + b"\n")
-        stream: RouterStream = FrameStream(reader, writer, front_pb2.RouterFrames, front_pb2.FrontFrames)
+        stream: RouterStream = FrameStream(reader, writer, front_pb2.RouterFrames, front_pb2.FrontFrames, figures.tally)
         front = FrontCalls(stream, self._inference, self._app)
         self._fronts[front] = process
         if self._leaving:
             _kill(process)
         front.set_serving(self._serving)
+        watch = asyncio.create_task(_kill_if_it_hangs(front, process, config.name))
         try:
-            await front.run(self._opened)
+            await front.run(self._opened, figures.hold)
         finally:
+            watch.cancel()
+            figures.hold(0)
             stream.close()
             code = await _gone(process)
             del self._fronts[front]
@@ -187,6 +200,13 @@ async def _spawn(stream: socket.socket) -> asyncio.subprocess.Process:
     folders = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     env = {**os.environ, "PYTHONPATH": folders}
     return await asyncio.create_subprocess_exec(*command, stdin=stream.fileno(), env=env, start_new_session=True)
+
+
+async def _kill_if_it_hangs(front: FrontCalls, process: asyncio.subprocess.Process, name: str) -> None:
+    """Its stream ends with it."""
+    await front.hangs()
+    log.error("%s says nothing any more: it hangs, and another takes its place", name)
+    _kill(process)
 
 
 async def _gone(process: asyncio.subprocess.Process) -> int:

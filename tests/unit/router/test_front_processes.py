@@ -12,6 +12,7 @@ import grpc.aio
 import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from router.front.processes import FrontDoors, _spawn
 from router.server import RouterServer
@@ -24,12 +25,21 @@ from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.rpc import ERROR_CODE
 
 GENERATE = "/tandem.v1.Inference/Generate", pb.GenerateRequest.SerializeToString, pb.GenerateResponse.FromString
+NEVER = 10**9
 KEY = (("authorization", "Bearer key"),)
 
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
     return {"front_processes": 2, "api_keys": ("key",)}
+
+
+@pytest.fixture(autouse=True)
+def often_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none counts as one that hangs, however slow this machine is."""
+    monkeypatch.setattr("router.front.pulse.LOOK_S", 0.05)
+    for looks in ("SILENT_LOOKS", "STARTING_LOOKS"):
+        monkeypatch.setattr(f"router.front.pulse.{looks}", NEVER)
 
 
 @pytest.fixture
@@ -235,6 +245,60 @@ async def test_one_that_hangs_is_replaced(cluster: Cluster, monkeypatch: pytest.
     front._stream._writer.transport.abort()  # as behind too much that it does not read
     await until(lambda: process.returncode == -signal.SIGKILL, "it ended")
     await until(lambda: len(alive(cluster) - {process}) == 2, "another takes its place")
+
+
+async def test_one_that_stands_still_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream was open, so nobody looked, and its share of the connections came to nothing for ever."""
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    victim = next(iter(alive(cluster)))
+    victim.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("router.front.pulse.SILENT_LOOKS", 20)
+    await until(lambda: victim.returncode == -signal.SIGKILL, "it ended")
+    monkeypatch.setattr("router.front.pulse.SILENT_LOOKS", NEVER)
+    await until(lambda: len(alive(cluster) - {victim}) == 2, "another takes its place")
+
+
+async def test_operators_see_what_each_of_them_carries(
+    cluster: Cluster, client: Client, http: httpx.AsyncClient
+) -> None:
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    host, port = cluster.endpoints.http_address.split(":")
+    idle = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
+    before = await figures(http)
+    await client.run(ask(40))
+    # These four, that of this client's metrics and that of its answers.
+    await until(lambda: sum(each.connections for each in doors(cluster)._figures) == 6, "6 connections")
+    now = await figures(http)
+    assert set(now["tandem_front_connections"]) == {"0", "1"}
+    assert sum(now["tandem_front_connections"].values()) == 6
+    assert sum(now["tandem_front_messages_total"].values()) > sum(before["tandem_front_messages_total"].values())
+    assert (await http.post("/v1/completions", content=b"x" * 300_000)).status_code == 400
+    assert sum((await figures(http))["tandem_front_bytes_total"].values()) > 300_000
+    for _, writer in idle:
+        writer.close()
+    await until(lambda: sum(each.connections for each in doors(cluster)._figures) == 2, "2 connections")
+    now = await figures(http)
+    assert sum(now["tandem_front_restarts_total"].values()) == 0
+    carried = sum(now["tandem_front_messages_total"].values())
+    for process in alive(cluster):
+        process.kill()
+    async with httpx.AsyncClient(base_url=str(http.base_url), headers=http.headers) as again:
+        await until(lambda: [each.restarts for each in doors(cluster)._figures] == [1, 1], "the router knows")
+        await until(lambda: len(alive(cluster)) == 2, "others take their places")
+        now = await figures(again)
+    assert now["tandem_front_restarts_total"] == {"0": 1, "1": 1}
+    assert sum(now["tandem_front_messages_total"].values()) >= carried, "counted over all lives"
+
+
+async def figures(http: httpx.AsyncClient) -> dict[str, dict[str, float]]:
+    """Of front processes, by metric and number."""
+    found: dict[str, dict[str, float]] = {}
+    page = await http.get("/metrics", headers={"authorization": "Bearer secret"})
+    for family in text_string_to_metric_families(page.text):
+        for sample in family.samples:
+            if "front" in sample.labels:
+                found.setdefault(sample.name, {})[sample.labels["front"]] = sample.value
+    return found
 
 
 async def test_one_that_cannot_be_started_now_is_started_later(

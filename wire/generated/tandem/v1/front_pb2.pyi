@@ -13,7 +13,7 @@ class FrontFrames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[FrontFrame, _Mapping]]] = ...) -> None: ...
 
 class FrontFrame(_message.Message):
-    __slots__ = ("call", "opened", "grpc", "http", "body", "gone", "passed")
+    __slots__ = ("call", "opened", "grpc", "http", "body", "gone", "passed", "alive")
     CALL_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     GRPC_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +21,7 @@ class FrontFrame(_message.Message):
     BODY_FIELD_NUMBER: _ClassVar[int]
     GONE_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     call: int
     opened: Opened
     grpc: GrpcCall
@@ -28,11 +29,18 @@ class FrontFrame(_message.Message):
     body: HttpBody
     gone: Gone
     passed: int
-    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., passed: _Optional[int] = ...) -> None: ...
+    alive: Alive
+    def __init__(self, call: _Optional[int] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., grpc: _Optional[_Union[GrpcCall, _Mapping]] = ..., http: _Optional[_Union[HttpRequest, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., gone: _Optional[_Union[Gone, _Mapping]] = ..., passed: _Optional[int] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ("connections",)
+    CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
+    connections: int
+    def __init__(self, connections: _Optional[int] = ...) -> None: ...
 
 class Gone(_message.Message):
     __slots__ = ()
@@ -89,7 +97,7 @@ class RouterFrames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[RouterFrame, _Mapping]]] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("call", "message", "end", "response", "body", "serving", "leave_s")
+    __slots__ = ("call", "message", "end", "response", "body", "serving", "leave_s", "ask")
     CALL_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +105,7 @@ class RouterFrame(_message.Message):
     BODY_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     LEAVE_S_FIELD_NUMBER: _ClassVar[int]
+    ASK_FIELD_NUMBER: _ClassVar[int]
     call: int
     message: bytes
     end: CallEnd
@@ -104,7 +113,12 @@ class RouterFrame(_message.Message):
     body: HttpBody
     serving: bool
     leave_s: float
-    def __init__(self, call: _Optional[int] = ..., message: _Optional[bytes] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ..., response: _Optional[_Union[HttpResponse, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., serving: _Optional[bool] = ..., leave_s: _Optional[float] = ...) -> None: ...
+    ask: Ask
+    def __init__(self, call: _Optional[int] = ..., message: _Optional[bytes] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ..., response: _Optional[_Union[HttpResponse, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., serving: _Optional[bool] = ..., leave_s: _Optional[float] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
+
+class Ask(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class CallEnd(_message.Message):
     __slots__ = ("status", "details", "trailing_metadata")
