@@ -1,13 +1,31 @@
-"""The Ray shell around a worker process: what the controller calls, and nothing of a request."""
+"""The Ray shell around a worker process: what controllers call, and nothing of a request.
+
+A worker that may outlive its controller is a detached actor: it belongs to nobody but itself, answers any controller of
+its namespace, and ends by itself when none has been heard for long enough.
+"""
 
 import asyncio
+import contextlib
+import logging
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 from wire.heap import settle_heap
 from wire.logs import LogFormat, begin_log
+from wire.messages import PeerRef
 from worker.config import WorkerConfig
+from worker.description import WorkerDescription, served_of, tuning_of
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often a worker that may outlive controllers looks whether one was heard."""
+LAST_GRACE_S = 30.0
+"""What requests of a worker without controllers have before it ends: their routers are most likely gone, too."""
+CONTROLLER = "controller-"
+"""What the names of controllers' actors begin with."""
 
 
 class WorkerActor:
@@ -29,27 +47,54 @@ class WorkerActor:
         # Here, not above: the controller imports this module too, and has no use for torch.
         from worker.process import WorkerProcess
 
+        self._config = config
+        self._me = PeerRef(config.worker_id, incarnation)
         engine = replace(config.engine, device=given_device(config.engine.device))
         self._process = WorkerProcess(replace(config, host=get_node_ip_address(), engine=engine), incarnation)
         self._progress = ("starting", 0.0)
+        self._over: asyncio.Task[None] | None = None
+        self._called_at = time.monotonic()
+        self._outlive_s = config.outlive_s
+        self._alone = asyncio.ensure_future(self._end_alone()) if config.outlive_s else None
 
     async def pid(self) -> int:
         """Of this process."""
+        self._called()
         return os.getpid()
 
     async def start(self) -> str:
         """See `WorkerProcess.start`; host:port of its metrics."""
+        self._called()
         await asyncio.to_thread(self._process.start, self._note)
         settle_heap()
         return self._process.metrics_address
 
     async def progress(self) -> tuple[str, float]:
         """The stage of the start in words, and the fraction of it that is done."""
+        self._called()
         return self._progress
+
+    async def describe(self) -> WorkerDescription:
+        """What it is and does, for a controller that did not start it."""
+        process, config = self._process, self._config
+        return WorkerDescription(self._me, process.duty, process.serves, served_of(config), tuning_of(config))
+
+    async def follow(self, controller_address: str, outlive_s: float) -> str:
+        """See `WorkerProcess.follow`; host:port of its metrics. From now on it lives for `outlive_s` seconds without a
+        controller.
+        """
+        self._called()
+        await asyncio.to_thread(self._process.follow, controller_address)
+        self._outlive_s = outlive_s
+        log.info("%s follows the controller at %s", self._me.worker_id, controller_address)
+        return self._process.metrics_address
 
     async def run(self) -> None:
         """Pending until the worker was drained or stops; Internal when it had to."""
-        await asyncio.to_thread(self._process.wait)
+        if self._over is None:
+            # One thread, however many controllers ask.
+            self._over = asyncio.ensure_future(asyncio.to_thread(self._process.wait))
+        await asyncio.shield(self._over)
 
     async def stop(self) -> None:
         """See `WorkerProcess.stop`."""
@@ -57,6 +102,41 @@ class WorkerActor:
 
     def _note(self, stage: str, fraction: float) -> None:
         self._progress = (stage, fraction)
+
+    def _called(self) -> None:
+        self._called_at = time.monotonic()
+
+    async def _end_alone(self) -> None:
+        """When no controller has been heard for as long as was said."""
+        while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
+            await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
+        log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
+        if self._process.serves:
+            await asyncio.to_thread(self._process.drain, LAST_GRACE_S)
+        await asyncio.to_thread(self._process.stop)
+        await asyncio.to_thread(give_place_back)
+
+
+def give_place_back() -> None:
+    """Remove the placement group that this actor is in, and so end it; before, those of its namespace that wait for a
+    node, unless a controller is there that may want them.
+    """
+    import ray
+    from ray.util.placement_group import (
+        get_current_placement_group,
+        get_placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
+
+    if not any(name.startswith(CONTROLLER) for name in ray.util.list_named_actors()):
+        for group in placement_group_table().values():
+            if group["name"] and group["state"] == "PENDING":
+                with contextlib.suppress(ValueError):  # another namespace's
+                    remove_placement_group(get_placement_group(group["name"]))
+    mine = get_current_placement_group()
+    if mine is not None:
+        remove_placement_group(mine)
 
 
 def given_device(asked: str) -> str:

@@ -81,6 +81,9 @@ class WorkerConfig:
     may double the time of an unloaded step."""
     ceilings: Ceilings | None = None
     """What its device can do at best, which utilization is told by; None = it is measured at the start."""
+    outlive_s: float = 0.0
+    """How long it goes on without having heard a controller, in seconds; then it ends by itself. 0 = its process ends
+    with whoever started it."""
     max_prefill_requests: int = 1024
     """Most prompts the prefill half knows at a time."""
 

@@ -3,19 +3,21 @@
 A worker that left the membership may be dead, draining or cut off: it counts as dead once a later incarnation has taken
 its place, or once nobody has answered at its address for a while. Either is a belief, and one that registers again is
 as welcome as any. A worker that appears has taken the place of all its earlier incarnations,
-known here or not: some of them may hold leases that were granted while the membership was out of sight.
+known here or not: some of them may hold leases that were granted while the membership was out of sight. When another
+controller takes over, what is known of the others stays.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 
 import grpc
 import grpc.aio
 
 from wire import convert, rpc
-from wire.errors import StaleEpoch, TandemError
+from wire.errors import StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from wire.messages import Membership, PeerRef, Role, WorkerInfo
 
@@ -73,10 +75,38 @@ class ControllerLink:
         self._roles: dict[PeerRef, Role | None] = {}
         self._probes: dict[PeerRef, asyncio.Task[None]] = {}
         self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._silent_since: float | None = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no controller has been heard, in seconds."""
+        return 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
 
     async def register(self) -> None:
         """Announce this worker and begin to watch the others. Unavailable when the controller does not answer."""
-        await self._announce()
+        await self._announce(self._stub)
+        self._begin()
+
+    async def follow(self, address: str) -> None:
+        """Belong to the controller at `address` from now on. Unavailable when it does not answer, or when this worker
+        leaves; then nothing has changed.
+        """
+        if self._left:
+            raise Unavailable(f"worker {self._me.worker_id} has left; start it again")
+        channel = rpc.open_channel(address, self._token)
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        try:
+            await self._announce(stub)
+        except BaseException:
+            await channel.close()
+            raise
+        # Calls of a channel that is closed end as if their tasks had been cancelled.
+        await _cancel(self._tasks)
+        before, self._channel, self._stub = self._channel, channel, stub
+        self._begin()
+        await before.close()
+
+    def _begin(self) -> None:
         self._tasks = (asyncio.ensure_future(self._watch_forever()), asyncio.ensure_future(self._refresh_forever()))
 
     def refresh(self) -> None:
@@ -96,17 +126,14 @@ class ControllerLink:
 
     async def close(self) -> None:
         """Stop watching. Leaves the membership as it is."""
-        tasks = [*self._probes.values(), *self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel([*self._probes.values(), *self._tasks])
         await self._channel.close()
 
-    async def _announce(self) -> None:
+    async def _announce(self, stub: cluster_pb2_grpc.ClusterStub) -> None:
         info = self._describe()
         request = cluster_pb2.RegisterRequest(worker=convert.worker_info_to_proto(info))
         try:
-            await self._stub.Register(request, timeout=self._timeout_s)
+            await stub.Register(request, timeout=self._timeout_s)
         except grpc.aio.AioRpcError as error:
             raise rpc.error_of(error, "the controller") from error
         self._announced = info
@@ -115,11 +142,14 @@ class ControllerLink:
         while True:
             try:
                 async for message in self._stub.Watch(cluster_pb2.WatchRequest(), wait_for_ready=True):
+                    self._silent_since = None
                     self._see(convert.membership_from_proto(message))
             except grpc.aio.AioRpcError as error:
                 log.info("the controller's membership stream ended: %s", error.details())
             except Exception:
                 log.exception("a membership could not be followed; the next one is")
+            if self._silent_since is None:
+                self._silent_since = time.monotonic()
             await asyncio.sleep(RECONNECT_S)
             await self._announce_again()
 
@@ -141,7 +171,7 @@ class ControllerLink:
         if self._left:
             return
         try:
-            await self._announce()
+            await self._announce(self._stub)
         except StaleEpoch as error:
             # Not when the call crossed our own leave.
             if not self._left:
@@ -199,6 +229,14 @@ class ControllerLink:
         except grpc.aio.AioRpcError as error:
             return None if error.code() in NOBODY_OF_OURS else peer
         return PeerRef(reply.worker_id, reply.incarnation)
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Returns when they have ended."""
+    tasks = tuple(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _is_same_or_earlier(peer: PeerRef, than: PeerRef) -> bool:

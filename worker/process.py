@@ -5,6 +5,7 @@ The caller's thread starts and stops it; the event loop and the engine have thre
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from wire.address import address_of, is_loopback
 from wire.credentials import reading_keys
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
-from wire.messages import PeerRef, WorkerInfo
+from wire.messages import Duty, PeerRef, WorkerInfo
 from wire.turns import take_short_turns
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
@@ -57,6 +58,7 @@ class WorkerProcess:
         self._server: grpc.aio.Server | None = None
         self._controller: ControllerLink | None = None
         self._metrics: MetricsDoor | None = None
+        self._registered = False
         self.metrics_address = ""
         """host:port of the metrics' HTTP server, once it serves."""
         self._stopping = threading.Lock()
@@ -88,6 +90,28 @@ class WorkerProcess:
     def wait(self) -> None:
         """Return when the process was stopped. What `start` raises, or Internal or StaleEpoch when it had to end."""
         self._ended.result()
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests: it has started, does not drain and has not ended."""
+        worker = self._worker
+        return worker is not None and self._registered and not worker.duty.draining and not self._ended.done()
+
+    @property
+    def duty(self) -> Duty:
+        """What it does now."""
+        return self._config.duty if self._worker is None else self._worker.duty.duty
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no controller has been heard, in seconds; infinite before the first."""
+        return math.inf if self._controller is None else self._controller.silent_s
+
+    def follow(self, controller_address: str) -> None:
+        """See `ControllerLink.follow`. Unavailable for a worker that does not serve."""
+        if self._controller is None or not self.serves:
+            raise Unavailable(f"worker {self._me.worker_id} does not serve; start it again")
+        self._call(self._controller.follow(controller_address))
 
     def drain(self, grace_s: float) -> int:
         """Take nothing new, let what runs finish, leave the cluster; returns how many requests others have to finish.
@@ -135,6 +159,7 @@ class WorkerProcess:
             )
             self._worker.duty.on_change = self._controller.refresh
             await self._controller.register()
+        self._registered = True
         return describe()
 
     async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
