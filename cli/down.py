@@ -37,7 +37,8 @@ def down(
 
 
 def _stop(cluster: "RunningCluster", timeout: float) -> None:
-    """SIGTERM, then wait. DeadlineExceeded if the process stays."""
+    """Ctrl-C from afar: on SIGTERM workers that may outlive it would. DeadlineExceeded if the process stays."""
+    import signal
     import time
 
     import psutil
@@ -45,7 +46,7 @@ def _stop(cluster: "RunningCluster", timeout: float) -> None:
     from wire.errors import DeadlineExceeded
 
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(cluster.pid).terminate()
+        psutil.Process(cluster.pid).send_signal(signal.SIGINT)
     timeout += cluster.stop_grace_s
     give_up = time.monotonic() + timeout
     while cluster.alive:

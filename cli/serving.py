@@ -2,12 +2,13 @@
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 
 from cli import state
 from cli.answering import answer_one
@@ -59,13 +60,17 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
         except KeyboardInterrupt:
             console.print(STOPPED)
             raise
+        leave_workers = False
         try:
-            _serve(console, cluster, config, first, once)
+            leave_workers = _serve(console, cluster, config, first, once)
+        except KeyboardInterrupt as interrupt:
+            leave_workers = _leaves_workers(interrupt)
+            raise
         finally:
             _ignore_signals()
             console.print("[dim]stopping …[/]")
-            cluster.stop()
-            console.print(STOPPED)
+            cluster.stop(leave_workers=leave_workers)
+            console.print(_left(config) if cluster.left_workers else STOPPED)
 
 
 def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
@@ -77,7 +82,8 @@ def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
         raise
 
 
-def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> None:
+def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> bool:
+    """Whether workers that may are to outlive it."""
     ends = cluster.endpoints
     announced = state.announce(
         ends.grpc,
@@ -92,12 +98,18 @@ def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: Fir
         if first is not None:
             _answer(console, config, ends, first)
         console.print(_endpoints(config, ends), markup=False)
-        if not once:
-            with suppress(KeyboardInterrupt):
-                console.print("Ctrl-C stops it.")
-                cluster.wait()
+        return False if once else _serve_until_told(console, cluster)
     finally:
         announced.unlink(missing_ok=True)
+
+
+def _serve_until_told(console: Console, cluster: Cluster) -> bool:
+    console.print("Ctrl-C stops it.")
+    try:
+        cluster.wait()
+    except KeyboardInterrupt as interrupt:
+        return _leaves_workers(interrupt)
+    return False
 
 
 def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
@@ -152,9 +164,22 @@ def _one_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _interrupt(_number: int, _frame: object) -> NoReturn:
+def _interrupt(number: int, _frame: object) -> NoReturn:
     _ignore_signals()
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
+
+
+def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
+    """Ctrl-C and `tandem down` mean the cluster; SIGTERM and SIGHUP come from where this process alone is to go."""
+    return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
+
+
+def _left(config: ClusterConfig) -> str:
+    return (
+        f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
+        f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
+        " end then[/]"
+    )
 
 
 def _ignore_signals() -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from cluster.launcher import Progress as ClusterProgress
@@ -51,6 +52,9 @@ class StartView:
 
     def cluster_progress(self, event: ClusterProgress) -> None:
         """Reports of `Cluster.start`, which repeat themselves, and after it of what dies and comes back."""
+        if event.note:
+            self._console.print(f"[yellow]{escape(event.note)}[/]")
+            return
         if self._closed:
             again = "serves again" if event.done else f"is gone ({event.detail}); starting it again"
             self._console.print(f"[yellow]{event.name} {again}[/]")

@@ -4,7 +4,15 @@ from pathlib import Path
 
 from cli.option_groups import option_groups
 from cli.plain_errors import plain_errors
-from cli.up_options import ClusterOptions, DoorOptions, FirstPromptOptions, PlaceOptions, PlannerOptions, ServiceOptions
+from cli.up_options import (
+    ClusterOptions,
+    DoorOptions,
+    FirstPromptOptions,
+    OutlivingOptions,
+    PlaceOptions,
+    PlannerOptions,
+    ServiceOptions,
+)
 from cli.worker_options import (
     EngineOptions,
     HardwareOptions,
@@ -28,6 +36,7 @@ def up(
     places: PlaceOptions,
     planner: PlannerOptions,
     doors: DoorOptions,
+    outliving: OutlivingOptions,
     service: ServiceOptions,
     answer: FirstPromptOptions,
 ) -> None:
@@ -41,7 +50,7 @@ def up(
     sampling = answer.sampling
     config = ClusterConfig(Path())
     groups: tuple[ClusterOptions, ...]
-    groups = (model, roles, steps, engine, transfer, hardware, places, planner, doors, service)
+    groups = (model, roles, steps, engine, transfer, hardware, places, planner, doors, outliving, service)
     for group in groups:
         config = group.apply(config)
     first = answer.first(sampling)

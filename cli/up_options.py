@@ -135,6 +135,23 @@ class DoorOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class OutlivingOptions:
+    """Whether workers wait for another `tandem up`; of settings that were checked before, since it needs some."""
+
+    workers_outlive: Annotated[
+        float,
+        typer.Option(
+            help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and "
+            "--token to take them over when this one is gone, or has been told to go by SIGTERM; 0 = they end with it."
+        ),
+    ] = 0.0
+    cluster_name: Annotated[str, typer.Option(help="Whose workers those are.")] = "tandem"
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(config, workers_outlive_s=self.workers_outlive, cluster_name=self.cluster_name)
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceOptions:
     """What requests are promised, and who may send them."""
 

@@ -26,6 +26,7 @@ GPU_MEMORY_FRACTION = 0.9
 """Part of a GPU's memory that all of its workers take together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
+DEFAULT_NAME = "tandem"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -92,6 +93,11 @@ class ClusterConfig:
     the model lies in the same folder on each. With `cuda`, each worker has a GPU of its node for itself."""
     places_timeout_s: float = 0.0
     """How long to wait for that Ray cluster and for its nodes to offer enough, in seconds, 0 or more."""
+    workers_outlive_s: float = 0.0
+    """How long workers on a joined Ray wait for another controller of the same `cluster_name` and `token` when theirs
+    is gone, in seconds; then they end by themselves. 0 = they end with the process that started them."""
+    cluster_name: str = DEFAULT_NAME
+    """Which workers those are, where they outlive; clusters of other names on the same Ray are others."""
     controller_port: int = 0
     """Port of the controller's gRPC server, at which workers register and operators ask; 0 = any free one."""
     token: str = field(default="", repr=False)
@@ -197,6 +203,7 @@ class ClusterConfig:
             ("--places-timeout", self.places_timeout_s),
             ("--start-timeout", self.start_timeout_s),
             ("--stop-grace", self.stop_grace_s),
+            ("--workers-outlive", self.workers_outlive_s),
         ):
             if not 0 <= seconds < math.inf:
                 raise InvalidArgument(option, f"{seconds:g} is no number of seconds")
@@ -226,10 +233,30 @@ class ClusterConfig:
             raise InvalidArgument("--address", f"{self.ray_address!r} is neither auto nor HOST:PORT of a Ray cluster")
         if self.ray_address and self.device not in {"cpu", "cuda"}:
             raise InvalidArgument("--device", f"{self.device}: where Ray has several nodes it chooses; give cuda")
+        self._check_outliving()
+
+    def _check_outliving(self) -> None:
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.cluster_name) is None:
+            raise InvalidArgument("--cluster-name", f"{self.cluster_name!r} is not made of letters, digits and . _ -")
+        if not self.workers_outlive_s:
+            if self.cluster_name != DEFAULT_NAME:
+                raise InvalidArgument("--cluster-name", "is for workers that outlive it; add --workers-outlive")
+            return
+        if not self.ray_address:
+            raise InvalidArgument("--workers-outlive", "a Ray of its own ends with it; join one with --address")
+        if not self.token:
+            raise InvalidArgument(
+                "--workers-outlive", "who takes the workers over has to know their secret; give both the same --token"
+            )
 
     def log_file(self, name: str) -> Path | None:
         """Where the process called `name` writes what it has to say."""
         return None if self.log_folder is None else self.log_folder / f"{name}.log"
+
+    @property
+    def ray_namespace(self) -> str | None:
+        """Where workers and controllers of this cluster find each other; None = nobody else may."""
+        return f"tandem-{self.cluster_name}" if self.workers_outlive_s else None
 
     @property
     def worker_count(self) -> int:

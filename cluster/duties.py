@@ -9,7 +9,7 @@ from what is wanted.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from cluster.config import Mode
@@ -48,6 +48,22 @@ class Duties:
         self._telling: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
         registry.set_mode(sharing.mode)
+
+    def inherit(self, sharing: Sharing, roles: Mapping[str, Role], away: Collection[str] = ()) -> None:
+        """Begin anew with workers that have these roles now, or start with them; who has one that is needed keeps it.
+        Those who are `away` do not serve until they are back.
+        """
+        duties = assign(sharing, roles)
+        self._wanted, self._told = duties, {}
+        self._away = {worker_id: duties[worker_id].role for worker_id in away}
+        for part in self._away.values():
+            sharing = _counting(sharing, part, -1)
+        self.sharing = sharing
+        here = self._here()
+        if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
+            self._wanted.update({each: replace(duty, role=Role.BOTH) for each, duty in here.items()})
+        self._registry.set_mode(sharing.mode)
+        self._look()
 
     def wanted(self, worker_id: str) -> Duty:
         """What this worker is to do, whether it runs or not: it starts with that."""

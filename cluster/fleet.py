@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from cluster.health import Health
-from cluster.keeper import Keeper
+from cluster.keeper import Keeper, Process
 from cluster.roles import Slot
 from wire.messages import Role
 
@@ -44,9 +44,15 @@ class Fleet:
         for worker_id, keeper in self._keepers.items():
             self._runs[worker_id] = asyncio.create_task(keeper.run())
 
-    def add(self, slot: Slot) -> Keeper:
-        """Begin to fill one more."""
+    def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, away: bool = False) -> Keeper:
+        """Begin to fill one more; with a process that lives already, if there is one, by its incarnation, or, if it is
+        to stay `away`, with none until it is wanted.
+        """
         keeper = self._keep(slot)
+        if living is not None:
+            keeper.adopt(*living)
+        if away:
+            keeper.retire()
         self._slots[slot.worker_id], self._keepers[slot.worker_id] = slot, keeper
         self._runs[slot.worker_id] = asyncio.create_task(keeper.run())
         return keeper
@@ -69,6 +75,14 @@ class Fleet:
         for keeper in self._keepers.values():
             keeper.stop()
         await asyncio.gather(*self._runs.values())
+
+    async def let_go(self) -> None:
+        """Keep nothing any more: processes that serve live on, and all hold their places; slots are forgotten."""
+        for keeper in self._keepers.values():
+            keeper.let_go()
+        await asyncio.gather(*self._runs.values())
+        for mine in (self._slots, self._keepers, self._runs):
+            mine.clear()
 
     def health(self) -> tuple[tuple[Slot, Health], ...]:
         """How each is doing now."""

@@ -53,11 +53,24 @@ class ClusterHealth:
     workers: tuple[Health, ...]
     metrics_address: str = ""
     """Where the whole cluster's metrics are, host:port."""
+    filled: bool = True
+    """Whether it is known who the workers are; before that it is being found out which of them live already."""
+    taken_over: frozenset[str] = frozenset()
+    """Those that another controller had started."""
+    kept_at: str = ""
+    """The controller that keeps the workers instead, host:port; empty = this one does."""
 
     @property
     def all(self) -> tuple[Health, ...]:
         """Router and workers."""
         return (self.router, *self.workers)
+
+    @property
+    def needed(self) -> tuple[Health, ...]:
+        """Who has to serve at first: everybody, or, where workers were taken over, those of them that live still."""
+        if not self.taken_over:
+            return self.all
+        return (self.router, *(one for one in self.workers if one.name in self.taken_over and not one.restarts))
 
 
 class Backoff:

@@ -34,11 +34,19 @@ class JoinedRay:
     gpus = 0
     """Here there are none to plan with: Ray gives each worker one of its node's."""
 
-    def __init__(self, address: str, wait_s: float = 0.0, stopping: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        wait_s: float = 0.0,
+        stopping: threading.Event | None = None,
+        namespace: str | None = None,
+    ) -> None:
         """`address` is host:port of the head's GCS, or `auto`: RAY_ADDRESS, else where `ray start` last joined.
 
-        What is not there yet may come within `wait_s` seconds, unless `stopping` is set before.
+        What is not there yet may come within `wait_s` seconds, unless `stopping` is set before. In a `namespace` others
+        find what runs there, and some of it may have been left by them; None = in one of its own.
         """
+        self._namespace = namespace
         self._address = address
         self._wait_s = wait_s
         self._stopping = stopping or threading.Event()
@@ -56,7 +64,7 @@ class JoinedRay:
         give_up = time.monotonic() + self._wait_s
         address = self._waiting(give_up, self._knock)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address=address, namespace=self._namespace, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             raise Unavailable(
                 f"cannot join the Ray cluster at {self._address}: {error}; start a node of it on this host with "
@@ -110,6 +118,8 @@ class JoinedRay:
     def _check_places(self, needed: dict[str, float]) -> None:
         import ray
 
+        if self._namespace is not None and ray.util.list_named_actors():
+            return  # a node that is missing keeps nobody from taking over what the others have
         there = ray.cluster_resources()
         for role, count in needed.items():
             if there.get(role, 0.0) < count:

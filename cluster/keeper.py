@@ -5,7 +5,8 @@
 3. started: it serves
 4. dead: whoever listens hears of it at once, then a bounded wait, then 1.
 
-One that is retired ends by itself or is ended, and 1. comes when it is asked for.
+One that is retired ends by itself or is ended, and 1. comes when it is asked for. One that is let go lives on without
+its keeper, and another keeper may adopt it: that one's first life begins with 2.
 """
 
 import asyncio
@@ -73,6 +74,8 @@ class Keeper:
         self._stopping = asyncio.Event()
         self._ending = asyncio.Event()
         """Set when the process that runs has to end."""
+        self._adopted: tuple[int, Process] | None = None
+        self._lives_on = False
         self._wanted = asyncio.Event()
         self._wanted.set()
         self._phase = Phase.STARTING
@@ -93,6 +96,15 @@ class Keeper:
         self._stopping.set()
         self._ending.set()
         self._wanted.set()
+
+    def adopt(self, incarnation: int, process: Process) -> None:
+        """Before `run`: keep a process that lives already; its `start` is what it takes to be kept."""
+        self._adopted = incarnation, process
+
+    def let_go(self) -> None:
+        """Keep it no longer: a process that serves lives on, one that does not yet is ended; `run` returns then."""
+        self._lives_on = self._phase is Phase.SERVING
+        self.stop()
 
     @property
     def phase(self) -> Phase:
@@ -135,23 +147,31 @@ class Keeper:
 
     async def _live(self, grace_s: float) -> None:
         """One incarnation from birth to death."""
-        self._incarnation = max(time.time_ns(), self._incarnation + 1)
         self._phase, self._pid, self._progress = Phase.STARTING, 0, ("", 0.0)
         self._ending.clear()
         try:
-            process = await self._spawn(self._incarnation)
+            process = await self._new_life()
         except Exception as error:
             self._error = first_line(error)
             return
+        ended = True
         try:
-            await self._watch(process)
+            ended = await self._watch(process)
         finally:
-            self._on_death(self._incarnation)
-            self._pid = 0
-            await process.end(grace_s)
+            if ended or not self._lives_on:
+                self._on_death(self._incarnation)
+                self._pid = 0
+                await process.end(grace_s)
 
-    async def _watch(self, process: Process) -> None:
-        """Returns when the process is gone, did not start, or is no longer wanted."""
+    async def _new_life(self) -> Process:
+        if self._adopted is not None:
+            (self._incarnation, process), self._adopted = self._adopted, None
+            return process
+        self._incarnation = max(time.time_ns(), self._incarnation + 1)
+        return await self._spawn(self._incarnation)
+
+    async def _watch(self, process: Process) -> bool:
+        """Returns when the process is gone, did not start, or is no longer wanted; whether it is gone."""
         ended = asyncio.ensure_future(process.ended())
         started = asyncio.ensure_future(self._start(process))
         stopping = asyncio.ensure_future(self._ending.wait())
@@ -163,6 +183,7 @@ class Keeper:
                 self._error = ended.result()
             elif started.done() and (error := started.exception()):
                 self._error = first_line(error)
+            return ended.done()
         finally:
             for task in (ended, started, stopping):
                 task.cancel()

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config import ClusterConfig
-from cluster.controller import Controller, ControllerConfig
+from cluster.controller import Controller
+from cluster.controllers import actor_name, next_number
 from cluster.health import ClusterHealth, Phase
+from cluster.household import ControllerConfig
 from cluster.joined_ray import JoinedRay
 from cluster.keeper import first_line
 from cluster.ray_node import RayNode
@@ -36,12 +38,13 @@ BESIDES_WORKERS = 2
 class Progress:
     """A step of start-up: `name` is "Ray" or a process ("router", "prefill-0"), `detail` what it is busy with, and
     `fraction` how much of that is done; `done` = it serves. After the start: `done` = it serves again, else it is gone,
-    and `detail` says why."""
+    and `detail` says why. `note` is a sentence instead of all that."""
 
     name: str
     done: bool
     detail: str = ""
     fraction: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +79,13 @@ class Cluster:
         self._ready: Future[Endpoints] = Future()
         self._failure: TandemError | None = None
         self._node = (
-            JoinedRay(config.ray_address, config.places_timeout_s, self._stopping) if config.ray_address else RayNode()
+            JoinedRay(config.ray_address, config.places_timeout_s, self._stopping, config.ray_namespace)
+            if config.ray_address
+            else RayNode()
         )
+        self._leave_workers = False
+        self.left_workers = False
+        """Whether workers lived on when it stopped."""
         self._controller: Any = None
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
@@ -86,7 +94,7 @@ class Cluster:
         """Start everything and wait until it serves.
 
         `progress` is called from another thread. A TandemError says why it cannot serve; on any exception, a
-        KeyboardInterrupt too, nothing is left behind.
+        KeyboardInterrupt too, nothing is left behind but workers that lived before.
         """
         cluster = cls(config, progress)
         cluster._thread.start()
@@ -123,11 +131,13 @@ class Cluster:
         if self._failure is not None:
             raise self._failure
 
-    def stop(self, timeout_s: float = KILL_AFTER_S) -> None:
+    def stop(self, timeout_s: float = KILL_AFTER_S, *, leave_workers: bool = False) -> None:
         """End every process and remove every file of the cluster; returns when they are gone. Idempotent.
 
+        Workers that may outlive it do so if `leave_workers`, or if another `tandem up` serves with them.
         What is not gone `timeout_s` seconds after the config's grace, a Ray that hangs for instance, is killed.
         """
+        self._leave_workers = leave_workers
         self._stopping.set()
         if not self._over.wait(self._config.stop_grace_s + timeout_s):
             self._node.kill()
@@ -143,7 +153,7 @@ class Cluster:
         finally:
             try:
                 if self._controller is not None:
-                    _stop_controller(self._controller, self._config.stop_grace_s)
+                    self._stop_controller()
                 self._node.stop()
             finally:
                 self._over.set()
@@ -161,24 +171,31 @@ class Cluster:
         """Bring everything up, then stay until the controller dies or `stop` is called."""
         if self._stopping.is_set():
             return
-        config = ControllerConfig(self._config, plan(self._config, self._node.gpus), self._node.gpus, self._token)
-        options = {"name": "controller", "num_cpus": 0, "scheduling_strategy": on_this_node()}
+        number = next_number() if self._config.workers_outlive_s else 0
+        slots, gpus = plan(self._config, self._node.gpus), self._node.gpus
+        config = ControllerConfig(self._config, slots, gpus, self._token, number)
+        options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
         self._controller = actor_class(Controller).options(**options).remote(config)
         life = self._controller.run.remote()
         address = _ask(self._controller.start.remote(), timeout_s=60.0)
         health = self._await_serving(life)
         if health is None:
             return
+        _ask(self._controller.serves.remote())
         doors = health.grpc_address, health.http_address
         self._ready.set_result(Endpoints(*doors, address, self._token, health.metrics_address))
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:
         """Until `stop`: report each process that goes, comes or comes back."""
-        before = {one.name: one.phase for one in health.all}
+        before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
             _raise_if_over(life)
-            for one in self.health().all:
+            health = self.health()
+            if health.kept_at != kept_at:
+                kept_at = health.kept_at
+                self._progress(Progress("workers", True, note=_who_keeps(kept_at)))
+            for one in health.all:
                 asked_for = one.phase in {Phase.DRAINING, Phase.DRAINED}
                 was = before.get(one.name, Phase.STARTING)
                 if one.phase is not was and not asked_for and Phase.SERVING in {one.phase, was}:
@@ -192,15 +209,22 @@ class Cluster:
             _raise_if_over(life)
             health = self.health()
             for one in health.all:
-                if one.restarts:
+                if one.restarts and not (health.taken_over and one in health.workers):
                     raise Unavailable(f"{one.name} did not start: {one.error}")
                 self._progress(Progress(one.name, one.phase is Phase.SERVING, one.stage, one.fraction))
-            if all(one.phase is Phase.SERVING for one in health.all) and _sees_workers(health.grpc_address):
+            late = ", ".join(one.name for one in health.needed if one.phase is not Phase.SERVING)
+            if health.filled and not late and _sees_workers(health.grpc_address):
                 return health
             if time.monotonic() > give_up:
-                late = ", ".join(one.name for one in health.all if one.phase is not Phase.SERVING)
+                late = late or ("the router" if health.filled else "what another `tandem up` hands over")
                 raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
         return None
+
+    def _stop_controller(self) -> None:
+        """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
+        with contextlib.suppress(Unavailable):
+            left = self._controller.stop.remote(leave_workers=self._leave_workers)
+            self.left_workers = _ask(left, timeout_s=self._config.stop_grace_s + STOP_TIMEOUT_S)
 
     def _fail(self, error: Exception) -> None:
         """Hand `error` to whoever waits for the start, or, after it, to `wait`."""
@@ -252,7 +276,7 @@ def _raise_if_over(life: Any) -> None:
         raise Unavailable("the controller died and took the cluster along; start it again with `tandem up`")
 
 
-def _stop_controller(controller: Any, grace_s: float) -> None:
-    """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
-    with contextlib.suppress(Unavailable):
-        _ask(controller.stop.remote(), timeout_s=grace_s + STOP_TIMEOUT_S)
+def _who_keeps(controller: str) -> str:
+    if controller:
+        return f"another `tandem up`, with its controller at {controller}, has taken the workers over"
+    return "the other `tandem up` is gone; the workers are this one's again"

@@ -11,12 +11,13 @@ from typing import Any, Protocol, TypeVar
 from cluster.duties import Duties
 from cluster.fleet import Fleet
 from cluster.health import Phase
+from cluster.inheritance import Handover
 from cluster.keeper import WAITS_FOR_PLACE, Keeper
 from cluster.modes import ModeChange
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.size import SizeChange, Steps
-from wire.errors import DeadlineExceeded, FailedPrecondition, NotFound, TandemError
+from wire.errors import DeadlineExceeded, FailedPrecondition, NotFound, TandemError, Unavailable
 from wire.messages import Absence, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,10 @@ class Operator:
         self._node_is_up = node_is_up
         self._awaited: set[Keeper] = set()
         """Of workers that do not serve yet, or not again, but will."""
+        self._moving: dict[str, str] = {}
+        """Who starts elsewhere once its node has left, and that node's address."""
+        self._leaving: set[str] = set()
+        """Who leaves for good."""
         self._one_size_at_a_time = asyncio.Lock()
         self._begun: set[asyncio.Task[Any]] = set()
 
@@ -73,6 +78,27 @@ class Operator:
 
     def _is_coming(self, keeper: Keeper) -> bool:
         return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
+
+    async def let_go(self) -> Handover:
+        """Let drains that run end and give up what merely waits; what another controller has to know of the workers."""
+        while any(keeper.phase is Phase.DRAINING for keeper in self._keepers.values()):  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
+        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
+        handover = Handover(tuple(name for name in drained if name not in going), tuple(self._moving.items()))
+        begun = tuple(self._begun)
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        self._awaited.clear()
+        return handover
+
+    def resume(self, handover: Handover) -> None:
+        """Go on with what another controller waited for."""
+        for name, node in handover.moving:
+            if (keeper := self._keepers.get(name)) is not None and keeper.phase is Phase.DRAINED:
+                self._awaited.add(keeper)
+                self._go_on_with(self._come_back_elsewhere(keeper, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
         """See `Duties.set_mode`; returns the workers as they are now."""
@@ -164,6 +190,13 @@ class Operator:
 
     async def _leave(self, worker_id: str, grace_s: float) -> None:
         """For good."""
+        self._leaving.add(worker_id)
+        try:
+            await self._leave_for_good(worker_id, grace_s)
+        finally:
+            self._leaving.discard(worker_id)
+
+    async def _leave_for_good(self, worker_id: str, grace_s: float) -> None:
         keeper = self._keepers[worker_id]
         info = self._info(worker_id)
         if keeper.phase is Phase.SERVING and info is not None:
@@ -210,8 +243,12 @@ class Operator:
             raise
 
     async def _come_back_elsewhere(self, keeper: Keeper, node: str) -> None:
-        while await self._node_is_up(node):  # noqa: ASYNC110
-            await asyncio.sleep(NODE_LOOK_S)
+        self._moving[keeper.name] = node
+        try:
+            while await self._node_is_up(node):  # noqa: ASYNC110
+                await asyncio.sleep(NODE_LOOK_S)
+        finally:
+            del self._moving[keeper.name]
         if keeper.phase is not Phase.DRAINED:
             return  # somebody brought it back in the meantime, or gave it up
         log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
@@ -245,7 +282,14 @@ class Operator:
         await _until(keeper, Phase.DRAINED, END_S)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return await asyncio.shield(self._go_on_with(work))
+        begun = self._go_on_with(work)
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not begun.cancelled() or (me is not None and me.cancelling()):
+                raise
+            raise Unavailable("another controller has taken over in the meantime; ask again") from None
 
     def _go_on_with(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
         task = asyncio.ensure_future(work)

@@ -47,7 +47,8 @@ async def at_once() -> None:
 class RayProcess(Process):
     """An actor with `pid()`, `start()`, `progress()`, `run()` (pending until it stops) and `stop()`. Owns the actor.
 
-    `on_start` is called with what `start()` returned; `placed` waits until the actor has a node.
+    `on_start` is called with what `start()` returned; `placed` waits until the actor has a node. One that has started
+    before has a `start` of its own, which makes it this process's.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class RayProcess(Process):
         actor: Any,
         on_start: Callable[[Any], None] = lambda _: None,
         placed: Callable[[], Awaitable[None]] = at_once,
+        start: Callable[[], Any] | None = None,
     ) -> None:
         self._actor = actor
+        self._begin = start or actor.start.remote
         self._on_start = on_start
         self._placed = placed
         self._life = actor.run.remote()
@@ -69,7 +72,7 @@ class RayProcess(Process):
             return int(await self._actor.pid.remote())
 
     async def start(self) -> None:
-        self._on_start(await _plainly(self._actor.start.remote()))
+        self._on_start(await _plainly(self._begin()))
 
     async def progress(self) -> tuple[str, float]:
         stage, fraction = await self._actor.progress.remote()

@@ -5,7 +5,7 @@ One event loop owns a registry; nothing here blocks.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 
 from wire.errors import StaleEpoch
 from wire.messages import Membership, PeerRef, WorkerInfo
@@ -31,6 +31,19 @@ class Registry:
         if mode != self._mode:
             self._mode = mode
             self._publish()
+
+    def mirror(self, membership: Membership) -> None:
+        """Say exactly what another registry says."""
+        workers = {info.peer.worker_id: info for info in membership.workers}
+        if (workers, membership.mode) != (self._workers, self._mode):
+            self._workers, self._mode = workers, membership.mode
+            self._publish()
+
+    def keep(self, peers: Collection[PeerRef]) -> None:
+        """Remove all others for good."""
+        for info in self.membership().workers:
+            if info.peer not in peers:
+                self.unregister(info.peer)
 
     def register(self, info: WorkerInfo) -> None:
         """Add a worker or replace its earlier incarnation. StaleEpoch for an incarnation that is over."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
+from cluster.left_workers import LeftWorker, place_of
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import GPU, Slot, bundle
 from wire.logs import LogFormat
@@ -27,7 +28,8 @@ _PLACE_LOOK_S = 0.25
 class WorkerActors:
     """Spawns workers. A slot's placement group is made once and holds its place between two incarnations.
 
-    A group that finds no place is what Ray's autoscaler takes for demand.
+    A group that finds no place is what Ray's autoscaler takes for demand. Where workers may outlive this process, both
+    are detached, and a place that an earlier one left is used again.
     """
 
     def __init__(
@@ -58,9 +60,19 @@ class WorkerActors:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
         }
         log = self._cluster.log_file(slot.worker_id)
-        settings = self._config(slot, duty), incarnation, log, LogFormat(self._cluster.log_format)
+        if self._cluster.workers_outlive_s:
+            options["lifetime"] = "detached"
+        settings = self.config(slot, duty), incarnation, log, LogFormat(self._cluster.log_format)
         actor = actor_class(WorkerActor).options(**options).remote(*settings)
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
+
+    def adopt(self, slot: Slot, left: LeftWorker) -> Process:
+        """One that lives in `slot` already, as a process of this controller."""
+        return left.process(self.controller_address, self._cluster.workers_outlive_s, partial(self._on_metrics, slot))
+
+    def let_go(self) -> None:
+        """All places belong to another controller from now on."""
+        self._groups.clear()
 
     def release(self, slot: Slot) -> None:
         """Give its place back; what still runs there ends."""
@@ -79,11 +91,17 @@ class WorkerActors:
     def _group(self, slot: Slot) -> Any:
         from ray.util.placement_group import placement_group
 
-        if slot.worker_id not in self._groups:
-            self._groups[slot.worker_id] = placement_group([bundle(slot)], name=slot.worker_id)
-        return self._groups[slot.worker_id]
+        if slot.worker_id in self._groups:
+            return self._groups[slot.worker_id]
+        group = place_of(slot.worker_id) if self._cluster.workers_outlive_s else None
+        if group is None or group.bundle_specs != [bundle(slot)]:
+            lifetime = "detached" if self._cluster.workers_outlive_s else None
+            group = placement_group([bundle(slot)], name=slot.worker_id, lifetime=lifetime)
+        self._groups[slot.worker_id] = group
+        return group
 
-    def _config(self, slot: Slot, duty: Duty) -> "WorkerConfig":
+    def config(self, slot: Slot, duty: Duty) -> "WorkerConfig":
+        """What a worker of `slot` is started with."""
         from engine.config import EngineConfig
         from kv_transfer.base import Direction
         from worker.config import WorkerConfig
@@ -120,5 +138,6 @@ class WorkerActors:
             step_budget=duty.step_budget,
             itl_target_s=duty.itl_target_s,
             ceilings=cluster.ceilings,
+            outlive_s=cluster.workers_outlive_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,
         )

@@ -34,8 +34,8 @@ class NoCluster:
         self.waited = True
         raise KeyboardInterrupt
 
-    def stop(self) -> None:
-        self.stopped = True
+    def stop(self, *, leave_workers: bool) -> None:
+        self.stopped, self.left_workers = True, leave_workers
 
 
 @pytest.fixture

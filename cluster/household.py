@@ -1,0 +1,214 @@
+"""The workers of a cluster as one controller keeps them: taken over or started, told their duties, and let go again."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cluster.config import ClusterConfig, Mode
+from cluster.duties import Duties
+from cluster.elsewhere import mirror
+from cluster.fleet import Fleet
+from cluster.health import Phase
+from cluster.inheritance import Handover, Inheritance, inherit, slot_of
+from cluster.keeper import Keeper, Process
+from cluster.left_workers import LeftWorker, LeftWorkers, fitting
+from cluster.metrics import ClusterMetrics
+from cluster.modes import Sharing
+from cluster.operator import Operator
+from cluster.planner_config import PlannerMode
+from cluster.planning import Planning
+from cluster.ray_process import node_is_up
+from cluster.registry import Registry
+from cluster.roles import Slot, another
+from cluster.size import SizeChange
+from cluster.worker_actors import WorkerActors
+from cluster.worker_calls import WorkerCalls
+from wire.errors import TandemError
+from wire.messages import PeerRef, Role
+from worker.description import Settings, WorkerDescription, differences, served_of, tuning_of
+
+if TYPE_CHECKING:
+    from worker.config import WorkerConfig
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.02
+GRACE_S = 60.0
+"""What workers that were taken over have for their requests, before they are started again or leave."""
+
+Found = Mapping[str, tuple[LeftWorker, WorkerDescription]]
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerConfig:
+    """What the controller keeps alive."""
+
+    cluster: ClusterConfig
+    """Settings of the whole cluster."""
+    slots: tuple[Slot, ...]
+    """The workers that it starts with."""
+    gpus: int
+    """Of this host, where all workers are on it."""
+    token: str
+    """The cluster's secret: whoever registers or watches shows it."""
+    number: int = 0
+    """Which controller of its cluster it is: the greater, the younger."""
+
+
+class Household:
+    """Owns the workers from `take_over` until `let_go` or `stop`. Belongs to the event loop."""
+
+    def __init__(self, config: ControllerConfig, registry: Registry, left: LeftWorkers) -> None:
+        cluster = config.cluster
+        self._config = config
+        self._registry = registry
+        self._left = left
+        self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
+        self.fleet = Fleet((), self._keeper, self._new_slot, self._workers.release)
+        calls = WorkerCalls(config.token)
+        self._duties = Duties(registry, Sharing.of(cluster), {}, calls.set_duty)
+        self.operator = Operator(registry, self._duties, self.fleet, calls, node_is_up)
+        self.taken_over: frozenset[str] = frozenset()
+        """Workers that others had started."""
+        self.started = asyncio.Event()
+        """Set once the cluster serves: then what was taken over may change."""
+        self._metrics: ClusterMetrics | None = None
+        self._planner: Planning | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def open(self, address: str, metrics: ClusterMetrics) -> None:
+        """Before all else: where workers find the controller, and who hears of their metrics."""
+        self._workers.controller_address = address
+        self._metrics = metrics
+        cluster = self._config.cluster
+        if cluster.planner.mode is not PlannerMode.OFF:
+            self._planner = Planning(
+                cluster.planner,
+                cluster.slo_classes,
+                self.operator,
+                membership=self._registry.membership,
+                scrape=metrics.text,
+            )
+            self._planner.tell(metrics.board)
+
+    async def take_over(self, handover: Handover) -> None:
+        """Returns when those that live follow this controller; those that are missing are on their way then."""
+        found = await fitting(await self._left.living(), self._served)
+        living = {name: description.duty.role for name, (_, description) in found.items()}
+        estate = inherit(self._config.cluster, self._config.slots, living, handover)
+        await self._left.clear({slot.worker_id for slot in estate.slots})
+        self._duties.inherit(estate.sharing, estate.roles, estate.away)
+        self.taken_over = frozenset(found)
+        for slot in estate.slots:
+            self._fill(slot, found.get(slot.worker_id), away=slot.worker_id in estate.away)
+        await self._until_they_follow()
+        self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
+        self.operator.resume(handover)
+        self._tasks = [asyncio.create_task(self._duties.run()), asyncio.create_task(self._adjust(found, estate))]
+        if self._planner is not None:
+            self._tasks.append(asyncio.create_task(self._planner.run()))
+
+    async def let_go(self) -> Handover:
+        """Workers that serve live on; returns when nothing here touches them any more."""
+        planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
+        await _cancel(planning_and_more)
+        handover = await self.operator.let_go()
+        await self._leave()
+        return handover
+
+    async def follow(self, address: str) -> None:
+        """See `mirror`."""
+        await mirror(address, self._config.token, self._registry)
+
+    async def stop(self, *, end_workers: bool) -> None:
+        """End all workers and give their places back, or let them live on as they are."""
+        if not end_workers:
+            await self._leave()
+            return
+        await _cancel(self._tasks)
+        await self.fleet.stop()
+        await self._left.clear(())
+
+    async def _leave(self) -> None:
+        await _cancel(self._tasks)
+        names = tuple(self.fleet.keepers)
+        await self.fleet.let_go()
+        self._workers.let_go()
+        self.taken_over = frozenset()
+        if self._metrics is not None:
+            for name in names:
+                self._metrics.gone(name)
+
+    def _fill(self, slot: Slot, found: tuple[LeftWorker, WorkerDescription] | None, *, away: bool) -> None:
+        if found is None:
+            self.fleet.add(slot, away=away)
+            return
+        left, _ = found
+        log.info("taking over %s (incarnation %d)", left.peer.worker_id, left.peer.incarnation)
+        self.fleet.add(slot, (left.peer.incarnation, self._workers.adopt(slot, left)))
+
+    async def _until_they_follow(self) -> None:
+        """Or turned out not to live."""
+        while any(  # noqa: ASYNC110
+            one.phase is Phase.STARTING and one.name in self.taken_over and not one.restarts
+            for _, one in self.fleet.health()
+        ):
+            await asyncio.sleep(LOOK_S)
+
+    async def _adjust(self, found: Found, estate: Inheritance) -> None:
+        """Once the cluster serves, there are as many workers as the config says, with its settings."""
+        await self.started.wait()
+        cluster = self._config.cluster
+        try:
+            if estate.surplus:
+                sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
+                if self._duties.sharing.mode is Mode.DISAGGREGATED:
+                    sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
+                await self.operator.resize(sizes)
+        except TandemError as error:
+            log.warning("there are more workers than asked for: %s", error.message)
+        for name, (_, description) in found.items():
+            other = differences(tuning_of(self._asked_of(name)), description.tuning)
+            if other and name in self.fleet.keepers:
+                log.warning("%s was started with another %s, and is started again", name, ", ".join(other))
+                try:
+                    await self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
+                except TandemError as error:
+                    log.warning("%s keeps its settings: %s", name, error.message)
+
+    def _served(self, worker_id: str) -> Settings:
+        return served_of(self._asked_of(worker_id))
+
+    def _asked_of(self, worker_id: str) -> "WorkerConfig":
+        """What a worker of this name would be started with, but for its duty."""
+        slot = slot_of(self._config.cluster, self._config.slots, worker_id)
+        return self._workers.config(slot, self._duties.sharing.duty(slot.role))
+
+    def _keeper(self, slot: Slot) -> Keeper:
+        return Keeper(slot.worker_id, partial(self._spawn, slot), partial(self._forget, slot.worker_id))
+
+    def _new_slot(self, role: Role, slots: Sequence[Slot]) -> Slot:
+        return another(self._config.cluster, role, slots, self._config.gpus)
+
+    async def _spawn(self, slot: Slot, incarnation: int) -> Process:
+        """With the duty that it is to have now, not with that of the cluster's start."""
+        return await self._workers.spawn(slot, self._duties.wanted(slot.worker_id), incarnation)
+
+    def _forget(self, worker_id: str, incarnation: int) -> None:
+        """Routers hear of a death as soon as its keeper does."""
+        self._registry.unregister(PeerRef(worker_id, incarnation))
+        if self._metrics is not None:
+            self._metrics.gone(worker_id)
+
+    def _serves_metrics(self, slot: Slot, address: str) -> None:
+        if self._metrics is not None:
+            self._metrics.opened(slot.worker_id, slot.role, address)
+
+
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,184 @@
+"""What earlier controllers of a cluster have left: workers that live, and places for them."""
+
+import asyncio
+import logging
+import re
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from cluster.keeper import Process
+from cluster.ray_process import RayProcess
+from wire.errors import TandemError
+from wire.messages import PeerRef, Role
+from worker.description import Settings, WorkerDescription, differences
+
+log = logging.getLogger(__name__)
+
+ANSWER_S = 15.0
+"""How long a worker may take to say what it is."""
+GONE_S = 10.0
+"""How long Ray may take to forget a place that was given back."""
+LOOK_S = 0.05
+_NAME = re.compile(rf"(({'|'.join(Role)})-[0-9]+)-([0-9]+)")
+
+
+class LeftWorker(ABC):
+    """One run of a worker that nobody keeps. Whoever found it keeps or ends it."""
+
+    def __init__(self, peer: PeerRef) -> None:
+        self.peer = peer
+
+    @abstractmethod
+    async def describe(self) -> WorkerDescription | None:
+        """What it is and does; None if it does not say so in time."""
+
+    @abstractmethod
+    def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
+        """It as a process, whose start is that it follows this controller, and outlives it for so long; `on_start`
+        hears where its metrics are.
+        """
+
+    @abstractmethod
+    async def end(self, *, keep_place: bool = False) -> None:
+        """Kill it and give its place back, unless another run of the worker is there. Never raises."""
+
+
+class LeftWorkers(ABC):
+    """Finds them."""
+
+    @abstractmethod
+    async def living(self) -> list[LeftWorker]:
+        """All that have not ended, also those that start or drain."""
+
+    @abstractmethod
+    async def clear(self, kept: Collection[str]) -> None:
+        """Give back all places but those of these workers."""
+
+
+class NoLeftWorkers(LeftWorkers):
+    """Of a cluster whose workers end with it."""
+
+    async def living(self) -> list[LeftWorker]:
+        return []
+
+    async def clear(self, kept: Collection[str]) -> None:
+        return
+
+
+class RayLeftWorkers(LeftWorkers):
+    """Detached actors and placement groups of this process's namespace."""
+
+    async def living(self) -> list[LeftWorker]:
+        return await asyncio.to_thread(_living)
+
+    async def clear(self, kept: Collection[str]) -> None:
+        await asyncio.to_thread(_clear, kept)
+
+
+class _RayLeftWorker(LeftWorker):
+    def __init__(self, peer: PeerRef, actor: Any) -> None:
+        super().__init__(peer)
+        self._actor = actor
+
+    async def describe(self) -> WorkerDescription | None:
+        from ray.exceptions import RayError
+
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                description: WorkerDescription = await self._actor.describe.remote()
+        except (TimeoutError, RayError, AttributeError) as error:
+            log.info("%s does not say what it is: %s", self.peer.worker_id, error)
+            return None
+        return description
+
+    def process(self, controller_address: str, outlive_s: float, on_start: Callable[[str], None]) -> Process:
+        follow = partial(self._actor.follow.remote, controller_address, outlive_s)
+        return RayProcess(self._actor, on_start, start=follow)
+
+    async def end(self, *, keep_place: bool = False) -> None:
+        import ray
+
+        ray.kill(self._actor, no_restart=True)
+        if not keep_place:
+            await asyncio.to_thread(_give_back, self.peer.worker_id)
+
+
+async def fitting(
+    found: Sequence[LeftWorker], served: Callable[[str], Settings]
+) -> dict[str, tuple[LeftWorker, WorkerDescription]]:
+    """Those that can be taken over, by worker; the others are ended. `served` is what a worker of this name has to
+    serve.
+    """
+    descriptions = await asyncio.gather(*(each.describe() for each in found))
+    kept: dict[str, tuple[LeftWorker, WorkerDescription]] = {}
+    unfit: list[LeftWorker] = []
+    for worker, description in sorted(zip(found, descriptions, strict=True), key=lambda pair: pair[0].peer.incarnation):
+        why = _unfit(description, served)
+        if description is None or why:
+            log.warning("%s cannot be taken over, %s; it is ended", worker.peer.worker_id, why)
+            unfit.append(worker)
+            continue
+        before = kept.pop(worker.peer.worker_id, None)
+        unfit += [before[0]] if before else []
+        kept[worker.peer.worker_id] = worker, description
+    await asyncio.gather(*(each.end(keep_place=each.peer.worker_id in kept) for each in unfit))
+    return kept
+
+
+def _unfit(description: WorkerDescription | None, served: Callable[[str], Settings]) -> str:
+    """Why it cannot be taken over; "" = it can."""
+    if description is None:
+        return "it does not answer"
+    if not description.serves:
+        return "it does not serve"
+    try:
+        other = differences(served(description.peer.worker_id), description.served)
+    except TandemError as error:
+        return error.message
+    return f"it serves with another {', '.join(other)}" if other else ""
+
+
+def _living() -> list[LeftWorker]:
+    import ray
+
+    found: list[LeftWorker] = []
+    for name in ray.util.list_named_actors():
+        if (match := _NAME.fullmatch(name)) is None:
+            continue
+        try:
+            found.append(_RayLeftWorker(PeerRef(match[1], int(match[3])), ray.get_actor(name)))
+        except ValueError:
+            log.info("%s went in the meantime", name)
+    return found
+
+
+def _clear(kept: Collection[str]) -> None:
+    from ray.util.placement_group import placement_group_table
+
+    groups = placement_group_table().values()
+    for name in {group["name"] for group in groups if group["state"] != "REMOVED"}:
+        if name and name not in kept:
+            _give_back(name)
+
+
+def _give_back(worker_id: str) -> None:
+    """Returns when another place may have the name. What runs there ends."""
+    from ray.util.placement_group import remove_placement_group
+
+    give_up = time.monotonic() + GONE_S
+    while (group := place_of(worker_id)) is not None and time.monotonic() < give_up:
+        remove_placement_group(group)
+        time.sleep(LOOK_S)
+
+
+def place_of(worker_id: str) -> Any:
+    """The placement group of this worker in this namespace; None = it has none."""
+    from ray.util.placement_group import get_placement_group
+
+    try:
+        return get_placement_group(worker_id)
+    except ValueError:
+        return None

@@ -1,0 +1,168 @@
+"""Who keeps the workers where several controllers live: the youngest. The others say what it says.
+
+1. a new controller has the one before it let go: that one ends nothing that serves
+2. it takes over what lives, and fills what is missing: it is settled
+3. whoever let go follows it, until it ends
+4. if nobody younger lives then, the one that let go takes over again
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from cluster.controllers import Controllers, OtherController
+from cluster.inheritance import Handover
+from wire.errors import Unavailable
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+
+
+class House(Protocol):
+    """What is kept."""
+
+    async def take_over(self, handover: Handover) -> None:
+        """Keep all workers that live, and those that are missing."""
+
+    async def let_go(self) -> Handover:
+        """Keep nothing any more; end nothing that serves."""
+
+    async def follow(self, address: str) -> None:
+        """Say what the controller at this address says, until cancelled."""
+
+
+class Succession:
+    """This controller's part in it. Belongs to the event loop."""
+
+    def __init__(self, number: int, controllers: Controllers, house: House) -> None:
+        self._number = number
+        self._controllers = controllers
+        self._house = house
+        self._one_at_a_time = asyncio.Lock()
+        self._keeps = False
+        self._started = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._stopped = False
+        self._heeding: asyncio.Task[None] | None = None
+        self.successor = ""
+        """The door of the controller that keeps the workers instead, host:port; empty = this one does."""
+        self._changed = asyncio.Event()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the workers are this controller's."""
+        return self._keeps
+
+    async def begin(self) -> None:
+        """Take over from whoever kept them, or begin with none."""
+        handover = await self._what_is_handed_over()
+        await self._take_over(handover)
+
+    def started(self) -> None:
+        """The first start is over: another may take over from now on."""
+        self._started.set()
+
+    async def settled(self) -> None:
+        """Wait until this controller keeps what it can. Unavailable if it stops."""
+        await self._settled.wait()
+        self._check_not_stopped()
+
+    async def let_go(self) -> Handover:
+        """For a younger controller, which has asked. Unavailable if this one stops."""
+        await self._started.wait()
+        async with self._one_at_a_time:
+            self._check_not_stopped()
+            if not self._keeps:
+                return Handover()  # who keeps them instead is gone, or this one would not be asked
+            log.info("letting go of all workers, for a younger controller")
+            self._keeps = False
+            self._settled.clear()
+            self._changed.clear()
+            handover = await self._house.let_go()
+            self._heeding = asyncio.ensure_future(self._heed())
+        return handover
+
+    async def decided(self) -> str:
+        """Wait until it is clear who keeps the workers; `successor` then."""
+        while not self._keeps and not self.successor and not self._stopped:
+            await self._changed.wait()
+        return self.successor
+
+    async def alone(self) -> bool:
+        """Whether no other controller lives."""
+        return not await self._controllers.others(self._number)
+
+    async def stop(self) -> None:
+        """Heed nobody any more."""
+        self._stopped = True
+        self._settled.set()
+        self._changed.set()
+        self._started.set()
+        if self._heeding is not None:
+            self._heeding.cancel()
+            await asyncio.gather(self._heeding, return_exceptions=True)
+
+    async def _what_is_handed_over(self) -> Handover:
+        """The youngest of the older ones keeps the workers, if it lives."""
+        older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
+        for each in reversed(older):
+            try:
+                return await each.let_go()
+            except Unavailable as error:
+                log.info("%s", error.message)
+        return Handover()
+
+    async def _take_over(self, handover: Handover) -> None:
+        async with self._one_at_a_time:
+            await self._house.take_over(handover)
+            self.successor = ""
+            self._keeps = True
+        self._settled.set()
+        self._changed.set()
+
+    async def _heed(self) -> None:
+        over: set[int] = set()
+        while (successor := await self._youngest(over)) is not None:
+            async with self._following(successor):
+                await successor.ended()
+            over.add(successor.number)
+            self.successor = ""
+            self._changed.clear()
+        log.warning("no younger controller lives any more; taking over again")
+        while not self._keeps:
+            try:
+                await self._take_over(Handover())
+            except Exception:
+                log.exception("could not take over; trying again")
+                await asyncio.sleep(AGAIN_S)
+
+    @asynccontextmanager
+    async def _following(self, successor: OtherController) -> AsyncIterator[None]:
+        following = asyncio.ensure_future(self._follow(successor))
+        try:
+            yield
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    async def _follow(self, successor: OtherController) -> None:
+        try:
+            self.successor = await successor.settled()
+        except Unavailable as error:
+            log.info("%s", error.message)
+            return
+        self._changed.set()
+        log.info("the controller at %s keeps the workers", self.successor)
+        await self._house.follow(self.successor)
+
+    async def _youngest(self, over: set[int]) -> OtherController | None:
+        others = await self._controllers.others(self._number)
+        younger = [each for each in others if each.number > self._number and each.number not in over]
+        return younger[-1] if younger else None
+
+    def _check_not_stopped(self) -> None:
+        if self._stopped:
+            raise Unavailable("this controller stops")
