@@ -1,0 +1,65 @@
+"""`tandem up` comes and goes, by SIGTERM or SIGKILL, and its workers serve on with whoever is there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from .streams import Client, Load, Question, undisturbed
+from .ups import LOOK_S, WITHIN_S, ups
+
+QUESTIONS = [Question(tuple(range(100, 100 + length)), 60) for length in (20, 33, 48)]
+LONG_ENOUGH, SHORT = ("--workers-outlive", "600"), ("--workers-outlive", "1")
+
+
+@pytest.mark.timeout(400)
+async def test_workers_serve_on_when_their_start_is_gone() -> None:
+    async with ups() as cluster:
+        first = await cluster.start(*LONG_ENOUGH)
+        await first.serves()
+        expected = await undisturbed(first.router, QUESTIONS)
+        workers = cluster.workers()
+        assert len(workers) == 2
+
+        await first.end(signal.SIGKILL)
+        second = await cluster.start(*LONG_ENOUGH)
+        await second.serves()
+        assert cluster.workers() == workers, "workers were started anew"
+        assert await undisturbed(second.router, QUESTIONS) == expected
+
+        async with Client(second.router) as client:
+            load = Load(client, QUESTIONS, expected, at_once=2)
+            third = await cluster.start(*LONG_ENOUGH)
+            await third.serves()
+            assert await undisturbed(third.router, QUESTIONS) == expected
+            await second.until("another `tandem up`")
+
+            await third.end(signal.SIGKILL)
+            await second.until("the workers are this one's again")
+            assert cluster.workers() == workers
+            await load.stop()
+        assert load.right
+        assert not load.refused
+
+        os.kill(min(workers), signal.SIGKILL)
+        await second.until("serves again")
+        renewed = cluster.workers()
+        assert len(renewed) == 2
+        assert len(renewed & workers) == 1
+        assert await undisturbed(second.router, QUESTIONS) == expected
+
+        fourth = await cluster.start(*SHORT)
+        await fourth.serves()
+        await second.end(signal.SIGTERM)
+        assert "workers live on" in second.said
+        assert await undisturbed(fourth.router, QUESTIONS) == expected
+        assert cluster.workers() == renewed
+
+        await fourth.end(signal.SIGTERM)
+        async with asyncio.timeout(WITHIN_S):
+            while cluster.workers():  # noqa: ASYNC110
+                await asyncio.sleep(LOOK_S)
+        assert await cluster.left() == []

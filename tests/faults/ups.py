@@ -1,0 +1,137 @@
+"""Several `tandem up` on one Ray of one node, with workers that may outlive them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+
+from tests.ray_start import head_address, ray_environment, ray_start
+
+from .joined import ROOT, ray_node, short_folder
+
+WITHIN_S = 150.0
+LOOK_S = 0.05
+NAME = "outliving"
+OPTIONS = (
+    *("--grpc-port", "0", "--http-port", "0", "--dtype", "float32", "--threads", "1", "--page-tokens", "16"),
+    *("--kv-cache-gib", "0.1", "--max-step-tokens", "32", "--cluster-name", NAME),
+)
+LEFT = f"""
+import json, ray
+from ray.util.placement_group import placement_group_table
+ray.init(address="auto", namespace="tandem-{NAME}", log_to_driver=False, logging_level="ERROR")
+groups = [each["name"] for each in placement_group_table().values() if each["state"] != "REMOVED"]
+print(json.dumps([*ray.util.list_named_actors(), *groups]))
+"""
+
+
+class Up:
+    """One `tandem up`, from when it serves."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.router = ""
+        self.said = ""
+
+    async def until(self, words: str, within_s: float = WITHIN_S) -> None:
+        """Read what it says until these words are in it."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(within_s):
+            while words not in self.said:
+                line = await self._process.stdout.readline()
+                assert line, f"{words!r} never came: {self.said}"
+                self.said += line.decode()
+
+    async def serves(self) -> None:
+        await self.until("Ctrl-C stops it")
+        found = re.search(r"gRPC +(\S+)", self.said)
+        assert found is not None
+        self.router = found[1]
+
+    async def end(self, number: signal.Signals) -> None:
+        """Send it this signal; returns when it has ended."""
+        self._process.send_signal(number)
+        out, _ = await asyncio.wait_for(self._process.communicate(), WITHIN_S)
+        self.said += out.decode()
+
+    async def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.communicate()
+
+
+class Ups:
+    """Starts them, and knows the workers' processes."""
+
+    def __init__(self, ray: int, environment: dict[str, str]) -> None:
+        self._ray = psutil.Process(ray)
+        self._environment = environment
+        self._stack = contextlib.AsyncExitStack()
+
+    async def start(self, *options: str) -> Up:
+        """Another one; it does not serve yet."""
+        command = (sys.executable, "-m", "cli.main", "up", "--address", self._environment["RAY_ADDRESS"])
+        pipe, same = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+        process = await asyncio.create_subprocess_exec(
+            *command, *OPTIONS, *options, stdout=pipe, stderr=same, env=self._environment, cwd=ROOT
+        )
+        up = Up(process)
+        self._stack.push_async_callback(up.close)
+        return up
+
+    def workers(self) -> set[int]:
+        """The processes of all workers."""
+        found = set()
+        for process in self._ray.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "".join(process.cmdline()[:1]).startswith("ray::WorkerActor"):
+                    found.add(process.pid)
+        return found
+
+    async def left(self) -> list[str]:
+        """The actors and places that Ray has, by name."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", LEFT), stdout=asyncio.subprocess.PIPE, env=self._environment, cwd=ROOT
+        )
+        out, _ = await process.communicate()
+        names: list[str] = json.loads(out)
+        return names
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+
+@contextlib.asynccontextmanager
+async def ups() -> AsyncIterator[Ups]:
+    """A Ray with a place for a worker of each role, on loopback."""
+    with short_folder() as folder:
+        environment = {
+            **os.environ,
+            **ray_environment(secrets.token_hex(32)),
+            # Keeps Ray on loopback, although that is no address for a cluster.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "TMPDIR": str(folder),
+            "TANDEM_STATE_DIR": str(folder / "state"),
+            "TANDEM_CLUSTER_TOKEN": secrets.token_hex(16),
+            "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
+        }
+        node = await ray_node(ray_start(folder / "ray", "127.0.0.1", '{"prefill": 1, "decode": 1}'), **environment)
+        environment["RAY_ADDRESS"] = head_address(folder / "ray")
+        made = Ups(node._process.pid, environment)
+        try:
+            yield made
+        finally:
+            await made.close()
+            await node.terminate()
