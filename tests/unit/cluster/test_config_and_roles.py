@@ -58,6 +58,12 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"stop_grace_s": -1.0}, "--stop-grace"),
         ({"metrics_port": 9464, "controller_port": 9464}, "--controller-port"),
         ({"token": "ö"}, "--token"),
+        ({"workers_outlive_s": 9.0, "token": "t"}, "--workers-outlive"),
+        ({"workers_outlive_s": 9.0, "ray_address": "auto"}, "--workers-outlive"),
+        ({"workers_outlive_s": -1.0, "ray_address": "auto", "token": "t"}, "--workers-outlive"),
+        ({"workers_outlive_s": float("nan"), "ray_address": "auto", "token": "t"}, "--workers-outlive"),
+        ({"cluster_name": "other"}, "--cluster-name"),
+        ({"cluster_name": "a b", "workers_outlive_s": 9.0, "ray_address": "auto", "token": "t"}, "--cluster-name"),
         ({"mode": "both"}, "--mode"),
         ({"workers": 0}, "--workers"),
         ({"step_policy": "greedy"}, "--step-policy"),
@@ -108,6 +114,13 @@ def test_the_policy_of_steps_reaches_the_worker() -> None:
     config = ClusterConfig(model=Path("m"), step_policy="chunked", step_budget=700, itl_target_s=0.025)
     worker = worker_config(config, plan(config, gpus=0)[0])
     assert (worker.step_policy, worker.step_budget, worker.itl_target_s) == (PolicyName.CHUNKED, 700, 0.025)
+
+
+def test_where_and_how_long_workers_wait_for_another_start() -> None:
+    outliving = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0, cluster_name="a")
+    assert outliving.ray_namespace == "tandem-a"
+    assert worker_config(outliving, plan(outliving, gpus=0)[0]).outlive_s == 9.0
+    assert ClusterConfig(Path("m"), ray_address="auto", token="t").ray_namespace is None
 
 
 def test_what_transfers_may_take_reaches_the_worker() -> None:

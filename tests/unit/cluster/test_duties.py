@@ -210,3 +210,19 @@ async def test_a_worker_that_is_away_has_the_mode_of_now_when_it_is_back() -> No
     await stage.operator.drain_worker("c", 1.0, restart=True, force=False)
     assert workers.roles == {"a": P, "b": D, "c": D}
     await stage.stop()
+
+
+async def test_it_begins_anew_with_workers_as_they_are() -> None:
+    workers = Workers({"a": P, "b": D, "c": D}, DISAGGREGATED)
+    workers.duties.inherit(DISAGGREGATED, {"a": D, "b": P, "c": D})
+    assert workers.duties.wanted("b").role is P
+    await until(lambda: workers.roles == {"a": D, "b": P, "c": D})
+    assert workers.duties.sharing.prefill == 1
+    workers.duties.inherit(Sharing(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, away=["b"])
+    await until(lambda: workers.roles == {"a": BOTH, "b": P, "c": BOTH})
+    assert workers.duties.sharing.prefill == 0
+    await workers.duties.is_back("b")
+    assert workers.roles == {"a": D, "b": P, "c": D}
+    workers.duties.inherit(Sharing(Mode.COLOCATED), {"a": D, "b": P, "c": D})
+    await until(lambda: workers.roles == {"a": BOTH, "b": BOTH, "c": BOTH})
+    await workers.stop()

@@ -39,12 +39,14 @@ class FakeProcess(Process):
 class Stage:
     """A keeper, its processes and the incarnations whose death it told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, adopted: tuple[int, FakeProcess] | None = None) -> None:
         self.processes: list[FakeProcess] = []
         self.incarnations: list[int] = []
         self.dead: list[int] = []
         self.spawn_error: Exception | None = None
         self.keeper = Keeper("w", self._spawn, self.dead.append, Backoff(first_s=0, longest_s=0))
+        if adopted is not None:
+            self.keeper.adopt(*adopted)
         self.run = asyncio.ensure_future(self.keeper.run())
 
     async def _spawn(self, incarnation: int) -> Process:
@@ -192,3 +194,42 @@ async def test_a_retired_process_that_does_not_end_is_ended_and_stays_away() -> 
 )
 def test_why_somebody_does_not_serve_is_said_in_words(phase: Phase, restarts: int, stage: str, lack: str) -> None:
     assert Health("w", phase, 1, 1, restarts, "no such file", stage).lack == lack
+
+
+async def test_one_that_is_let_go_lives_on_and_another_keeper_adopts_it() -> None:
+    stage = Stage()
+    process = await stage.until(1, Phase.STARTING)
+    process.may_start.set()
+    await stage.until(1, Phase.SERVING)
+    stage.keeper.let_go()
+    await stage.run
+    assert (process.ends, stage.dead) == (0, [])
+
+    process.may_start.clear()
+    other = Stage((stage.incarnations[0], process))
+    assert other.keeper.health().phase is Phase.STARTING
+    process.may_start.set()
+    while other.keeper.phase is not Phase.SERVING:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert other.keeper.health().incarnation == stage.incarnations[0]
+    assert other.incarnations == []
+    process.death.set_result("the process died")
+    await other.until(1, Phase.STARTING)
+    assert other.dead == stage.incarnations
+    assert other.incarnations[0] > stage.incarnations[0]
+    other.keeper.stop()
+    await other.run
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) -> None:
+    stage = Stage()
+    process = await stage.until(1, Phase.STARTING)
+    if dies:
+        process.may_start.set()
+        await stage.until(1, Phase.SERVING)
+        process.death.set_result("at that moment")
+    stage.keeper.let_go()
+    await stage.run
+    assert process.ends == 1
+    assert stage.dead == stage.incarnations

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 import cluster.operator
 from cluster.config import ClusterConfig, Mode
 from cluster.health import Phase
+from cluster.inheritance import Handover
 from cluster.keeper import WAITS_FOR_PLACE
 from cluster.modes import ModeChange, Sharing
 from cluster.roles import another, plan
 from cluster.size import SizeChange, Steps
-from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument
-from wire.messages import Role
+from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, Unavailable
+from wire.messages import Role, WorkerInfo
 
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
 
@@ -173,4 +174,49 @@ async def test_who_is_given_up_while_it_restarts_says_so() -> None:
     with pytest.raises(FailedPrecondition, match="both-1 was taken out"):
         await restarting
     assert list(crew.keepers) == ["both-0"]
+    await crew.stop()
+
+
+async def test_who_lets_go_ends_what_is_under_way_and_tells_who_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.operator, "NODE_LOOK_S", 0.001)
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D, "decode-2": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    await crew.operator.drain_worker("decode-0", 1.0, restart=False, force=False)
+    await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
+    crew.room.clear()
+    restarting = asyncio.ensure_future(crew.operator.drain_worker("decode-2", 1.0, restart=True, force=True))
+    await until(lambda: crew.keepers["decode-2"].phase is Phase.STARTING)
+    handover = await crew.operator.let_go()
+    assert handover == Handover(("decode-0",), (("decode-1", "a"),))
+    with pytest.raises(Unavailable, match="another controller has taken over"):
+        await restarting
+    assert crew.operator.coming == 1, "the one that starts"
+    crew.operator.resume(handover)
+    crew.room.set()
+    crew.nodes_up = False
+    await until(lambda: "decode-1" in workers.roles)
+    assert "decode-0" not in workers.roles
+    await crew.stop()
+
+
+async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.operator, "LOOK_S", 0.001)
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    may_end = asyncio.Event()
+    drain = crew.drain
+
+    async def slow(info: WorkerInfo, grace_s: float) -> None:
+        await may_end.wait()
+        await drain(info, grace_s)
+
+    monkeypatch.setattr(crew, "drain", slow)
+    leaving = asyncio.ensure_future(crew.operator.resize(SizeChange(prefill=1, decode=1)))
+    await until(lambda: any(keeper.phase is Phase.DRAINING for keeper in crew.keepers.values()))
+    letting_go = asyncio.ensure_future(crew.operator.let_go())
+    await asyncio.sleep(0.02)
+    assert not letting_go.done()
+    may_end.set()
+    assert await letting_go == Handover(), "who leaves for good does not stay away"
+    await asyncio.gather(leaving, return_exceptions=True)
     await crew.stop()

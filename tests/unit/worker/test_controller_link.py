@@ -296,3 +296,43 @@ async def test_each_incarnation_joins_once_and_this_worker_never(scene: Scene) -
     await until(lambda: len(scene.joined) == 2)
     scene.controller.change(second)
     await until(lambda: scene.joined[2:] == [second])
+
+
+async def test_it_goes_over_to_another_controller_with_all_it_knows(scene: Scene) -> None:
+    peer = PeerRef("prefill-0", 1)
+    there = await scene.neighbour(peer)
+    await scene.show(there)
+    other = Controller()
+    server = rpc.open_server()
+    cluster_pb2_grpc.add_ClusterServicer_to_server(other, server)
+    await scene.link.follow(await scene._serve(server))
+    assert (other.registered, scene.controller.registered) == ([ME], [ME])
+    assert scene.controller.left == [], "its first controller keeps it in mind"
+    await until(lambda: peer in scene.link._probes)
+    assert peer not in scene.gone, "one that has not come over yet is asked for"
+    other.change(there)
+    await until(lambda: peer not in scene.link._probes)
+    scene.controller.change()
+    other.change(there, info(PeerRef("prefill-1", 5)))
+    await until(lambda: PeerRef("prefill-1", 5) in scene.link._known)
+    scene.transport = "fake (wire)"
+    await until(lambda: other.transports[-1] == "fake (wire)")
+    await scene.link.unregister()
+    assert (other.left, scene.controller.left) == ([ME], [])
+    with pytest.raises(Unavailable, match="has left"):
+        await scene.link.follow("127.0.0.1:1")
+
+
+async def test_a_controller_that_does_not_answer_changes_nothing(scene: Scene) -> None:
+    with pytest.raises(Unavailable):
+        await scene.link.follow("127.0.0.1:1")
+    await scene.show(info(PeerRef("prefill-0", 1)))
+    assert scene.controller.registered == [ME]
+
+
+async def test_how_long_no_controller_was_heard_is_known(scene: Scene) -> None:
+    await scene.show(info(PeerRef("prefill-0", 1)))
+    assert scene.link.silent_s == 0.0
+    await scene.servers[0].stop(None)
+    await until(lambda: scene.link.silent_s > 0)
+    await until(lambda: scene.link.silent_s > 0.02)
