@@ -70,7 +70,11 @@ class ClusterHealth:
         """Who has to serve at first: everybody, or, where workers were taken over, those of them that live still."""
         if not self.taken_over:
             return self.all
-        return (self.router, *(one for one in self.workers if one.name in self.taken_over and not one.restarts))
+        return (self.router, *(one for one in self.workers if self.lived_before(one)))
+
+    def lived_before(self, one: Health) -> bool:
+        """Whether it is a worker as another controller has left it."""
+        return one.name in self.taken_over and not one.restarts
 
 
 class Backoff:

@@ -196,7 +196,7 @@ class Cluster:
                 kept_at = health.kept_at
                 self._progress(Progress("workers", True, note=_who_keeps(kept_at)))
             for one in health.all:
-                asked_for = one.phase in {Phase.DRAINING, Phase.DRAINED}
+                asked_for = one.phase in {Phase.DRAINING, Phase.DRAINED} or health.lived_before(one)
                 was = before.get(one.name, Phase.STARTING)
                 if one.phase is not was and not asked_for and Phase.SERVING in {one.phase, was}:
                     self._progress(Progress(one.name, one.phase is Phase.SERVING, one.error))

@@ -103,7 +103,7 @@ class _RayLeftWorker(LeftWorker):
 
         ray.kill(self._actor, no_restart=True)
         if not keep_place:
-            await asyncio.to_thread(_give_back, self.peer.worker_id)
+            await asyncio.to_thread(give_back, self.peer.worker_id)
 
 
 async def fitting(
@@ -161,10 +161,10 @@ def _clear(kept: Collection[str]) -> None:
     groups = placement_group_table().values()
     for name in {group["name"] for group in groups if group["state"] != "REMOVED"}:
         if name and name not in kept:
-            _give_back(name)
+            give_back(name)
 
 
-def _give_back(worker_id: str) -> None:
+def give_back(worker_id: str) -> None:
     """Returns when another place may have the name. What runs there ends."""
     from ray.util.placement_group import remove_placement_group
 

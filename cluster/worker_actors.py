@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
-from cluster.left_workers import LeftWorker, place_of
+from cluster.left_workers import LeftWorker, give_back, place_of
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import GPU, Slot, bundle
 from wire.logs import LogFormat
@@ -79,7 +79,9 @@ class WorkerActors:
         from ray.util.placement_group import remove_placement_group
 
         group = self._groups.pop(slot.worker_id, None)
-        if group is not None:
+        if self._cluster.workers_outlive_s:
+            give_back(slot.worker_id)  # whoever made it
+        elif group is not None:
             remove_placement_group(group)
 
     async def _placed(self, slot: Slot) -> None:
@@ -94,7 +96,10 @@ class WorkerActors:
         if slot.worker_id in self._groups:
             return self._groups[slot.worker_id]
         group = place_of(slot.worker_id) if self._cluster.workers_outlive_s else None
-        if group is None or group.bundle_specs != [bundle(slot)]:
+        if group is not None and group.bundle_specs != [bundle(slot)]:
+            give_back(slot.worker_id)
+            group = None
+        if group is None:
             lifetime = "detached" if self._cluster.workers_outlive_s else None
             group = placement_group([bundle(slot)], name=slot.worker_id, lifetime=lifetime)
         self._groups[slot.worker_id] = group

@@ -22,6 +22,7 @@ from .joined import ROOT, ray_node, short_folder
 WITHIN_S = 150.0
 LOOK_S = 0.05
 NAME = "outliving"
+PLACES = '{"prefill": 1, "decode": 1}'
 OPTIONS = (
     *("--grpc-port", "0", "--http-port", "0", "--dtype", "float32", "--threads", "1", "--page-tokens", "16"),
     *("--kv-cache-gib", "0.1", "--max-step-tokens", "32", "--cluster-name", NAME),
@@ -112,8 +113,8 @@ class Ups:
 
 
 @contextlib.asynccontextmanager
-async def ups() -> AsyncIterator[Ups]:
-    """A Ray with a place for a worker of each role, on loopback."""
+async def ups(places: str = PLACES) -> AsyncIterator[Ups]:
+    """A Ray of one node, on loopback, with these places for workers."""
     with short_folder() as folder:
         environment = {
             **os.environ,
@@ -127,7 +128,7 @@ async def ups() -> AsyncIterator[Ups]:
             "TANDEM_CLUSTER_TOKEN": secrets.token_hex(16),
             "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
         }
-        node = await ray_node(ray_start(folder / "ray", "127.0.0.1", '{"prefill": 1, "decode": 1}'), **environment)
+        node = await ray_node(ray_start(folder / "ray", "127.0.0.1", places), **environment)
         environment["RAY_ADDRESS"] = head_address(folder / "ray")
         made = Ups(node._process.pid, environment)
         try:

@@ -1,15 +1,18 @@
 """One `tandem up` over a cluster that is none: what it tells, and what it leaves."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cli import log_folder, serving, state
 from cli.client import Sampling
 from cli.serving import FirstPrompt, serve
+from cli.start_view import StartView
 from cluster.config import ClusterConfig
-from cluster.launcher import Endpoints
+from cluster.launcher import Endpoints, Progress
 from wire.errors import Unavailable
 
 
@@ -19,6 +22,8 @@ class NoCluster:
     failure: Unavailable | None = None
     endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token", "127.0.0.1:10")
     waited = stopped = False
+    interrupt: tuple[signal.Signals, ...] = ()
+    """What `wait` is interrupted by."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self.config = config
@@ -32,7 +37,7 @@ class NoCluster:
 
     def wait(self) -> None:
         self.waited = True
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt(*self.interrupt)
 
     def stop(self, *, leave_workers: bool) -> None:
         self.stopped, self.left_workers = True, leave_workers
@@ -67,6 +72,27 @@ def test_where_it_serves_and_logs_is_told_after_the_answer(
     assert clusters.last.stopped
     assert clusters.last.config.log_file("decode-0") == logs / "decode-0.log"
     assert state.running() == []
+
+
+@pytest.mark.parametrize(("number", "leaves"), [(signal.SIGINT, False), (signal.SIGTERM, True), (signal.SIGHUP, True)])
+def test_only_who_means_the_cluster_ends_workers_that_may_outlive_it(
+    number: signal.Signals, leaves: bool, clusters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clusters.interrupt = (number,)
+    outliving = {"workers_outlive_s": 9.0, "ray_address": "auto", "token": "t", "cluster_name": "north"}
+    serve(config_of(**outliving), None, None, once=False)
+    assert clusters.last.left_workers is leaves
+    told = capsys.readouterr().out
+    assert ("wait 9 s for one with --cluster-name north" in told) is leaves
+    assert ("nothing is left running" in told) is not leaves
+
+
+def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    view = StartView(Console())
+    with view:
+        pass
+    view.cluster_progress(Progress("workers", True, note="another `tandem up` has [them]"))
+    assert capsys.readouterr().out == "another `tandem up` has [them]\n"
 
 
 def test_a_start_that_fails_tells_where_the_logs_are(

@@ -55,6 +55,9 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
         http_port=options["http_port"],
         metrics_port=options["metrics_port"],
         controller_port=options["controller_port"],
+        workers_outlive_s=options["workers_outlive"],
+        cluster_name=options["cluster_name"],
+        token="of-the-secret",
         log_format=options["log_format"],
     )
     offered: dict[str, float] = {}
@@ -73,6 +76,33 @@ def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
     ranges = {role: options[f"planner_{role}"] for role in ("workers", "prefill", "decode")}
     config = planner_config(options["planner"], options["planner_window"], **ranges)
     assert config == PlannerConfig(PlannerMode.ON, 30.0, Limits(decode=Range(1, 6), workers=Range(2, 8)))
+
+
+def test_a_routers_pod_finds_the_workers_of_the_one_before(chart: Chart) -> None:
+    _, options = parsed(driver(chart.render())["command"])
+    assert (options["workers_outlive"], options["cluster_name"]) == (300.0, "llm-tandem")
+    env = {each["name"] for each in driver(chart.render())["env"]}
+    assert "TANDEM_CLUSTER_TOKEN" in env, "else nobody could take them over"
+    _, options = parsed(driver(chart.render("--set", "router.workersOutliveSeconds=0"))["command"])
+    assert (options["workers_outlive"], options["cluster_name"]) == (0.0, "tandem")
+
+
+def test_two_routers_stand_beside_each_other(chart: Chart) -> None:
+    manifests = chart.render("--set", "router.replicas=2")
+    group = pods(manifests)["router"]
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (2, 2, 2)
+    labels = group["template"]["metadata"]["labels"]
+    (rule,) = group["template"]["spec"]["affinity"]["podAntiAffinity"].values()
+    assert rule[0]["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels.items()
+    budget = one(manifests, "PodDisruptionBudget", "-router")["spec"]
+    assert budget["minAvailable"] == 1
+    assert budget["selector"]["matchLabels"].items() <= labels.items()
+    controller = one(manifests, "Service", "-controller")["spec"]
+    assert controller["publishNotReadyAddresses"] is False, "one that still starts answers nobody"
+    alone = chart.render()
+    assert "affinity" not in pods(alone)["router"]["template"]["spec"]
+    assert one(alone, "Service", "-controller")["spec"]["publishNotReadyAddresses"] is True
+    assert not [each for each in alone if each["metadata"]["name"].endswith("-router") and "Budget" in each["kind"]]
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -45,6 +45,13 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("rdma.enabled=true,rdma.hostNetwork=true", r"rdma.hostNetwork needs networkPolicy.nodes, the hosts"),
         ("planner.mode=on,planner.workers=4:2", r"planner.workers: 4:2 is no range, its minimum is above its maximum"),
         (f"{SHARED},planner.mode=on", r"planner.mode on needs planner.workers where serving.mode is adaptive"),
+        ("router.replicas=0", r"'/router/replicas': minimum: got 0, want 1"),
+        ("router.replica=2", r"'/router': additional properties 'replica' not allowed"),
+        ("router.replicas=2,router.workersOutliveSeconds=0", r"router.replicas 2 needs router.workersOutliveSeconds"),
+        (
+            "router.replicas=2,monitoring.serviceMonitor.enabled=true,monitoring.serviceMonitor.scrape=processes",
+            r"monitoring.serviceMonitor.scrape processes knows one router",
+        ),
         ("ingress.enabled=true", r"ingress.enabled needs ingress.host"),
         ("ingress.enabled=true,ingress.host=a.b,ingress.grpcHost=a.b", r"ingress.grpcHost has to be another name"),
         ("gateway.enabled=true", r"gateway.enabled needs gateway.parentRefs"),
@@ -66,6 +73,9 @@ def test_what_is_dangerous_is_told(chart: Chart) -> None:
     assert "no auth.apiKeys.existingSecret: whoever reaches the router is served" in notes
     assert "the ingress has no tlsSecret" in notes
     assert "rdma.enabled is false: KV pages between hosts go over TCP" in notes
+    assert "workersOutliveSeconds" not in notes[notes.index("NOTES:") :]
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", "router.workersOutliveSeconds=0")
+    assert "workersOutliveSeconds is 0: whenever the router's pod goes, workers end" in notes
 
 
 @pytest.mark.parametrize(("example", "worker"), [("cpu", "decode-0"), ("one-gpu", "both-0")])

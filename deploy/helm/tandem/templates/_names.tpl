@@ -92,6 +92,12 @@ tandem/release: {{ .Release.Name }}
 {{- if and .Values.rdma.enabled .Values.rdma.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.nodes) -}}
 {{- fail "rdma.hostNetwork needs networkPolicy.nodes, the hosts of workers: to a NetworkPolicy, pods on their hosts' network are these hosts" -}}
 {{- end -}}
+{{- if and (gt (int .Values.router.replicas) 1) (not .Values.router.workersOutliveSeconds) -}}
+{{- fail (printf "router.replicas %d needs router.workersOutliveSeconds above 0: else each router would want workers of its own" (int .Values.router.replicas)) -}}
+{{- end -}}
+{{- if and (gt (int .Values.router.replicas) 1) .Values.monitoring.serviceMonitor.enabled (eq .Values.monitoring.serviceMonitor.scrape "processes") -}}
+{{- fail "monitoring.serviceMonitor.scrape processes knows one router: with router.replicas above 1 scrape the cluster" -}}
+{{- end -}}
 {{- if ne (empty .Values.hugepages.size) (empty .Values.hugepages.amount) -}}{{- fail "hugepages.size and hugepages.amount need each other" -}}{{- end -}}
 {{- range $part := list "workers" "prefill" "decode" -}}
 {{- $range := splitList ":" (index $.Values.planner $part) -}}

@@ -6,6 +6,10 @@
 - --places-timeout={{ .Values.serving.placesTimeoutSeconds | int }}
 - --start-timeout={{ .Values.serving.startTimeoutSeconds | int }}
 - --stop-grace={{ .Values.drain.routerSeconds | int }}
+{{- with .Values.router.workersOutliveSeconds | int }}
+- --workers-outlive={{ . }}
+- --cluster-name={{ include "tandem.name" $ }}
+{{- end }}
 - --model={{ .Values.model.path }}
 - --device={{ .Values.serving.device }}
 - --mode={{ .Values.serving.mode }}
@@ -42,6 +46,18 @@
 {{- include "tandem.podCommon" (dict "root" . "part" .Values.router) }}
 {{- with .Values.router.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if gt (int .Values.router.replicas) 1 }}
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "tandem.selector" . | nindent 14 }}
+              tandem/part: router
 {{- end }}
 terminationGracePeriodSeconds: {{ add .Values.drain.routerSeconds 60 }}
 # `tandem up` is a driver of the Ray node beside it, which knows its drivers by their process ids.
