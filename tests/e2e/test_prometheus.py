@@ -80,7 +80,9 @@ class Watched:
 
 @pytest.fixture(scope="module")
 def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    cluster = running_cluster(dtype="float32", page_tokens=PAGE_TOKENS, max_step_tokens=512, slo_classes=CLASSES)
+    cluster = running_cluster(
+        dtype="float32", page_tokens=PAGE_TOKENS, max_step_tokens=512, slo_classes=CLASSES, front_processes=2
+    )
     folder = tmp_path_factory.mktemp("prometheus")
     with (
         _exporter() as gpus,
@@ -130,6 +132,15 @@ def test_the_folded_row_of_hardware_has_data(watched: Watched) -> None:
     assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
     named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
     assert named == {"node-1 GPU 0", "node-1 GPU 0 sent", "node-1 GPU 0 received"}
+
+
+def test_the_folded_row_of_front_processes_has_data(watched: Watched) -> None:
+    stretch = Stretch(watched.start, watched.end)
+    shown = list(show(read_dashboard("serving"), watched.prometheus, stretch, folded=True))
+    assert len(shown) == 4
+    assert {panel.title: panel.empty for panel in shown if panel.empty} == {}
+    named = {curve.name for panel in shown for curves in panel.answers for curve in curves}
+    assert named == {"router front-0", "router front-1"}
 
 
 def test_rules_are_loaded_and_nothing_fires(watched: Watched) -> None:
