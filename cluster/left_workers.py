@@ -79,13 +79,16 @@ class RayLeftWorkers(LeftWorkers):
 
 
 class _RayLeftWorker(LeftWorker):
-    def __init__(self, peer: PeerRef, actor: Any) -> None:
+    def __init__(self, peer: PeerRef, actor: Any, *, placed: bool) -> None:
         super().__init__(peer)
         self._actor = actor
+        self._placed = placed
 
     async def describe(self) -> WorkerDescription | None:
         from ray.exceptions import RayError
 
+        if not self._placed:
+            return None
         try:
             async with asyncio.timeout(ANSWER_S):
                 description: WorkerDescription = await self._actor.describe.remote()
@@ -143,13 +146,16 @@ def _unfit(description: WorkerDescription | None, served: Callable[[str], Settin
 
 def _living() -> list[LeftWorker]:
     import ray
+    from ray.util.placement_group import placement_group_table
 
+    placed = {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}
     found: list[LeftWorker] = []
     for name in ray.util.list_named_actors():
         if (match := _NAME.fullmatch(name)) is None:
             continue
+        peer = PeerRef(match[1], int(match[3]))
         try:
-            found.append(_RayLeftWorker(PeerRef(match[1], int(match[3])), ray.get_actor(name)))
+            found.append(_RayLeftWorker(peer, ray.get_actor(name), placed=peer.worker_id in placed))
         except ValueError:
             log.info("%s went in the meantime", name)
     return found

@@ -129,11 +129,14 @@ def give_place_back() -> None:
         remove_placement_group,
     )
 
-    if not any(name.startswith(CONTROLLER) for name in ray.util.list_named_actors()):
-        for group in placement_group_table().values():
-            if group["name"] and group["state"] == "PENDING":
-                with contextlib.suppress(ValueError):  # another namespace's
-                    remove_placement_group(get_placement_group(group["name"]))
+    actors = ray.util.list_named_actors()
+    if not any(name.startswith(CONTROLLER) for name in actors):
+        waiting = {group["name"] for group in placement_group_table().values() if group["state"] == "PENDING"}
+        for name in waiting - {""}:
+            with contextlib.suppress(ValueError):  # another namespace's, or gone
+                remove_placement_group(get_placement_group(name))
+                for actor in (actor for actor in actors if actor.rpartition("-")[0] == name):
+                    ray.kill(ray.get_actor(actor))
     mine = get_current_placement_group()
     if mine is not None:
         remove_placement_group(mine)
