@@ -1,6 +1,7 @@
 """`tandem drain`: let a worker, or all of a node, finish what they have and end."""
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -10,6 +11,13 @@ from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
     from cli.controller_client import ControllerClient
+
+
+PATIENCE_S = 10.0
+"""How long a controller may be away that another one takes the place of, when a node is about to leave."""
+AGAIN_S = 0.5
+
+Answer = TypeVar("Answer")
 
 
 @plain_errors
@@ -49,11 +57,29 @@ def drain(
     print(f"{worker} {'serves again' if restart else 'has drained'}, after {seconds:.1f} s")
 
 
+async def _patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Asked again for a while if nobody answers."""
+    import asyncio
+    import time
+
+    from wire.errors import Unavailable
+
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await ask()
+        except Unavailable:
+            if time.monotonic() > give_up:
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
 async def _drain_node(client: "ControllerClient", node: str, grace_s: float) -> None:
     """All at once. The first failure is raised, when the others have ended."""
     import asyncio
 
-    names = [info.peer.worker_id for info in await client.workers() if info.address.rpartition(":")[0] == node]
+    workers = await _patiently(client.workers)
+    names = [info.peer.worker_id for info in workers if info.address.rpartition(":")[0] == node]
     if not names:
         print(f"no worker serves at {node}; nothing to drain")
         return

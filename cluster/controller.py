@@ -118,7 +118,7 @@ class Controller:
             self._metrics_address,
             filled,
             self._household.taken_over,
-            self._succession.successor,
+            self._succession.kept_at,
         )
 
     async def run(self) -> None:

@@ -11,16 +11,19 @@ its keeper, and another keeper may adopt it: that one's first life begins with 2
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 
 from cluster.health import Backoff, Health, Phase
+from wire.errors import DeadlineExceeded, FailedPrecondition
 
 log = logging.getLogger(__name__)
 
 PROGRESS_S = 0.2
 """How often a start is asked how far it is, in seconds."""
+LOOK_S = 0.05
 END_S = 5.0
 """What a process that is to stop may take, beside what it lets others finish, before it is killed."""
 WAITS_FOR_PLACE = "waiting for a node that has a place for it"
@@ -110,6 +113,18 @@ class Keeper:
     def phase(self) -> Phase:
         """Where the process stands."""
         return self._phase
+
+    async def until(self, phase: Phase, within_s: float = math.inf) -> None:
+        """DeadlineExceeded if it is not there after so many seconds, FailedPrecondition if it never will be."""
+        try:
+            async with asyncio.timeout(None if within_s == math.inf else within_s):
+                while self._phase is not phase:
+                    if self._phase is Phase.STOPPED:
+                        raise FailedPrecondition(f"{self.name} was taken out of the cluster in the meantime")
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            is_so = self.health().stage or str(self._phase)
+            raise DeadlineExceeded(f"{self.name} is {is_so}, not {phase}, after {within_s:g} s") from None
 
     def retire(self) -> None:
         """The process is going to end by itself; start no other until `restart`."""

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
@@ -17,7 +16,7 @@ from cluster.modes import ModeChange
 from cluster.registry import Registry
 from cluster.roles import Slot
 from cluster.size import SizeChange, Steps
-from wire.errors import DeadlineExceeded, FailedPrecondition, NotFound, TandemError, Unavailable
+from wire.errors import FailedPrecondition, NotFound, TandemError, Unavailable
 from wire.messages import Absence, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
@@ -174,14 +173,14 @@ class Operator:
 
     async def _counted_in(self, keeper: Keeper, within_s: float) -> None:
         """Wait until it serves and the others know."""
-        await _until(keeper, Phase.SERVING, within_s)
+        await keeper.until(Phase.SERVING, within_s)
         while keeper in self._awaited:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 
     async def _arrive(self, keeper: Keeper) -> None:
         """Until it serves, or has been given up."""
         try:
-            await _until(keeper, Phase.SERVING)
+            await keeper.until(Phase.SERVING)
             await self._duties.is_back(keeper.name)
         except TandemError as error:
             log.info("%s: %s", keeper.name, error.message)
@@ -203,7 +202,7 @@ class Operator:
             await self._let_go(keeper, info, grace_s)
         else:
             if keeper.phase is Phase.DRAINING:
-                await _until(keeper, Phase.DRAINED, grace_s + END_S)
+                await keeper.until(Phase.DRAINED, grace_s + END_S)
             await self._duties.stand_in_for(worker_id)
         await self._fleet.remove(worker_id)
         self._duties.forget(worker_id)
@@ -222,7 +221,7 @@ class Operator:
         self._awaited.add(keeper)
         keeper.restart()
         arriving = self._go_on_with(self._arrive(keeper))
-        await _until(keeper, Phase.SERVING, BACK_S)
+        await keeper.until(Phase.SERVING, BACK_S)
         await arriving
 
     async def _drain_and_move(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
@@ -279,7 +278,7 @@ class Operator:
         except TandemError as error:
             log.warning("%s did not drain: %s", keeper.name, error.message)
             keeper.end_now()
-        await _until(keeper, Phase.DRAINED, END_S)
+        await keeper.until(Phase.DRAINED, END_S)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
         begun = self._go_on_with(work)
@@ -303,16 +302,3 @@ def _worth(keeper: Keeper) -> int:
     if keeper.phase is Phase.SERVING:
         return 2
     return int(keeper.health().stage != WAITS_FOR_PLACE)
-
-
-async def _until(keeper: Keeper, phase: Phase, within_s: float = math.inf) -> None:
-    """DeadlineExceeded after so many seconds, FailedPrecondition if it never will."""
-    try:
-        async with asyncio.timeout(None if within_s == math.inf else within_s):
-            while keeper.phase is not phase:
-                if keeper.phase is Phase.STOPPED:
-                    raise FailedPrecondition(f"{keeper.name} was taken out of the cluster in the meantime")
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        is_so = keeper.health().stage or str(keeper.phase)
-        raise DeadlineExceeded(f"{keeper.name} is {is_so}, not {phase}, after {within_s:g} s") from None

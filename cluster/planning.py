@@ -77,7 +77,8 @@ class Planning:
         board.read(self._facts)
 
     async def run(self) -> None:
-        """Look and act until cancelled."""
+        """Look and act until cancelled. What was seen before it is of another time."""
+        self._before = None
         while True:
             await asyncio.sleep(self._config.window_s)
             try:

@@ -48,7 +48,9 @@ class Succession:
         self._stopped = False
         self._heeding: asyncio.Task[None] | None = None
         self.successor = ""
-        """The door of the controller that keeps the workers instead, host:port; empty = this one does."""
+        """The door of the controller that keeps the workers instead, host:port; empty = it is here, or unknown."""
+        self.kept_at = ""
+        """The same as it was known last; empty = here."""
         self._changed = asyncio.Event()
 
     @property
@@ -118,7 +120,7 @@ class Succession:
     async def _take_over(self, handover: Handover) -> None:
         async with self._one_at_a_time:
             await self._house.take_over(handover)
-            self.successor = ""
+            self.successor = self.kept_at = ""
             self._keeps = True
         self._settled.set()
         self._changed.set()
@@ -150,7 +152,7 @@ class Succession:
 
     async def _follow(self, successor: OtherController) -> None:
         try:
-            self.successor = await successor.settled()
+            self.successor = self.kept_at = await successor.settled()
         except Unavailable as error:
             log.info("%s", error.message)
             return

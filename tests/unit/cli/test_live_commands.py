@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cli import state
 from cli.main import app
-from wire.errors import FailedPrecondition
+from wire.errors import FailedPrecondition, Unavailable
 from wire.messages import Absence, Duty, ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
@@ -21,6 +21,8 @@ class Controller:
 
     asked: list[tuple[Any, ...]]
     away: tuple[Absence, ...] = ()
+    silent = 0
+    """So many looks at the workers get no answer."""
 
     def __init__(self, address: str, token: str) -> None:
         self.asked.append((address, token))
@@ -34,6 +36,9 @@ class Controller:
         return (WORKER,), 0.25
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
+        if Controller.silent:
+            Controller.silent -= 1
+            raise Unavailable("cannot reach the controller")
         return tuple(
             replace(WORKER, peer=PeerRef(name, 1), address=f"{node}:7") for name, node in (("x", "a"), ("y", "b"))
         )
@@ -98,6 +103,18 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
     assert asked[1:] == [("y", {"grace_s": 2.0, "force": True, "node_leaves": True})]
     result = CliRunner().invoke(app, ["drain", "--node", "c", *where])
     assert (result.exit_code, result.stdout) == (0, "no worker serves at c; nothing to drain\n")
+
+
+@pytest.mark.parametrize(("patience_s", "drained"), [(60.0, True), (-1.0, False)])
+def test_a_controller_may_change_while_a_node_leaves(
+    patience_s: float, drained: bool, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cli.drain.AGAIN_S", 0.0)
+    monkeypatch.setattr("cli.drain.PATIENCE_S", patience_s)
+    monkeypatch.setattr(Controller, "silent", 2)
+    result = CliRunner().invoke(app, ["drain", "--node", "b", "--controller", "c:1", "--token", "t"])
+    assert ("y has drained" in result.stdout) is drained
+    assert (result.exit_code == 0) is drained
 
 
 @pytest.mark.parametrize(
