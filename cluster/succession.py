@@ -83,9 +83,10 @@ class Succession:
             self._keeps = False
             self._settled.clear()
             self._changed.clear()
-            handover = await self._house.let_go()
-            self._heeding = asyncio.ensure_future(self._heed())
-        return handover
+            try:
+                return await self._house.let_go()
+            finally:
+                self._heeding = asyncio.ensure_future(self._heed())
 
     async def decided(self) -> str:
         """Wait until it is clear who keeps the workers; `successor` then."""
@@ -126,20 +127,27 @@ class Succession:
         self._changed.set()
 
     async def _heed(self) -> None:
+        """Until the workers are this controller's again."""
         over: set[int] = set()
-        while (successor := await self._youngest(over)) is not None:
-            async with self._following(successor):
-                await successor.ended()
-            over.add(successor.number)
-            self.successor = ""
-            self._changed.clear()
-        log.warning("no younger controller lives any more; taking over again")
         while not self._keeps:
             try:
-                await self._take_over(Handover())
+                await self._heed_the_youngest(over)
             except Exception:
-                log.exception("could not take over; trying again")
+                log.exception("neither followed nor took over; trying again")
                 await asyncio.sleep(AGAIN_S)
+
+    async def _heed_the_youngest(self, over: set[int]) -> None:
+        """Until it ends; where there is none but those that are over, take over."""
+        successor = await self._youngest(over)
+        if successor is None:
+            log.warning("no younger controller lives any more; taking over again")
+            await self._take_over(Handover())
+            return
+        async with self._following(successor):
+            await successor.ended()
+        over.add(successor.number)
+        self.successor = ""
+        self._changed.clear()
 
     @asynccontextmanager
     async def _following(self, successor: OtherController) -> AsyncIterator[None]:

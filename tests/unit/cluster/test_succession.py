@@ -195,6 +195,19 @@ async def test_one_that_dies_while_it_takes_over_gives_them_back() -> None:
     assert await waiting == ""
 
 
+async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -> None:
+    group: list[One] = []
+    first = await One(group, 1).start()
+
+    async def fail() -> Handover:
+        raise Unavailable("it does not work")
+
+    first.house.let_go = fail  # type: ignore[method-assign]
+    await One(group, 2).start()
+    assert keepers(group) == [2]
+    await until(lambda: first.house.follows == "door-2")
+
+
 async def test_taking_over_again_is_tried_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(succession, "AGAIN_S", 0.0)
     group: list[One] = []
