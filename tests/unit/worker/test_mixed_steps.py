@@ -21,6 +21,8 @@ TEN = SamplingParams(max_tokens=10)
 STEP_TOKENS = 16
 STEPS_BEFORE = 60
 """Enough for seven to decode under any policy, and not for one of them to end."""
+PROMPT_TOKENS = 3
+ATTEMPTS = 5
 OUT_OF_REACH_S = 1e-9
 POLICIES: dict[str, dict[str, Any]] = {
     "unchunked": {"step_policy": PolicyName.UNCHUNKED},
@@ -42,20 +44,34 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 async def decoding(
     pair: WorkerPair, count: int, sampling: SamplingParams = LONG
 ) -> tuple[dict[str, list[int]], dict[str, Heard]]:
-    """`count` requests that decode, and will for a while; the engine is held."""
-    engine = pair.decode.engine
-    engine.hold()
-    asked = {f"d{n}": [n + 3, n + 4, n + 5] for n in range(count)}
-    heard = {name: pair.send(name, prompt, sampling) for name, prompt in asked.items()}
+    """`count` requests that decode, and will for a while; the engine is held.
+
+    Who comes after the first steps waits for long where no time is to spare; then they are all asked once more.
+    """
+    for attempt in range(ATTEMPTS):
+        asked = {f"d{attempt}.{n}": [n + 3, n + 4, n + 5] for n in range(count)}
+        pair.decode.engine.hold()
+        heard = {name: pair.send(name, prompt, sampling) for name, prompt in asked.items()}
+        if await together(pair.decode.engine, count):
+            return asked, heard
+        pair.abort(*heard)
+        pair.decode.engine.let_go()
+        await pair.empty()
+    raise AssertionError(f"{count} requests do not decode together")
+
+
+async def together(engine: FakeEngine, count: int) -> bool:
+    """Whether so many decode in one step before one of them may end; the engine is held then."""
     await until(engine.waiting.is_set)
+    before = len(engine.batches)
     # Step by step, as what a step brings reaches the next one by way of the event loop.
-    for steps in range(1, STEPS_BEFORE):
+    for steps in range(before + 1, before + STEPS_BEFORE):
         engine.hold(after=1)
         await until(partial(has_run, engine, steps))
         rows = engine.batches[-1].rows
-        if len(rows) == count and all(row.start >= len(asked["d0"]) for row in rows):
-            return asked, heard
-    raise AssertionError(f"{count} requests do not decode together")
+        if len(rows) == count and all(row.start >= PROMPT_TOKENS for row in rows):
+            return True
+    return False
 
 
 def has_run(engine: FakeEngine, steps: int) -> bool:
