@@ -64,7 +64,7 @@ class Fleet:
             return
         keeper.stop()
         if run := self._runs.get(worker_id):
-            await run
+            await asyncio.shield(run)  # whoever waits here may be cancelled, a keeper must not
         if self._keepers.get(worker_id) is keeper:
             self._runs.pop(worker_id, None)
             del self._keepers[worker_id]

@@ -115,9 +115,10 @@ class Household:
         """Workers that serve live on; returns when nothing here touches them any more."""
         planning_and_more, self._tasks = self._tasks[1:], self._tasks[:1]
         await _cancel(planning_and_more)
-        handover = await self.operator.let_go()
-        await self._leave()
-        return handover
+        try:
+            return await self.operator.let_go()
+        finally:
+            await self._leave()
 
     async def follow(self, address: str) -> None:
         """See `mirror`."""

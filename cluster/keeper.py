@@ -78,6 +78,8 @@ class Keeper:
         self._ending = asyncio.Event()
         """Set when the process that runs has to end."""
         self._adopted: tuple[int, Process] | None = None
+        self._lived_before = False
+        """Whether the process that runs was adopted."""
         self._lives_on = False
         self._wanted = asyncio.Event()
         self._wanted.set()
@@ -105,8 +107,10 @@ class Keeper:
         self._adopted = incarnation, process
 
     def let_go(self) -> None:
-        """Keep it no longer: a process that serves lives on, one that does not yet is ended; `run` returns then."""
-        self._lives_on = self._phase is Phase.SERVING
+        """Keep it no longer: a process that serves, here or where it was adopted from, lives on; one that never did is
+        ended. `run` returns then.
+        """
+        self._lives_on = self._phase is Phase.SERVING or (self._phase is Phase.STARTING and self._lived_before)
         self.stop()
 
     @property
@@ -125,6 +129,11 @@ class Keeper:
         except TimeoutError:
             is_so = self.health().stage or str(self._phase)
             raise DeadlineExceeded(f"{self.name} is {is_so}, not {phase}, after {within_s:g} s") from None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it has a process or is to have one; else it has been retired."""
+        return self._wanted.is_set()
 
     def retire(self) -> None:
         """The process is going to end by itself; start no other until `restart`."""
@@ -179,6 +188,7 @@ class Keeper:
                 await process.end(grace_s)
 
     async def _new_life(self) -> Process:
+        self._lived_before = self._adopted is not None
         if self._adopted is not None:
             (self._incarnation, process), self._adopted = self._adopted, None
             return process

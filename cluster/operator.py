@@ -59,7 +59,9 @@ class Operator:
         self._awaited: set[Keeper] = set()
         """Of workers that do not serve yet, or not again, but will."""
         self._moving: dict[str, str] = {}
-        """Who starts elsewhere once its node has left, and that node's address."""
+        """Who starts elsewhere once its node has left, and that node's address; from when it begins to drain."""
+        self._draining: set[Keeper] = set()
+        """Whose drain somebody sees to."""
         self._leaving: set[str] = set()
         """Who leaves for good."""
         self._one_size_at_a_time = asyncio.Lock()
@@ -80,7 +82,7 @@ class Operator:
 
     async def let_go(self) -> Handover:
         """Let drains that run end and give up what merely waits; what another controller has to know of the workers."""
-        while any(keeper.phase is Phase.DRAINING for keeper in self._keepers.values()):  # noqa: ASYNC110
+        while self._draining:  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
         drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
         going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
@@ -90,12 +92,13 @@ class Operator:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
         self._awaited.clear()
+        self._moving.clear()
         return handover
 
     def resume(self, handover: Handover) -> None:
         """Go on with what another controller waited for."""
         for name, node in handover.moving:
-            if (keeper := self._keepers.get(name)) is not None and keeper.phase is Phase.DRAINED:
+            if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
                 self._awaited.add(keeper)
                 self._go_on_with(self._come_back_elsewhere(keeper, node))
 
@@ -227,9 +230,14 @@ class Operator:
     async def _drain_and_move(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
         """Returns when it has drained; it goes on elsewhere by itself."""
         info = self._serving(keeper, force=force)
-        with self._counting_on(keeper):
-            await self._drain(keeper, grace_s, force=force)
-        self._go_on_with(self._come_back_elsewhere(keeper, info.address.rpartition(":")[0]))
+        node = self._moving[keeper.name] = info.address.rpartition(":")[0]
+        try:
+            with self._counting_on(keeper):
+                await self._drain(keeper, grace_s, force=force)
+        except BaseException:
+            self._moving.pop(keeper.name, None)
+            raise
+        self._go_on_with(self._come_back_elsewhere(keeper, node))
 
     @contextlib.contextmanager
     def _counting_on(self, keeper: Keeper) -> Iterator[None]:
@@ -247,8 +255,8 @@ class Operator:
             while await self._node_is_up(node):  # noqa: ASYNC110
                 await asyncio.sleep(NODE_LOOK_S)
         finally:
-            del self._moving[keeper.name]
-        if keeper.phase is not Phase.DRAINED:
+            self._moving.pop(keeper.name, None)
+        if keeper.wanted:
             return  # somebody brought it back in the meantime, or gave it up
         log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
         keeper.restart()
@@ -271,8 +279,15 @@ class Operator:
         return info
 
     async def _let_go(self, keeper: Keeper, info: WorkerInfo, grace_s: float) -> None:
-        await self._duties.stand_in_for(keeper.name)
-        keeper.retire()
+        self._draining.add(keeper)
+        try:
+            await self._duties.stand_in_for(keeper.name)
+            keeper.retire()
+            await self._drained(keeper, info, grace_s)
+        finally:
+            self._draining.discard(keeper)
+
+    async def _drained(self, keeper: Keeper, info: WorkerInfo, grace_s: float) -> None:
         try:
             await self._workers.drain(info, grace_s)
         except TandemError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import household, operator
 from cluster.config import ClusterConfig
 from cluster.health import Phase
 from cluster.household import ControllerConfig, Household
@@ -37,6 +38,8 @@ class Running:
         self.duty = Duty(role)
         self.serves = True
         self.answers = True
+        self.follows = asyncio.Event()
+        self.follows.set()
         self.ended = asyncio.Event()
         self.config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
@@ -62,6 +65,7 @@ class OneProcess(Process):
         return 1
 
     async def start(self) -> None:
+        await self._running.follows.wait()
         self._running.register()
         self._on_start("127.0.0.1:9")
 
@@ -242,3 +246,35 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     assert world.serving["prefill-0"] == 7
     assert "was started with another max_batch_requests, and is started again" in caplog.text
     await world.household.stop(end_workers=True)
+
+
+async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them were on the node that leaves."""
+    left = asyncio.Event()
+
+    async def node_is_up(_address: str) -> bool:
+        return not left.is_set()
+
+    monkeypatch.setattr(household, "node_is_up", node_is_up)
+    monkeypatch.setattr(operator, "NODE_LOOK_S", 0.001)
+    world = World()
+    await world.household.take_over(Handover(moving=(("prefill-0", "10.0.0.9"), ("decode-0", "10.0.0.9"))))
+    await asyncio.sleep(0.02)
+    assert not world.running
+    left.set()
+    await until(lambda: len(world.serving) == 2)
+    await world.household.stop(end_workers=True)
+
+
+async def test_who_is_being_taken_over_lives_on_when_that_is_given_up() -> None:
+    world = World()
+    running = [world.add("prefill-0", Role.PREFILL), world.add("decode-0", Role.DECODE)]
+    for each in running:
+        each.follows.clear()
+    taking = asyncio.ensure_future(world.household.take_over(Handover()))
+    await until(lambda: len(world.followed) == 2)
+    await asyncio.sleep(0.01)
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    await world.household.stop(end_workers=False)
+    assert world.running == running

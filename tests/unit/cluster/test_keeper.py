@@ -233,3 +233,14 @@ async def test_one_that_does_not_serve_when_it_is_let_go_is_ended(dies: bool) ->
     await stage.run
     assert process.ends == 1
     assert stage.dead == stage.incarnations
+
+
+async def test_one_that_was_adopted_and_does_not_follow_yet_lives_on_when_it_is_let_go() -> None:
+    """It serves others: a start that is given up while it takes over ends nothing."""
+    adopted = FakeProcess(0)
+    stage = Stage((7, adopted))
+    await asyncio.sleep(0.01)
+    assert stage.keeper.phase is Phase.STARTING
+    stage.keeper.let_go()
+    await stage.run
+    assert (adopted.ends, stage.dead, stage.incarnations) == (0, [], [])

@@ -220,3 +220,48 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert await letting_go == Handover(), "who leaves for good does not stay away"
     await asyncio.gather(leaving, return_exceptions=True)
     await crew.stop()
+
+
+async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However soon after the drain's end that is asked for, and whoever waits for the drain hears that it is over."""
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    may_end = asyncio.Event()
+    drain = crew.drain
+
+    async def slow(info: WorkerInfo, grace_s: float) -> None:
+        await may_end.wait()
+        await drain(info, grace_s)
+
+    monkeypatch.setattr(crew, "drain", slow)
+    monkeypatch.setattr(cluster.operator, "LOOK_S", 0.0)
+    monkeypatch.setattr(cluster.keeper, "LOOK_S", 0.02)  # it is noticed late
+    asking = crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
+    draining = asyncio.ensure_future(asking)
+    await until(lambda: crew.keepers["decode-1"].phase is Phase.DRAINING)
+    letting_go = asyncio.ensure_future(crew.operator.let_go())
+    await asyncio.sleep(0)
+    may_end.set()
+    assert await letting_go == Handover(moving=(("decode-1", "a"),))
+    await draining
+    assert await crew.operator.let_go() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
+    await crew.stop()
+
+
+async def test_a_drain_that_never_ends_keeps_nobody_from_taking_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.operator, "END_S", 0.0)
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+
+    async def without_end(_info: WorkerInfo, _grace_s: float) -> None:
+        return
+
+    monkeypatch.setattr(crew, "drain", without_end)
+    with pytest.raises(DeadlineExceeded):
+        await crew.operator.drain_worker("decode-1", 0.0, restart=False, force=False)
+    assert crew.keepers["decode-1"].phase is Phase.DRAINING
+    async with asyncio.timeout(60):
+        assert await crew.operator.let_go() == Handover()
+    await crew.stop()
