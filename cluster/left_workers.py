@@ -146,16 +146,14 @@ def _unfit(description: WorkerDescription | None, served: Callable[[str], Settin
 
 def _living() -> list[LeftWorker]:
     import ray
-    from ray.util.placement_group import placement_group_table
 
-    placed = {group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"}
     found: list[LeftWorker] = []
     for name in ray.util.list_named_actors():
         if (match := _NAME.fullmatch(name)) is None:
             continue
         peer = PeerRef(match[1], int(match[3]))
         try:
-            found.append(_RayLeftWorker(peer, ray.get_actor(name), placed=peer.worker_id in placed))
+            found.append(_RayLeftWorker(peer, ray.get_actor(name), placed=_is_made(place_of(peer.worker_id))))
         except ValueError:
             log.info("%s went in the meantime", name)
     return found
@@ -178,6 +176,23 @@ def give_back(worker_id: str) -> None:
     while (group := place_of(worker_id)) is not None and time.monotonic() < give_up:
         remove_placement_group(group)
         time.sleep(LOOK_S)
+
+
+def is_removed(place: Any) -> bool:
+    """Whether somebody has given this placement group back."""
+    return _state(place) in {"REMOVED", None}
+
+
+def _is_made(place: Any) -> bool:
+    return place is not None and _state(place) == "CREATED"
+
+
+def _state(place: Any) -> str | None:
+    """None = Ray knows no such placement group."""
+    from ray.util.placement_group import placement_group_table
+
+    state: str | None = placement_group_table(place).get("state")
+    return state
 
 
 def place_of(worker_id: str) -> Any:

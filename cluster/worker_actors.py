@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
-from cluster.left_workers import LeftWorker, give_back, place_of
+from cluster.left_workers import LeftWorker, give_back, is_removed, place_of
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import GPU, Slot, bundle
 from wire.logs import LogFormat
@@ -93,8 +93,9 @@ class WorkerActors:
     def _group(self, slot: Slot) -> Any:
         from ray.util.placement_group import placement_group
 
-        if slot.worker_id in self._groups:
-            return self._groups[slot.worker_id]
+        known = self._groups.get(slot.worker_id)
+        if known is not None and not (self._cluster.workers_outlive_s and is_removed(known)):
+            return known
         group = place_of(slot.worker_id) if self._cluster.workers_outlive_s else None
         if group is not None and group.bundle_specs != [bundle(slot)]:
             give_back(slot.worker_id)

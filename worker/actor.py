@@ -119,7 +119,7 @@ class WorkerActor:
 
 def give_place_back() -> None:
     """Remove the placement group that this actor is in, and so end it; before, those of its namespace that wait for a
-    node, unless a controller is there that may want them.
+    node or whose worker has died, unless a controller is there that may want them.
     """
     import ray
     from ray.util.placement_group import (
@@ -131,11 +131,14 @@ def give_place_back() -> None:
 
     actors = ray.util.list_named_actors()
     if not any(name.startswith(CONTROLLER) for name in actors):
-        waiting = {group["name"] for group in placement_group_table().values() if group["state"] == "PENDING"}
-        for name in waiting - {""}:
+        for name in {group["name"] for group in placement_group_table().values()} - {""}:
             with contextlib.suppress(ValueError):  # another namespace's, or gone
-                remove_placement_group(get_placement_group(name))
-                for actor in (actor for actor in actors if actor.rpartition("-")[0] == name):
+                place = get_placement_group(name)
+                there = [actor for actor in actors if actor.rpartition("-")[0] == name]
+                if there and placement_group_table(place).get("state") == "CREATED":
+                    continue
+                remove_placement_group(place)
+                for actor in there:
                     ray.kill(ray.get_actor(actor))
     mine = get_current_placement_group()
     if mine is not None:

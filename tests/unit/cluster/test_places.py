@@ -1,4 +1,4 @@
-"""Which placement groups a controller makes, uses again and gives back, over a Ray that only keeps names."""
+"""Which placement groups are made, used again and given back, over a Ray that only keeps names."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from cluster.config import ClusterConfig
 from cluster.left_workers import RayLeftWorkers
 from cluster.roles import Slot
 from cluster.worker_actors import WorkerActors
 from wire.messages import Role
+from worker.actor import give_place_back
 
 SLOT = Slot("decode-0", Role.DECODE, "cpu")
 OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
@@ -24,6 +26,7 @@ class Group:
         self.name = name
         self.bundle_specs = bundle_specs
         self.lifetime = lifetime
+        self.state = "CREATED"
 
 
 class Groups:
@@ -32,14 +35,24 @@ class Groups:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.import_module("ray.util.placement_group")  # as an attribute it is the function of that name
         self.mine: dict[str, Group] = {}
-        self.theirs = {"decode-9"}
+        self.theirs = {"decode-9": "CREATED"}
+        self.actors: set[str] = set()
+        self.here: Group | None = None
+        """In which the test runs."""
         for name, function in (
             ("placement_group", self.make),
             ("get_placement_group", self.get),
             ("remove_placement_group", self.remove),
             ("placement_group_table", self.table),
+            ("get_current_placement_group", lambda: self.here),
         ):
             monkeypatch.setattr(sys.modules["ray.util.placement_group"], name, function)
+        monkeypatch.setattr(ray.util, "list_named_actors", lambda: sorted(self.actors))
+        monkeypatch.setattr(ray, "get_actor", lambda name: name)
+        monkeypatch.setattr(ray, "kill", self.kill)
+
+    def kill(self, actor: str) -> None:
+        self.actors.remove(actor)
 
     def make(self, bundles: list[dict[str, float]], *, name: str, lifetime: str | None) -> Group:
         assert name not in self.mine, "a name has one place"
@@ -53,10 +66,13 @@ class Groups:
 
     def remove(self, group: Group) -> None:
         del self.mine[group.name]
+        group.state = "REMOVED"
 
-    def table(self) -> dict[str, Any]:
-        names = [*self.mine, *self.theirs]
-        states = {name: {"name": name, "state": "CREATED"} for name in names}
+    def table(self, one: Group | None = None) -> dict[str, Any]:
+        if one is not None:
+            return {"name": one.name, "state": one.state}
+        all_of_them = [*((name, group.state) for name, group in self.mine.items()), *self.theirs.items()]
+        states = {str(number): {"name": name, "state": state} for number, (name, state) in enumerate(all_of_them)}
         return {**states, "gone": {"name": "decode-5", "state": "REMOVED"}, "unnamed": {"name": "", "state": "CREATED"}}
 
 
@@ -98,3 +114,41 @@ async def test_what_no_worker_needs_is_cleared(groups: Groups) -> None:
     assert list(groups.mine) == ["decode-0"]
     await RayLeftWorkers().clear(())
     assert not groups.mine
+
+
+def test_one_that_somebody_has_given_back_is_made_anew(groups: Groups) -> None:
+    actors = WorkerActors(OUTLIVING, "t")
+    first = actors._group(SLOT)
+    assert actors._group(SLOT) is first
+    groups.remove(first)
+    assert actors._group(SLOT) is groups.mine["decode-0"]
+
+
+async def test_who_waits_for_its_place_is_not_asked_what_it_is(groups: Groups) -> None:
+    """Whatever has the same name in another cluster."""
+    for name, state in (("decode-0", "CREATED"), ("decode-9", "PENDING")):
+        groups.make([{"decode": 1.0}], name=name, lifetime="detached").state = state
+    groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7", "router-7"}
+    placed = {each.peer.worker_id: each._placed for each in await RayLeftWorkers().living()}  # type: ignore[attr-defined]
+    assert placed == {"decode-0": True, "decode-1": False, "decode-9": False}
+
+
+def test_the_last_worker_gives_back_what_nobody_uses(groups: Groups) -> None:
+    for name in ("decode-0", "decode-1", "decode-2", "decode-9"):
+        groups.make([{"decode": 1.0}], name=name, lifetime="detached")
+    groups.mine["decode-1"].state = "PENDING"
+    groups.theirs["decode-9"] = "PENDING"
+    groups.here = groups.mine["decode-0"]
+    groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7"}
+    give_place_back()
+    assert list(groups.mine) == ["decode-9"], "of a worker that serves still; that of decode-2 is dead"
+    assert groups.actors == {"decode-0-7", "decode-9-7"}
+
+
+def test_where_a_controller_is_a_worker_gives_back_its_own_place_alone(groups: Groups) -> None:
+    for name in ("decode-0", "decode-1"):
+        groups.make([{"decode": 1.0}], name=name, lifetime="detached")
+    groups.here = groups.mine["decode-0"]
+    groups.actors = {"controller-5"}
+    give_place_back()
+    assert list(groups.mine) == ["decode-1"]
