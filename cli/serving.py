@@ -32,6 +32,7 @@ from router.tokenizer import Tokenizer
 from wire.errors import TandemError
 
 STOPPED = "[dim]stopped; nothing is left running[/]"
+NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     """Start `config` with `model` (None: the small one) and serve until a signal, or `once` until `first` is answered.
 
     Raises a TandemError that says what is wrong, KeyboardInterrupt for a signal before it serves. Whatever happens,
-    nothing of the cluster is left behind.
+    nothing of the cluster is left behind but workers that are to outlive it.
     """
     console = Console(highlight=False, soft_wrap=True)
     with _one_interrupt():
@@ -58,7 +59,7 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
                 config = replace(_with_model(config, model, view), log_folder=new_log_folder())
                 cluster = _start(console, config, view)
         except KeyboardInterrupt:
-            console.print(STOPPED)
+            console.print(NOT_STARTED if config.workers_outlive_s else STOPPED)
             raise
         leave_workers = False
         try:

@@ -128,8 +128,8 @@ class Controller:
     async def stop(self, *, leave_workers: bool = False) -> bool:
         """End the router, then the workers, then the door; returns when all are gone. Whether workers live on.
 
-        They do where others keep them, where another start than this one's would lose them, and, if they may outlive
-        this controller at all, where that is asked for.
+        They do, if they may outlive this controller at all, where that is asked for, where another controller lives,
+        and where this one's start is not over and began none of them.
         """
         if self._taking_over is not None:
             self._taking_over.cancel()
@@ -139,15 +139,17 @@ class Controller:
             await self._router_run
         # Not before: another may take over while the router still lets requests end.
         await self._succession.stop()
-        leave = bool(self._config.cluster.workers_outlive_s) and (
-            leave_workers
-            or not self._succession.keeps
-            or (bool(self._household.taken_over) and not self._household.started.is_set())
-            or not await self._succession.alone()
-        )
+        leave = await self._leaves_workers(asked=leave_workers)
         await self._household.stop(end_workers=not leave)
         await self._server.stop(grace=0.5)
         if self._metrics is not None:
             await self._metrics.close()
         self._stopped.set()
         return leave
+
+    async def _leaves_workers(self, *, asked: bool) -> bool:
+        if not self._config.cluster.workers_outlive_s:
+            return False
+        household, succession = self._household, self._succession
+        others_began = not household.started.is_set() and (bool(household.taken_over) or not succession.keeps)
+        return asked or others_began or not await succession.alone()

@@ -222,6 +222,7 @@ class Cluster:
 
     def _stop_controller(self) -> None:
         """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
+        self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
         with contextlib.suppress(Unavailable):
             left = self._controller.stop.remote(leave_workers=self._leave_workers)
             self.left_workers = _ask(left, timeout_s=self._config.stop_grace_s + STOP_TIMEOUT_S)
@@ -273,7 +274,7 @@ def _raise_if_over(life: Any) -> None:
 
     done, _ = ray.wait([life], timeout=0)
     if done:
-        raise Unavailable("the controller died and took the cluster along; start it again with `tandem up`")
+        raise Unavailable("the controller died, and the router with it; start them again with `tandem up`")
 
 
 def _who_keeps(controller: str) -> str:

@@ -19,7 +19,7 @@ from wire.errors import Unavailable
 class NoCluster:
     """Starts at once, or fails as told, and ends when asked to wait."""
 
-    failure: Unavailable | None = None
+    failure: BaseException | None = None
     endpoints = Endpoints("127.0.0.1:7", "127.0.0.1:8", "127.0.0.1:9", "token", "127.0.0.1:10")
     waited = stopped = False
     interrupt: tuple[signal.Signals, ...] = ()
@@ -85,6 +85,18 @@ def test_only_who_means_the_cluster_ends_workers_that_may_outlive_it(
     told = capsys.readouterr().out
     assert ("wait 9 s for one with --cluster-name north" in told) is leaves
     assert ("nothing is left running" in told) is not leaves
+
+
+@pytest.mark.parametrize("outlive_s", [0.0, 9.0])
+def test_a_start_that_is_interrupted_says_what_may_live_on(
+    outlive_s: float, clusters: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clusters.failure = KeyboardInterrupt(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        serve(config_of(workers_outlive_s=outlive_s, ray_address="auto", token="t"), None, None, once=False)
+    told = capsys.readouterr().out
+    assert ("nothing is left running" in told) is not bool(outlive_s)
+    assert ("workers that served before live on" in told) is bool(outlive_s)
 
 
 def test_what_becomes_of_the_workers_is_told(capsys: pytest.CaptureFixture[str]) -> None:
