@@ -33,6 +33,8 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
                     registry.mirror(convert.membership_from_proto(message))
             except grpc.aio.AioRpcError as error:
                 log.info("the membership of the controller at %s ended: %s", address, error.details())
+            except Exception:
+                log.exception("a membership could not be followed; the next one is")
             await asyncio.sleep(RECONNECT_S)
 
 
