@@ -16,7 +16,7 @@ from tests.unit.cluster.crew import FACTS, until
 from tests.unit.cluster.test_service import ABSENT, Asked
 from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2_grpc
-from wire.messages import PeerRef, Role, WorkerInfo
+from wire.messages import Membership, PeerRef, Role, WorkerInfo
 from wire.rpc import open_server
 
 
@@ -125,6 +125,27 @@ async def test_its_membership_is_the_others_word_for_word(doors: Doors, monkeypa
     await until(lambda: not here.membership().workers)
     await doors.servers[0].stop(None)
     await asyncio.sleep(0.05)
+    assert not following.done()
+    following.cancel()
+
+
+async def test_a_membership_that_cannot_be_followed_is_followed_by_the_next(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "RECONNECT_S", 0.01)
+    address = await doors.open(Asked(), doors.here)
+    here = Registry()
+    doors.registry.set_mode("colocated")
+    real, failures = here.mirror, [OSError("it is full")]
+
+    def fails_once(membership: Membership) -> None:
+        if failures:
+            raise failures.pop()
+        real(membership)
+
+    monkeypatch.setattr(here, "mirror", fails_once)
+    following = asyncio.ensure_future(mirror(address, "secret", here))
+    await until(lambda: here.membership().mode == "colocated" or following.done())
     assert not following.done()
     following.cancel()
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
@@ -46,6 +47,18 @@ def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node.killed.is_set()
     with pytest.raises(Unavailable, match="Ray was killed"):
         cluster.wait()
+
+
+@pytest.mark.parametrize("outlive_s", [0.0, 9.0])
+def test_workers_of_a_controller_that_does_not_stop_in_time_may_live_on(
+    outlive_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=outlive_s)
+    cluster = Cluster(config, lambda _: None)
+    cluster._controller = MagicMock()
+    monkeypatch.setattr("cluster.launcher._ask", MagicMock(side_effect=Unavailable("it does not answer")))
+    cluster._stop_controller()
+    assert cluster.left_workers is bool(outlive_s)
 
 
 def test_kill_ends_the_family_and_removes_the_folder(tmp_path: Path) -> None:
