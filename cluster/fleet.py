@@ -15,7 +15,6 @@ class Fleet:
 
     def __init__(
         self,
-        slots: Iterable[Slot],
         keep: Callable[[Slot], Keeper],
         new_slot: Callable[[Role, Sequence[Slot]], Slot],
         release: Callable[[Slot], None] = lambda _: None,
@@ -26,8 +25,8 @@ class Fleet:
         self._keep = keep
         self._new_slot = new_slot
         self._release = release
-        self._slots = {slot.worker_id: slot for slot in slots}
-        self._keepers = {slot.worker_id: keep(slot) for slot in self._slots.values()}
+        self._slots: dict[str, Slot] = {}
+        self._keepers: dict[str, Keeper] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self.keepers: Mapping[str, Keeper] = MappingProxyType(self._keepers)
         """By worker, in the order in which they came."""
@@ -38,11 +37,6 @@ class Fleet:
         for role in roles:
             slots.append(self._new_slot(role, slots))
         return slots[len(self._slots) :]
-
-    def start(self) -> None:
-        """Fill all slots that there are."""
-        for worker_id, keeper in self._keepers.items():
-            self._runs[worker_id] = asyncio.create_task(keeper.run())
 
     def add(self, slot: Slot, living: tuple[int, Process] | None = None, *, away: bool = False) -> Keeper:
         """Begin to fill one more; with a process that lives already, if there is one, by its incarnation, or, if it is

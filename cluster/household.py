@@ -67,7 +67,7 @@ class Household:
         self._registry = registry
         self._left = left
         self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
-        self.fleet = Fleet((), self._keeper, self._new_slot, self._workers.release)
+        self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
         calls = WorkerCalls(config.token)
         self._duties = Duties(registry, Sharing.of(cluster), {}, calls.set_duty)
         self.operator = Operator(registry, self._duties, self.fleet, calls, node_is_up)

@@ -15,6 +15,14 @@ def _latency(title: str, family: Family, about: str) -> Panel:
     return Panel(title, Unit.SECONDS, curves, about, width=6)
 
 
+_FRONT = "worker", "front"
+
+
+def _by_front(title: str, unit: Unit, curves: str, about: str = "") -> Panel:
+    """A curve for each front process."""
+    return Panel(title, unit, (Query(curves, "{{worker}} front-{{front}}"),), about, width=6)
+
+
 def _heatmap(title: str, family: Family) -> Panel:
     cells = (Query(rate(series(family, "_bucket"), "le")),)
     return Panel(title, Unit.SECONDS, cells, "Observations a second in each bucket.", Kind.HEATMAP, width=12)
@@ -158,32 +166,24 @@ _PLACEMENT = Row(
 _FRONTS = Row(
     "Front processes",
     (
-        Panel(
+        _by_front(
             "Clients' connections",
             Unit.NUMBER,
-            (Query(total(series(f.FRONT_CONNECTIONS), "worker", "front"), "{{worker}} front-{{front}}"),),
+            total(series(f.FRONT_CONNECTIONS), *_FRONT),
             "The kernel spreads new ones evenly; each stays where it is.",
-            width=6,
         ),
-        Panel(
+        _by_front(
             "Messages",
             Unit.A_SECOND,
-            (Query(rate(series(f.FRONT_MESSAGES), "worker", "front"), "{{worker}} front-{{front}}"),),
+            rate(series(f.FRONT_MESSAGES), *_FRONT),
             "Parts of requests and answers, to and from the router.",
-            width=6,
         ),
-        Panel(
-            "Bytes",
-            Unit.BYTES_A_SECOND,
-            (Query(rate(series(f.FRONT_BYTES), "worker", "front"), "{{worker}} front-{{front}}"),),
-            width=6,
-        ),
-        Panel(
+        _by_front("Bytes", Unit.BYTES_A_SECOND, rate(series(f.FRONT_BYTES), *_FRONT)),
+        _by_front(
             "Restarts",
             Unit.NUMBER,
-            (Query(total(series(f.FRONT_RESTARTS), "worker", "front"), "{{worker}} front-{{front}}"),),
+            total(series(f.FRONT_RESTARTS), *_FRONT),
             "Each costs the clients of that process their connections; the router's log has the reason.",
-            width=6,
         ),
     ),
     folded=True,

@@ -132,13 +132,15 @@ class Crew:
         self.room = asyncio.Event()
         """Unset: nodes have no place for another worker."""
         self.room.set()
+        self.drains = asyncio.Event()
+        """Unset: a drain that has begun does not end."""
+        self.drains.set()
         self.nodes_up = True
         self.drained: list[str] = []
         self.released: list[str] = []
         """Whose places were given back."""
         self.processes: dict[str, ProcessOf] = {}
-        slots = [Slot(name, info.role, "cpu") for name, info in workers.infos.items()]
-        self.fleet = Fleet(slots, self._keeper, self._new_slot, lambda slot: self.released.append(slot.worker_id))
+        self.fleet = Fleet(self._keeper, self._new_slot, lambda slot: self.released.append(slot.worker_id))
         self.keepers = self.fleet.keepers
         self.operator = Operator(workers.registry, workers.duties, self.fleet, self, self._node_is_up)
 
@@ -146,11 +148,13 @@ class Crew:
     async def of(cls, workers: Workers) -> Crew:
         """Once all of them serve."""
         crew = cls(workers)
-        crew.fleet.start()
+        for name, info in workers.infos.items():
+            crew.fleet.add(Slot(name, info.role, "cpu"))
         await until(lambda: all(keeper.phase is Phase.SERVING for keeper in crew.keepers.values()))
         return crew
 
     async def drain(self, info: WorkerInfo, _grace_s: float) -> None:
+        await self.drains.wait()
         name = info.peer.worker_id
         assert self.keepers[name].phase is Phase.DRAINING
         self.drained.append(name)

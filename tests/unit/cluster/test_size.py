@@ -203,20 +203,13 @@ async def test_a_drain_that_runs_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cluster.operator, "LOOK_S", 0.001)
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
-    may_end = asyncio.Event()
-    drain = crew.drain
-
-    async def slow(info: WorkerInfo, grace_s: float) -> None:
-        await may_end.wait()
-        await drain(info, grace_s)
-
-    monkeypatch.setattr(crew, "drain", slow)
+    crew.drains.clear()
     leaving = asyncio.ensure_future(crew.operator.resize(SizeChange(prefill=1, decode=1)))
     await until(lambda: any(keeper.phase is Phase.DRAINING for keeper in crew.keepers.values()))
     letting_go = asyncio.ensure_future(crew.operator.let_go())
     await asyncio.sleep(0.02)
     assert not letting_go.done()
-    may_end.set()
+    crew.drains.set()
     assert await letting_go == Handover(), "who leaves for good does not stay away"
     await asyncio.gather(leaving, return_exceptions=True)
     await crew.stop()
@@ -228,14 +221,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     """However soon after the drain's end that is asked for, and whoever waits for the drain hears that it is over."""
     workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
     crew = await Crew.of(workers)
-    may_end = asyncio.Event()
-    drain = crew.drain
-
-    async def slow(info: WorkerInfo, grace_s: float) -> None:
-        await may_end.wait()
-        await drain(info, grace_s)
-
-    monkeypatch.setattr(crew, "drain", slow)
+    crew.drains.clear()
     monkeypatch.setattr(cluster.operator, "LOOK_S", 0.0)
     monkeypatch.setattr(cluster.keeper, "LOOK_S", 0.02)  # it is noticed late
     asking = crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
@@ -243,7 +229,7 @@ async def test_who_drains_since_its_node_leaves_is_handed_over_as_one_that_moves
     await until(lambda: crew.keepers["decode-1"].phase is Phase.DRAINING)
     letting_go = asyncio.ensure_future(crew.operator.let_go())
     await asyncio.sleep(0)
-    may_end.set()
+    crew.drains.set()
     assert await letting_go == Handover(moving=(("decode-1", "a"),))
     await draining
     assert await crew.operator.let_go() == Handover(("decode-1",)), "it was given up, and nobody knows of its node"
