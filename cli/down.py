@@ -8,7 +8,11 @@ import typer
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cli.state import RunningCluster
+
+LOOK_S = 0.05
 
 
 @plain_errors
@@ -30,14 +34,13 @@ def down(
         print(f"cleared up after {len(cleared)} killed cluster{'s' * (len(cleared) > 1)}")
     elif not clusters:
         print("no cluster is running; nothing to stop")
-    for cluster in clusters if everything else clusters[:1]:
-        _stop(cluster, timeout)
+    _stop(clusters if everything else clusters[:1], timeout)
     if not everything and len(clusters) > 1:
         print(f"{len(clusters) - 1} more still running; `tandem down --all` stops them too")
 
 
-def _stop(cluster: "RunningCluster", timeout: float) -> None:
-    """Ctrl-C from afar: on SIGTERM workers that may outlive it would. DeadlineExceeded if the process stays."""
+def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
+    """Ctrl-C from afar: on SIGTERM workers that may outlive it would. DeadlineExceeded names those that stay."""
     import signal
     import time
 
@@ -45,14 +48,18 @@ def _stop(cluster: "RunningCluster", timeout: float) -> None:
 
     from wire.errors import DeadlineExceeded
 
-    with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(cluster.pid).send_signal(signal.SIGINT)
-    timeout += cluster.stop_grace_s
-    give_up = time.monotonic() + timeout
-    while cluster.alive:
-        if time.monotonic() > give_up:
-            raise DeadlineExceeded(
-                f"process {cluster.pid} did not end within {timeout:g} s; stop it with `kill -9 {cluster.pid}`"
-            )
-        time.sleep(0.05)
-    print(f"stopped the cluster that served {cluster.model} (process {cluster.pid})")
+    for cluster in clusters:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(cluster.pid).send_signal(signal.SIGINT)
+    began, late = time.monotonic(), []
+    for cluster in clusters:
+        within = timeout + cluster.stop_grace_s
+        while cluster.alive and time.monotonic() < began + within:
+            time.sleep(LOOK_S)
+        if cluster.alive:
+            late.append((cluster.pid, f"process {cluster.pid} did not end within {within:g} s"))
+        else:
+            print(f"stopped the cluster that served {cluster.model} (process {cluster.pid})")
+    if late:
+        pids = " ".join(str(pid) for pid, _ in late)
+        raise DeadlineExceeded(f"{', '.join(words for _, words in late)}; stop with `kill -9 {pids}`")

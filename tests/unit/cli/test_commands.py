@@ -5,11 +5,12 @@ import json
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -72,6 +73,35 @@ def test_down_clears_up_after_a_killed_cluster(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["down"])
     assert (result.exit_code, result.stdout) == (0, "cleared up after 1 killed cluster\n")
     assert not killed.exists()
+
+
+def test_down_goes_on_where_one_cluster_does_not_end() -> None:
+    """The newest, which comes first, is deaf; those before it end, and the command says so and fails."""
+    deaf = "signal.signal(signal.SIGINT, signal.SIG_IGN)"
+    processes = [announced(f"model-{number}", first) for number, first in enumerate(("", "", deaf))]
+    try:
+        result = CliRunner().invoke(app, ["down", "--all", "--timeout", "0.1"])
+        assert result.exit_code == 1
+        stays = processes[-1].pid
+        assert result.stderr == f"error: process {stays} did not end within 0.1 s; stop with `kill -9 {stays}`\n"
+        assert [line.split()[5] for line in result.stdout.splitlines()] == ["model-1", "model-0"]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def announced(model: str, first: str) -> subprocess.Popen[bytes]:
+    """A process that is a cluster by its state file alone; it may take long to end, unless it is deaf."""
+    pipe, script = subprocess.PIPE, f"import signal, sys\n{first}\nprint(flush=True)\nsys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe)
+    assert process.stdout
+    process.stdout.readline()
+    started, grace_s = psutil.Process(process.pid).create_time(), 0.0 if first else 60.0
+    one = state.RunningCluster(process.pid, started, "r:1", "r:2", model, stop_grace_s=grace_s)
+    state.folder().mkdir(parents=True, exist_ok=True)
+    (state.folder() / f"up-{process.pid}.json").write_text(json.dumps(asdict(one)))
+    return process
 
 
 @pytest.mark.parametrize("option", ["--grpc-port", "--http-port", "--metrics-port"])
