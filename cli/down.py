@@ -1,4 +1,4 @@
-"""`tandem down`: stop the running cluster and wait until it is gone."""
+"""`tandem down`: stop the running cluster, or end the workers that an earlier one has left; returns when it is gone."""
 
 import contextlib
 from typing import TYPE_CHECKING, Annotated
@@ -23,11 +23,42 @@ def down(
     everything: Annotated[
         bool, typer.Option("--all", help="Stop every cluster of this user, not just the newest.")
     ] = False,
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address",
+            help="End, at once, the workers that wait on the Ray cluster at HOST:PORT or auto for another `tandem up`; "
+            "from a host that belongs to it.",
+        ),
+    ] = "",
+    cluster_name: Annotated[str, typer.Option("--cluster-name", help="Whose workers those are.")] = "tandem",
 ) -> None:
-    """Stop the cluster that `tandem up` started."""
-    from cli.state import running
-    from cluster.temp_folder import remove_abandoned
+    """Stop the cluster that `tandem up` started, or, with --address, end workers that have outlived theirs."""
+    if address:
+        _clear(address, cluster_name, everything=everything)
+    else:
+        _stop_those_here(timeout, cluster_name, everything=everything)
 
+
+def _clear(address: str, name: str, *, everything: bool) -> None:
+    from cluster.clearing import clear_ray
+    from wire.errors import InvalidArgument
+
+    if everything:
+        raise InvalidArgument("--all", "is for clusters of this host; leave it out where --address is given")
+    cleared = clear_ray(address, name)
+    workers, places = (", ".join(names) for names in (cleared.workers, cleared.places))
+    print(f"ended {workers or 'no worker'}; gave back the places of {places or 'nobody'}")
+
+
+def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
+    from cli.state import running
+    from cluster.joining import DEFAULT_NAME
+    from cluster.temp_folder import remove_abandoned
+    from wire.errors import InvalidArgument
+
+    if name != DEFAULT_NAME:
+        raise InvalidArgument("--cluster-name", "is for workers on a Ray that was joined; add its --address")
     clusters = running()
     cleared = remove_abandoned()
     if cleared:

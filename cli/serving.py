@@ -179,7 +179,8 @@ def _left(config: ClusterConfig) -> str:
     return (
         f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
         f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
-        " end then[/]"
+        f" end then; `tandem down --address {escape(config.ray_address)} --cluster-name {escape(config.cluster_name)}`"
+        " ends them now[/]"
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from cluster.joining import DEFAULT_NAME, check_cluster_name, check_ray_address, namespace_of
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
 from kv_transfer.base import Direction
@@ -26,7 +27,6 @@ GPU_MEMORY_FRACTION = 0.9
 """Part of a GPU's memory that all of its workers take together."""
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
-DEFAULT_NAME = "tandem"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -229,15 +229,14 @@ class ClusterConfig:
                 raise InvalidArgument(option, f"{name!r} is none of {', '.join(known)}")
 
     def _check_ray_address(self) -> None:
-        if self.ray_address and re.fullmatch(r"auto|[^\s/]+:[0-9]+", self.ray_address) is None:
-            raise InvalidArgument("--address", f"{self.ray_address!r} is neither auto nor HOST:PORT of a Ray cluster")
+        if self.ray_address:
+            check_ray_address(self.ray_address)
         if self.ray_address and self.device not in {"cpu", "cuda"}:
             raise InvalidArgument("--device", f"{self.device}: where Ray has several nodes it chooses; give cuda")
         self._check_outliving()
 
     def _check_outliving(self) -> None:
-        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", self.cluster_name) is None:
-            raise InvalidArgument("--cluster-name", f"{self.cluster_name!r} is not made of letters, digits and . _ -")
+        check_cluster_name(self.cluster_name)
         if not self.workers_outlive_s:
             if self.cluster_name != DEFAULT_NAME:
                 raise InvalidArgument("--cluster-name", "is for workers that outlive it; add --workers-outlive")
@@ -256,7 +255,7 @@ class ClusterConfig:
     @property
     def ray_namespace(self) -> str | None:
         """Where workers and controllers of this cluster find each other; None = nobody else may."""
-        return f"tandem-{self.cluster_name}" if self.workers_outlive_s else None
+        return namespace_of(self.cluster_name) if self.workers_outlive_s else None
 
     @property
     def worker_count(self) -> int:

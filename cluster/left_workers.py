@@ -54,8 +54,8 @@ class LeftWorkers(ABC):
         """All that have not ended, also those that start or drain."""
 
     @abstractmethod
-    async def clear(self, kept: Collection[str]) -> None:
-        """Give back all places but those of these workers."""
+    async def clear(self, kept: Collection[str]) -> Collection[str]:
+        """Give back all places but those of these workers; whose they were."""
 
 
 class NoLeftWorkers(LeftWorkers):
@@ -64,8 +64,8 @@ class NoLeftWorkers(LeftWorkers):
     async def living(self) -> list[LeftWorker]:
         return []
 
-    async def clear(self, kept: Collection[str]) -> None:
-        return
+    async def clear(self, kept: Collection[str]) -> Collection[str]:
+        return ()
 
 
 class RayLeftWorkers(LeftWorkers):
@@ -74,8 +74,8 @@ class RayLeftWorkers(LeftWorkers):
     async def living(self) -> list[LeftWorker]:
         return await asyncio.to_thread(_living)
 
-    async def clear(self, kept: Collection[str]) -> None:
-        await asyncio.to_thread(_clear, kept)
+    async def clear(self, kept: Collection[str]) -> Collection[str]:
+        return await asyncio.to_thread(_clear, kept)
 
 
 class _RayLeftWorker(LeftWorker):
@@ -159,23 +159,25 @@ def _living() -> list[LeftWorker]:
     return found
 
 
-def _clear(kept: Collection[str]) -> None:
+def _clear(kept: Collection[str]) -> list[str]:
     from ray.util.placement_group import placement_group_table
 
     groups = placement_group_table().values()
-    for name in {group["name"] for group in groups if group["state"] != "REMOVED"}:
-        if name and name not in kept:
-            give_back(name)
+    # Names are those of all namespaces.
+    names = {group["name"] for group in groups if group["state"] != "REMOVED"} - {"", *kept}
+    return [name for name in names if give_back(name)]
 
 
-def give_back(worker_id: str) -> None:
-    """Returns when another place may have the name. What runs there ends."""
+def give_back(worker_id: str) -> bool:
+    """Returns when another place may have the name; whether there was one. What runs there ends."""
     from ray.util.placement_group import remove_placement_group
 
-    give_up = time.monotonic() + GONE_S
+    give_up, found = time.monotonic() + GONE_S, False
     while (group := place_of(worker_id)) is not None and time.monotonic() < give_up:
+        found = True
         remove_placement_group(group)
         time.sleep(LOOK_S)
+    return found
 
 
 def is_removed(place: Any) -> bool:

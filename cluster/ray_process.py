@@ -72,7 +72,7 @@ class RayProcess(Process):
             return int(await self._actor.pid.remote())
 
     async def start(self) -> None:
-        self._on_start(await _plainly(self._begin()))
+        self._on_start(await plainly(self._begin()))
 
     async def progress(self) -> tuple[str, float]:
         stage, fraction = await self._actor.progress.remote()
@@ -99,7 +99,7 @@ class RayProcess(Process):
         ray.kill(self._actor, no_restart=True)
 
 
-async def _plainly(reply: Any) -> Any:
+async def plainly(reply: Any) -> Any:
     """A call's result, or the error the actor raised without Ray's traceback around it."""
     try:
         return await reply

@@ -119,11 +119,35 @@ def test_every_place_is_given_back(head: Head, up: Callable[..., subprocess.Pope
     first.send_signal(signal.SIGKILL)
     head.assert_empty_soon()
 
-    second = up("--address", head.address, "--prompt", "Say hello.", "--max-tokens", "8", "--once")
+    outliving = "--workers-outlive", "600", "--cluster-name", "left"
+    second = up(
+        "--address",
+        head.address,
+        *outliving,
+        "--prompt",
+        "Say hello.",
+        "--max-tokens",
+        "8",
+        TANDEM_CLUSTER_TOKEN="t" * 16,
+    )
+    assert "first token" in read_until(second, "Ctrl-C stops it")
+    down = [sys.executable, "-m", "cli.main", "down", "--address", head.address, "--cluster-name", "left"]
+
+    def run_down() -> tuple[int, str]:
+        done = subprocess.run(down, env=head.env, text=True, capture_output=True, timeout=120, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = run_down()
+    assert code == 1
+    assert "`tandem up` serves with these workers, its controller is at 127.0.0.1:" in said
+    second.send_signal(signal.SIGTERM)
     out, _ = second.communicate(timeout=120)
-    assert second.returncode == 0, out
-    assert "is served at" in out
+    assert f"`tandem down --address {head.address} --cluster-name left`" in " ".join(out.split())
+    assert head.actors() == [ACTORS[-1]] * 2
+    assert run_down() == (0, "ended decode-0, prefill-0; gave back the places of decode-0, prefill-0\n")
     head.assert_empty_soon()
+    code, said = run_down()
+    assert (code, said.partition(";")[0]) == (1, "error: no workers were left there")
     assert {path.name for path in folder.iterdir()} <= {"ray", "state"}, "a Ray of its own was started"
 
 

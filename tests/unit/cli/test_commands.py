@@ -104,6 +104,30 @@ def announced(model: str, first: str) -> subprocess.Popen[bytes]:
     return process
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--address", "somewhere"], "--address: 'somewhere' is neither auto nor HOST:PORT"),
+        (["--address", "r:1", "--cluster-name", "a b"], "--cluster-name: 'a b' is not made of letters"),
+        (["--address", "r:1", "--all"], "--all: is for clusters of this host"),
+        (["--cluster-name", "other"], "--cluster-name: is for workers on a Ray that was joined; add its --address"),
+    ],
+)
+def test_what_down_cannot_mean_is_refused(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["down", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {words}")
+
+
+def test_down_says_that_a_ray_cluster_cannot_be_joined() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # it does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["down", "--address", address])
+    assert result.exit_code == 4
+    assert result.stderr.startswith(f"error: no Ray cluster answers at {address}")
+
+
 @pytest.mark.parametrize("option", ["--grpc-port", "--http-port", "--metrics-port"])
 def test_a_taken_port_names_its_option(option: str) -> None:
     ports = {"--grpc-port": "0", "--http-port": "0"}
