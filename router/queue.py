@@ -87,7 +87,8 @@ class RequestQueue:
     def full_for(self, tenant: str, others: int = 0) -> bool:
         """Whether `tenant` has as much waiting as one may, `others` of its own counted in."""
         line = self._lines.get(tenant)
-        return (line.count if line is not None else 0) + others >= self._tenant_limit
+        aside = sum(ticket.tenant == tenant for ticket in self._aside.values())
+        return (line.count if line is not None else 0) + aside + others >= self._tenant_limit
 
     def ahead(self, tenant: str, start_by_s: float) -> Ahead:
         """Prompts that would be computed before one of `tenant` that must start by then, about: no more than what is

@@ -23,6 +23,8 @@ SECOND = SloClass("second", ttft_s=1.0)
 KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)
 GAP_S = 6e-3
 """Between tokens: with noise, as much as a step of 13 answers to prompts of 2,048 tokens takes."""
+HUGE = 10**7
+"""Tokens of a prompt that no worker is large enough for."""
 CAPACITY = 2 / PROMPT_S
 """Prompts a second that the world's two prefill workers compute."""
 
@@ -137,6 +139,16 @@ def test_a_tenants_queue_is_bounded() -> None:
     assert other.refused is None
     assert isinstance(refused[0], ResourceExhausted)
     assert refused[0].retry_after_s > 0
+
+
+def test_what_nobody_could_serve_yet_counts_for_its_tenant() -> None:
+    """Else one key's prompts, too large for whom is left, would take everybody's places."""
+    world = World(settings={"max_queued_per_tenant": 5})
+    large = [world.arrive(1000.0 + number, tokens=HUGE, tenant="large") for number in range(6)]
+    other = world.arrive(1010.0, tenant="other")
+    world.run()
+    assert [each.refused is not None for each in large] == [False] * 5 + [True]
+    assert other.refused is None
 
 
 @pytest.mark.parametrize("ttft_s", [2.0, math.inf])

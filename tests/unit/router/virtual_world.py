@@ -92,9 +92,10 @@ class World:
     def _pump(self) -> None:
         while (ticket := self.binder.head()) is not None:
             pair = self.binder.bind(ticket)
-            if pair is None:
+            if pair is not None:
+                self._place(self._by_id[ticket.wire_id], pair)
+            elif not self.binder.set_aside(ticket):
                 return
-            self._place(self._by_id[ticket.wire_id], pair)
 
     def _place(self, request: Request, pair: Pair) -> None:
         assert pair.decode is not None
