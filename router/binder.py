@@ -69,7 +69,7 @@ class Binder:
     def leave(self, ticket: Ticket) -> None:
         """It waits no more, if it did."""
         self._queue.remove(ticket)
-        self._gate.pace.note(self._clock(), bool(len(self._queue)))
+        self._gate.pace.note(self._clock(), self._queue.moves)
 
     def head(self) -> Ticket | None:
         """Whose turn it is. Who has missed the target by now goes behind those that can still meet theirs."""
@@ -95,7 +95,7 @@ class Binder:
         if pair is None:
             return None
         self._queue.remove(ticket)
-        self._gate.pace.note(now, bool(len(self._queue)), ticket.service_s)
+        self._gate.pace.note(now, self._queue.moves, ticket.service_s)
         if not ticket.resumed:
             forecast = pair.forecast
             self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
@@ -106,7 +106,7 @@ class Binder:
         hopeless = not self._placement.could_serve(ticket.need(self._clock()), self._fleet)
         if hopeless:
             self._queue.set_aside(ticket)
-            self._gate.pace.note(self._clock(), bool(len(self._queue)))
+            self._gate.pace.note(self._clock(), self._queue.moves)
         return hopeless
 
     def ended(self, ticket: Ticket, answer_tokens: int) -> None:

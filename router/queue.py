@@ -72,6 +72,11 @@ class RequestQueue:
         return iter(list(self._waiting.values()))
 
     @property
+    def moves(self) -> bool:
+        """Whether anything waits that has a turn."""
+        return len(self._waiting) > len(self._aside)
+
+    @property
     def full(self) -> bool:
         return len(self._waiting) >= self._limit
 

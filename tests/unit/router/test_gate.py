@@ -151,6 +151,14 @@ def test_what_nobody_could_serve_yet_counts_for_its_tenant() -> None:
     assert other.refused is None
 
 
+def test_what_nobody_could_serve_yet_does_not_slow_the_queue() -> None:
+    world = World()
+    world.arrive(1000.0, tokens=HUGE)
+    burst = [world.arrive(1030.0, slo=SECOND) for _ in range(20)]
+    world.run()
+    assert all(each.refused is None and each.met for each in burst)
+
+
 @pytest.mark.parametrize("ttft_s", [2.0, math.inf])
 def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
     """26 answers keep the gap; twice as many would run."""
