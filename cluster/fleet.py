@@ -1,13 +1,16 @@
 """The workers that a cluster has now: a slot for each, and the keeper that fills it."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from cluster.health import Health
 from cluster.keeper import Keeper, Process
 from cluster.roles import Slot
 from wire.messages import Role
+
+log = logging.getLogger(__name__)
 
 
 class Fleet:
@@ -17,10 +20,10 @@ class Fleet:
         self,
         keep: Callable[[Slot], Keeper],
         new_slot: Callable[[Role, Sequence[Slot]], Slot],
-        release: Callable[[Slot], None] = lambda _: None,
+        release: Callable[[Slot], Awaitable[None]],
     ) -> None:
         """`keep` makes the keeper of a slot, `new_slot` one more slot beside those that there are; `release` gives back
-        what a slot held that is filled no more.
+        what a slot held that is filled no more, and until it has, nobody else gets the slot.
         """
         self._keep = keep
         self._new_slot = new_slot
@@ -28,6 +31,7 @@ class Fleet:
         self._slots: dict[str, Slot] = {}
         self._keepers: dict[str, Keeper] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
         self.keepers: Mapping[str, Keeper] = MappingProxyType(self._keepers)
         """By worker, in the order in which they came."""
 
@@ -57,24 +61,31 @@ class Fleet:
         if keeper is None:
             return
         keeper.stop()
-        if run := self._runs.get(worker_id):
-            await asyncio.shield(run)  # whoever waits here may be cancelled, a keeper must not
-        if self._keepers.get(worker_id) is keeper:
-            self._runs.pop(worker_id, None)
-            del self._keepers[worker_id]
-            self._release(self._slots.pop(worker_id))
+        if worker_id not in self._removals:
+            self._removals[worker_id] = asyncio.create_task(self._remove(worker_id))
+        await asyncio.shield(self._removals[worker_id])  # whoever waits here may be cancelled, a removal must not
+
+    async def _remove(self, worker_id: str) -> None:
+        try:
+            await self._runs[worker_id]
+            await self._release(self._slots[worker_id])
+        except Exception:
+            log.exception("%s is taken out, but what it held may not have been given back", worker_id)
+        finally:
+            for mine in (self._slots, self._keepers, self._runs, self._removals):
+                mine.pop(worker_id, None)
 
     async def stop(self) -> None:
         """End all processes at once; returns when they are gone."""
         for keeper in self._keepers.values():
             keeper.stop()
-        await asyncio.gather(*self._runs.values())
+        await asyncio.gather(*self._runs.values(), *self._removals.values())
 
     async def let_go(self) -> None:
         """Keep nothing any more: processes that serve live on, and all hold their places; slots are forgotten."""
         for keeper in self._keepers.values():
             keeper.let_go()
-        await asyncio.gather(*self._runs.values())
+        await asyncio.gather(*self._runs.values(), *self._removals.values())
         for mine in (self._slots, self._keepers, self._runs):
             mine.clear()
 

@@ -153,7 +153,7 @@ def _living() -> list[LeftWorker]:
             continue
         peer = PeerRef(match[1], int(match[3]))
         try:
-            found.append(_RayLeftWorker(peer, ray.get_actor(name), placed=_is_made(place_of(peer.worker_id))))
+            found.append(_RayLeftWorker(peer, ray.get_actor(name), placed=is_made(place_of(peer.worker_id))))
         except ValueError:
             log.info("%s went in the meantime", name)
     return found
@@ -169,15 +169,19 @@ def _clear(kept: Collection[str]) -> list[str]:
 
 
 def give_back(worker_id: str) -> bool:
-    """Returns when another place may have the name; whether there was one. What runs there ends."""
+    """Returns when another place may have the name, or, with a warning, when Ray takes too long to forget it; whether
+    there was one. What runs there ends.
+    """
     from ray.util.placement_group import remove_placement_group
 
-    give_up, found = time.monotonic() + GONE_S, False
-    while (group := place_of(worker_id)) is not None and time.monotonic() < give_up:
-        found = True
+    give_up, group = time.monotonic() + GONE_S, place_of(worker_id)
+    while group is not None and place_of(worker_id) == group:
+        if time.monotonic() > give_up:
+            log.warning("Ray still has the place of %s, which was given back %.0f s ago", worker_id, GONE_S)
+            break
         remove_placement_group(group)
         time.sleep(LOOK_S)
-    return found
+    return group is not None
 
 
 def is_removed(place: Any) -> bool:
@@ -185,7 +189,8 @@ def is_removed(place: Any) -> bool:
     return _state(place) in {"REMOVED", None}
 
 
-def _is_made(place: Any) -> bool:
+def is_made(place: Any) -> bool:
+    """Whether this placement group has a node."""
     return place is not None and _state(place) == "CREATED"
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.config import ClusterConfig
 from cluster.keeper import Process
-from cluster.left_workers import LeftWorker, give_back, is_removed, place_of
+from cluster.left_workers import LeftWorker, give_back, is_made, is_removed, place_of
 from cluster.ray_process import RayProcess, actor_class
 from cluster.roles import GPU, Slot, bundle
 from wire.logs import LogFormat
@@ -57,7 +57,7 @@ class WorkerActors:
             "num_cpus": 0,
             "resources": {name: count for name, count in bundle(slot).items() if name != GPU},
             "num_gpus": bundle(slot).get(GPU),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group(slot)),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(await asyncio.to_thread(self._group, slot)),
         }
         log = self._cluster.log_file(slot.worker_id)
         if self._cluster.workers_outlive_s:
@@ -74,23 +74,22 @@ class WorkerActors:
         """All places belong to another controller from now on."""
         self._groups.clear()
 
-    def release(self, slot: Slot) -> None:
+    async def release(self, slot: Slot) -> None:
         """Give its place back; what still runs there ends."""
         from ray.util.placement_group import remove_placement_group
 
         group = self._groups.pop(slot.worker_id, None)
         if self._cluster.workers_outlive_s:
-            give_back(slot.worker_id)  # whoever made it
+            await asyncio.to_thread(give_back, slot.worker_id)  # whoever made it
         elif group is not None:
-            remove_placement_group(group)
+            await asyncio.to_thread(remove_placement_group, group)
 
     async def _placed(self, slot: Slot) -> None:
-        from ray.util.placement_group import placement_group_table
-
-        while (await asyncio.to_thread(placement_group_table, self._group(slot)))["state"] != "CREATED":  # noqa: ASYNC110
+        while not await asyncio.to_thread(lambda: is_made(self._group(slot))):  # noqa: ASYNC110
             await asyncio.sleep(_PLACE_LOOK_S)
 
     def _group(self, slot: Slot) -> Any:
+        """Beside the event loop: Ray's head answers when it can."""
         from ray.util.placement_group import placement_group
 
         known = self._groups.get(slot.worker_id)

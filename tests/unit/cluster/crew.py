@@ -140,7 +140,7 @@ class Crew:
         self.released: list[str] = []
         """Whose places were given back."""
         self.processes: dict[str, ProcessOf] = {}
-        self.fleet = Fleet(self._keeper, self._new_slot, lambda slot: self.released.append(slot.worker_id))
+        self.fleet = Fleet(self._keeper, self._new_slot, self._release)
         self.keepers = self.fleet.keepers
         self.operator = Operator(workers.registry, workers.duties, self.fleet, self, self._node_is_up)
 
@@ -163,6 +163,9 @@ class Crew:
     async def stop(self) -> None:
         await self.fleet.stop()
         await self.workers.stop()
+
+    async def _release(self, slot: Slot) -> None:
+        self.released.append(slot.worker_id)
 
     def _keeper(self, slot: Slot) -> Keeper:
         name = slot.worker_id

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
+from cluster import left_workers
 from cluster.config import ClusterConfig
-from cluster.left_workers import RayLeftWorkers
+from cluster.left_workers import RayLeftWorkers, give_back
 from cluster.roles import Slot
 from cluster.worker_actors import WorkerActors
 from wire.messages import Role
@@ -81,7 +84,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> Groups:
     return Groups(monkeypatch)
 
 
-def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups) -> None:
+async def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups) -> None:
     first = WorkerActors(OUTLIVING, "t")._group(SLOT)
     assert first.lifetime == "detached"
     second = WorkerActors(OUTLIVING, "t")
@@ -89,7 +92,7 @@ def test_a_place_that_was_left_is_used_again_and_given_back(groups: Groups) -> N
     second.let_go()
     assert groups.mine == {"decode-0": first}
     third = WorkerActors(OUTLIVING, "t")
-    third.release(SLOT)
+    await third.release(SLOT)
     assert not groups.mine, "of a worker that was taken over with its place"
 
 
@@ -100,11 +103,53 @@ def test_one_that_does_not_fit_is_made_anew(groups: Groups) -> None:
     assert groups.mine == {"decode-0": new}
 
 
-def test_workers_that_end_with_their_start_have_places_that_do_so_too(groups: Groups) -> None:
+async def test_workers_that_end_with_their_start_have_places_that_do_so_too(groups: Groups) -> None:
     actors = WorkerActors(ClusterConfig(Path("m")), "t")
     assert actors._group(SLOT).lifetime is None
-    actors.release(SLOT)
+    await actors.release(SLOT)
     assert not groups.mine
+
+
+async def test_giving_a_place_back_holds_up_nobody_else(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray may take its time; meanwhile the event loop has workers to watch."""
+    actors, looked = WorkerActors(OUTLIVING, "t"), threading.Event()
+    actors._group(SLOT)
+    remove = groups.remove
+
+    def slowly(group: Group) -> None:
+        assert looked.wait(10), "the event loop stood still"
+        remove(group)
+
+    monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", slowly)
+    releasing = asyncio.ensure_future(actors.release(SLOT))
+    await asyncio.sleep(0)
+    looked.set()
+    await releasing
+    assert not groups.mine
+
+
+def test_a_place_that_has_the_name_since_is_left_alone(groups: Groups, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another controller, which had it as soon as the name was free."""
+    groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
+    remove = groups.remove
+
+    def and_another(group: Group) -> None:
+        remove(group)
+        groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
+
+    monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", and_another)
+    assert give_back("decode-0")
+    assert groups.mine["decode-0"].state == "CREATED"
+
+
+def test_a_place_that_ray_does_not_forget_is_told(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(left_workers, "GONE_S", 0.0)
+    groups.make([{"decode": 1.0}], name="decode-0", lifetime="detached")
+    monkeypatch.setattr(sys.modules["ray.util.placement_group"], "remove_placement_group", lambda _group: None)
+    assert give_back("decode-0")
+    assert "Ray still has the place of decode-0" in caplog.text
 
 
 async def test_what_no_worker_needs_is_cleared(groups: Groups) -> None:
