@@ -92,6 +92,7 @@ class Duties:
         finally:
             for task in self._telling:
                 task.cancel()
+            self._told = {}
 
     async def set_mode(self, change: ModeChange) -> None:
         """Returns when every serving worker does what the new mode wants of it.
@@ -211,7 +212,9 @@ class Duties:
                 return
             except TandemError as error:
                 log.warning("%s was not told its duty, %s: %s", info.peer.worker_id, duty, error.message)
-                await asyncio.sleep(RETRY_S)
+            except Exception:
+                log.exception("%s was not told its duty, %s", info.peer.worker_id, duty)
+            await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
         """Wait until nobody who serves is late; the names of those who are when the time is over, "" = none."""

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cluster.background import begin, going_on
 from cluster.config import ClusterConfig, Mode
 from cluster.duties import Duties
 from cluster.elsewhere import mirror
@@ -39,6 +40,7 @@ LOOK_S = 0.02
 GRACE_S = 60.0
 """What workers that were taken over have for their requests, before they are started again or leave."""
 
+_DUTIES = "telling workers their duties"
 Found = Mapping[str, tuple[LeftWorker, WorkerDescription]]
 
 
@@ -107,9 +109,12 @@ class Household:
         await self._until_they_follow()
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
-        self._tasks = [asyncio.create_task(self._duties.run()), asyncio.create_task(self._adjust(found, estate))]
+        self._tasks = [
+            begin(going_on(self._duties.run, _DUTIES), _DUTIES),
+            begin(self._adjust(found, estate), "changing workers that were taken over"),
+        ]
         if self._planner is not None:
-            self._tasks.append(asyncio.create_task(self._planner.run()))
+            self._tasks.append(begin(self._planner.run(), "the planner"))
 
     async def let_go(self) -> Handover:
         """Workers that serve live on; returns when nothing here touches them any more."""
@@ -163,22 +168,17 @@ class Household:
         """Once the cluster serves, there are as many workers as the config says, with its settings."""
         await self.started.wait()
         cluster = self._config.cluster
-        try:
-            if estate.surplus:
-                sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
-                if self._duties.sharing.mode is Mode.DISAGGREGATED:
-                    sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
-                await self.operator.resize(sizes)
-        except TandemError as error:
-            log.warning("there are more workers than asked for: %s", error.message)
+        if estate.surplus:
+            sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
+            if self._duties.sharing.mode is Mode.DISAGGREGATED:
+                sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
+            await _else_it_stays(self.operator.resize(sizes), "there are more workers than asked for")
         for name, (_, description) in found.items():
             other = differences(tuning_of(self._asked_of(name)), description.tuning)
             if other and name in self.fleet.keepers:
                 log.warning("%s was started with another %s, and is started again", name, ", ".join(other))
-                try:
-                    await self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
-                except TandemError as error:
-                    log.warning("%s keeps its settings: %s", name, error.message)
+                again = self.operator.drain_worker(name, GRACE_S, restart=True, force=False)
+                await _else_it_stays(again, f"{name} keeps its settings")
 
     def _served(self, worker_id: str) -> Settings:
         return served_of(self._asked_of(worker_id))
@@ -207,6 +207,15 @@ class Household:
     def _serves_metrics(self, slot: Slot, address: str) -> None:
         if self._metrics is not None:
             self._metrics.opened(slot.worker_id, slot.role, address)
+
+
+async def _else_it_stays(change: Awaitable[object], as_it_is: str) -> None:
+    try:
+        await change
+    except TandemError as error:
+        log.warning("%s: %s", as_it_is, error.message)
+    except Exception:
+        log.exception("%s", as_it_is)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:

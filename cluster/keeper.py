@@ -157,7 +157,11 @@ class Keeper:
                 await self._wanted.wait()
                 continue
             born = time.monotonic()
-            await self._live(grace_s)
+            try:
+                await self._live(grace_s)
+            except Exception as error:
+                log.exception("%s could not be kept as it should be", self.name)
+                self._error = first_line(error)
             if self._stopping.is_set():
                 break
             if not self._wanted.is_set():
@@ -183,9 +187,11 @@ class Keeper:
             ended = await self._watch(process)
         finally:
             if ended or not self._lives_on:
-                self._on_death(self._incarnation)
                 self._pid = 0
-                await process.end(grace_s)
+                try:
+                    self._on_death(self._incarnation)
+                finally:
+                    await process.end(grace_s)
 
     async def _new_life(self) -> Process:
         self._lived_before = self._adopted is not None
@@ -224,6 +230,7 @@ class Keeper:
             await process.start()
         finally:
             following.cancel()
+            await asyncio.gather(following, return_exceptions=True)  # a process that is gone says so by its end
         self._phase = Phase.SERVING
 
     async def _follow(self, process: Process) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 
+from cluster.background import begin
 from cluster.duties import Duties
 from cluster.fleet import Fleet
 from cluster.health import Phase
@@ -252,7 +253,7 @@ class Operator:
     async def _come_back_elsewhere(self, keeper: Keeper, node: str) -> None:
         self._moving[keeper.name] = node
         try:
-            while await self._node_is_up(node):  # noqa: ASYNC110
+            while await self._may_be_up(node):  # noqa: ASYNC110
                 await asyncio.sleep(NODE_LOOK_S)
         finally:
             self._moving.pop(keeper.name, None)
@@ -261,6 +262,13 @@ class Operator:
         log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
         keeper.restart()
         await self._arrive(keeper)
+
+    async def _may_be_up(self, node: str) -> bool:
+        try:
+            return await self._node_is_up(node)
+        except Exception:
+            log.exception("cannot find out whether %s has left; asking again", node)
+            return True
 
     def _info(self, worker_id: str) -> WorkerInfo | None:
         members = self._registry.membership().workers
@@ -306,7 +314,7 @@ class Operator:
             raise Unavailable("another controller has taken over in the meantime; ask again") from None
 
     def _go_on_with(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        task = asyncio.ensure_future(work)
+        task = begin(work, "what was asked of the workers")
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
         return task

@@ -10,8 +10,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol
 
+from cluster.background import begin, going_on
 from cluster.controllers import Controllers, OtherController
 from cluster.inheritance import Handover
 from wire.errors import Unavailable
@@ -151,7 +153,8 @@ class Succession:
 
     @asynccontextmanager
     async def _following(self, successor: OtherController) -> AsyncIterator[None]:
-        following = asyncio.ensure_future(self._follow(successor))
+        what = "following another controller"
+        following = begin(going_on(partial(self._follow, successor), what), what)
         try:
             yield
         finally:

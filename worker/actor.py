@@ -111,9 +111,12 @@ class WorkerActor:
         while (silent_s := min(time.monotonic() - self._called_at, self._process.silent_s)) < self._outlive_s:  # noqa: ASYNC110
             await asyncio.sleep(min(LOOK_S, self._outlive_s - silent_s))
         log.warning("%s has heard no controller for %.0f s, and ends", self._me.worker_id, silent_s)
-        if self._process.serves:
-            await asyncio.to_thread(self._process.drain, LAST_GRACE_S)
-        await asyncio.to_thread(self._process.stop)
+        try:
+            if self._process.serves:
+                await asyncio.to_thread(self._process.drain, LAST_GRACE_S)
+            await asyncio.to_thread(self._process.stop)
+        except Exception:
+            log.exception("%s did not end in order", self._me.worker_id)
         await asyncio.to_thread(give_place_back)
 
 

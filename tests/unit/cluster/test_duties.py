@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 
+import cluster.background
 import cluster.duties
 import cluster.operator
+from cluster.background import begin, going_on
 from cluster.config import Mode
 from cluster.health import Phase
 from cluster.modes import ModeChange, Sharing, assign
 from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
-from wire.messages import Duty
+from wire.messages import Duty, WorkerInfo
 from wire.policy_name import PolicyName
 
 from .crew import BOTH, DISAGGREGATED, Crew, D, P, Workers, until
@@ -49,6 +51,41 @@ async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     workers.finish("b")
     await changing
     assert workers.roles == {"a": P, "b": D}
+    await workers.stop()
+
+
+async def test_duties_are_told_although_something_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a telling failed in an unforeseen way, or the look at who has to be told."""
+    for module in (cluster.duties, cluster.background):
+        monkeypatch.setattr(module, "RETRY_S" if module is cluster.duties else "AGAIN_S", 0.0)
+    workers = Workers({"a": P, "b": D}, DISAGGREGATED)
+    tell, look, failures = workers.duties._tell, workers.duties._look, ["tell", "look"]
+
+    async def tell_at_last(info: WorkerInfo, duty: Duty, grace_s: float) -> None:
+        if "tell" in failures:
+            failures.remove("tell")
+            raise KeyError("a defect of telling")
+        await tell(info, duty, grace_s)
+
+    def look_at_last() -> None:
+        if "look" in failures:
+            failures.remove("look")
+            raise KeyError("a defect of looking")
+        look()
+
+    workers.duties._tell = tell_at_last
+    await until(lambda: workers.seen)
+    workers._tasks[1].cancel()
+    monkeypatch.setattr(workers.duties, "_look", look_at_last)
+    workers._tasks.append(begin(going_on(workers.duties.run, "telling"), "telling"))
+    await until(lambda: "look" not in failures)
+    await workers.duties.set_mode(ModeChange("colocated"))
+    assert workers.roles == {"a": BOTH, "b": BOTH}
+    assert not failures
+    assert "telling has failed, and goes on" in caplog.text
+    assert "was not told its duty" in caplog.text
     await workers.stop()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import household, operator
+from cluster import background, household, operator
 from cluster.config import ClusterConfig
 from cluster.health import Phase
 from cluster.household import ControllerConfig, Household
@@ -20,6 +20,7 @@ from cluster.left_workers import LeftWorker, LeftWorkers
 from cluster.metrics import ClusterMetrics
 from cluster.registry import Registry
 from cluster.roles import Slot, plan
+from cluster.size import SizeChange
 from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
 from worker.description import WorkerDescription, served_of, tuning_of
 
@@ -246,6 +247,49 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     assert world.serving["prefill-0"] == 7
     assert "was started with another max_batch_requests, and is started again" in caplog.text
     await world.household.stop(end_workers=True)
+
+
+async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World()
+    world.add("prefill-0", Role.PREFILL)
+    for name in ("decode-0", "decode-1"):
+        other = world.add(name, Role.DECODE)
+        other.config = replace(other.config, max_batch_requests=3)
+    await world.household.take_over(Handover())
+
+    async def fail(_change: SizeChange) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(world.household.operator, "resize", fail)
+    world.household.started.set()
+    await until(lambda: min(world.serving.get(name, 0) for name in ("decode-0", "decode-1")) > 7)
+    assert "there are more workers than asked for" in caplog.text
+    assert "a defect" in caplog.text
+    await world.household.stop(end_workers=True)
+
+
+async def test_workers_are_told_their_duties_although_that_failed_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "AGAIN_S", 0.0)
+    world = World()
+    duties, began = world.household._duties, []
+    run = duties.run
+
+    async def fail_once() -> None:
+        began.append(1)
+        if len(began) == 1:
+            raise KeyError("a defect")
+        await run()
+
+    monkeypatch.setattr(duties, "run", fail_once)
+    await world.household.take_over(Handover())
+    await until(lambda: len(began) == 2)
+    assert "telling workers their duties has failed, and goes on" in caplog.text
+    await world.household.stop(end_workers=True)
+    assert len(began) == 2
 
 
 async def test_who_moves_comes_back_although_nobody_lives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,25 @@ async def test_death_is_told_and_a_new_incarnation_follows() -> None:
     await stage.run
 
 
+async def test_one_whose_death_cannot_be_told_is_kept_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    stage = Stage()
+    first = await stage.until(1, Phase.STARTING)
+
+    def fail(incarnation: int) -> None:
+        stage.keeper._on_death = stage.dead.append
+        raise KeyError(incarnation)
+
+    stage.keeper._on_death = fail
+    first.death.set_result("the process died")
+    second = await stage.until(2, Phase.STARTING)
+    assert first.ends == 1
+    assert "w could not be kept as it should be" in caplog.text
+    second.may_start.set()
+    await stage.until(2, Phase.SERVING)
+    stage.keeper.stop()
+    await stage.run
+
+
 async def test_death_during_the_start_is_seen_at_once() -> None:
     stage = Stage()
     (await stage.until(1, Phase.STARTING)).death.set_result("killed while loading")

@@ -164,6 +164,28 @@ async def test_one_that_moves_counts_and_can_be_given_up(monkeypatch: pytest.Mon
     await crew.stop()
 
 
+async def test_one_that_moves_comes_back_although_ray_did_not_answer_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cluster.operator, "NODE_LOOK_S", 0.0)
+    workers = Workers({"prefill-0": P, "decode-0": D, "decode-1": D}, DISAGGREGATED)
+    crew = await Crew.of(workers)
+    answers = [OSError("Ray is away"), True, OSError("Ray is away"), False]
+
+    async def node_is_up(_node: str) -> bool:
+        answer = answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    crew.operator._node_is_up = node_is_up
+    await crew.operator.drain_worker("decode-1", 1.0, restart=False, force=True, node_leaves=True)
+    await until(lambda: "decode-1" in workers.roles)
+    assert not answers
+    assert caplog.text.count("cannot find out whether a has left") == 2
+    await crew.stop()
+
+
 async def test_who_is_given_up_while_it_restarts_says_so() -> None:
     workers = Workers({"both-0": BOTH, "both-1": BOTH}, Sharing(Mode.ADAPTIVE))
     crew = await Crew.of(workers)
