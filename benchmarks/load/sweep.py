@@ -33,10 +33,17 @@ def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:
 
 
 def sweep(measure: Measure, first: float) -> list[LoadReport]:
-    """From `first` upwards until no cell has its share of goodput any more, at most `STEPS_MAX` loads."""
+    """From `first` upwards until no cell has its share of goodput any more, at most `STEPS_MAX` loads, and as far as a
+    trace goes.
+    """
     reports: list[LoadReport] = []
     while (rate := next_rate(first, [goodput(report) for report in reports])) is not None:
-        reports.append(measure(rate, len(reports)))
+        try:
+            reports.append(measure(rate, len(reports)))
+        except InvalidArgument:
+            if not reports:
+                raise
+            break
     return reports
 
 

@@ -27,6 +27,7 @@ from benchmarks.load.spread import LEVELS
 from benchmarks.load.stage import parse_setting, running_cluster
 from benchmarks.load.sweep import STEPS_MAX, parse_rates
 from benchmarks.load.target import Target, find_target, warm_up
+from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.strategies.part import Load, Part, joined
@@ -39,7 +40,7 @@ from cli.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted
 from telemetry.scrape import Scrape, Stretch
-from wire.errors import TandemError
+from wire.errors import InvalidArgument, TandemError
 
 _PARTS_BITS = 16
 """More than rows times loads times classes."""
@@ -108,7 +109,19 @@ class Run:
             return None if any(load["rate"] == rate for load in part.loads()) else rate
         if len(part.loads()) != number:
             return None
-        return part.next_rate(offer.first_rate * self._arguments.workers)
+        rate = part.next_rate(offer.first_rate * self._arguments.workers)
+        return rate if rate is None or not number or self._goes_to(offer, rate) else None
+
+    def _goes_to(self, offer: Offer, rate: float) -> bool:
+        """Whether there is such a load: a trace ends somewhere, and with it the sweep."""
+        try:
+            self._workload(offer, rate)
+        except InvalidArgument:
+            return False
+        return True
+
+    def _workload(self, offer: Offer, rate: float) -> Workload:
+        return offer.source.at(rate, self._arguments.seconds, self._arguments.seed)
 
     def measure(self) -> bool:
         """Whether everything is measured."""
@@ -140,7 +153,7 @@ class Run:
     def _load_of_class(self, turn: Turn, at: Cluster, place: int, slo_class: str) -> Load:
         """Class number `place` of a turn's."""
         arguments = self._arguments
-        workload = turn.offer.source.at(turn.rate, arguments.seconds, arguments.seed)
+        workload = self._workload(turn.offer, turn.rate)
         settings = LoadSettings(arguments.clients, arguments.drain_seconds, slo_class=slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))

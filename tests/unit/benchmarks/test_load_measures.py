@@ -188,6 +188,20 @@ def test_a_sweep_goes_on_while_one_cell_is_kept() -> None:
     assert knees(reports) == {"never": 0.0, "cell": 4.0}
 
 
+def test_a_sweep_keeps_what_it_has_where_a_trace_ends() -> None:
+    cluster = Cluster(capacity=1e9)
+
+    def of_a_trace(rate: float, number: int) -> LoadReport:
+        if rate > 3:
+            raise InvalidArgument("--rates", "the trace has no more")
+        return cluster(rate, number)
+
+    assert len(sweep(of_a_trace, 1.0)) == 3
+    assert [rate for rate, _ in cluster.asked] == [1.0, 1.5, 2.25]
+    with pytest.raises(InvalidArgument, match="no more"):
+        sweep(of_a_trace, 4.0)
+
+
 def test_a_sweep_that_finds_no_knee_ends_too() -> None:
     cluster = Cluster(capacity=1e9)
     assert len(sweep(cluster, 0.1)) == 16

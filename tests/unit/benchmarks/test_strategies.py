@@ -106,6 +106,18 @@ def test_a_sweep_goes_through_the_rows_at_each_rate_too(tmp_path: Path) -> None:
     assert len(measured_order(lost, 99, share=0.1)) == 2
 
 
+def test_a_sweep_ends_with_its_trace(tmp_path: Path) -> None:
+    """As in the simulation; else every start ended with an error there, and the table was never shown."""
+    trace = tmp_path / "short.jsonl"
+    lines = [f'{{"timestamp": {1000 * n}, "input_length": 9, "output_length": 9, "hash_ids": [1]}}' for n in range(40)]
+    trace.write_text("\n".join(lines))
+    run = arguments(
+        tmp_path, "--trace", str(trace), "--workloads", "short", "--only", "shared,adaptive", "--seconds", "10"
+    )
+    assert [rate for rate, _, _ in measured_order(run, 99)] == [1.0, 1.0, 1.5, 1.5, 2.25, 2.25, 3.375, 3.375]
+    assert run.measure()
+
+
 def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
     classes = {
         name: load(2.0, strict, quick) | {"errors": {}, "served_by": {name: 1}}
