@@ -85,11 +85,15 @@ def read_costs(file: Path, option: str = "--costs") -> CostParameters:
 
 
 def hardware(shape: str, costs: Path | None, kv_gib: float, misjudged: float) -> Hardware:
-    """Predictions are `misjudged` times what steps take."""
+    """Predictions are `misjudged` times what steps take. InvalidArgument if there is room for no page."""
     model = shape_config(shape)
+    if not misjudged > 0:
+        raise InvalidArgument("--misjudged", f"{misjudged:g} is not above 0")
     truth = roofline(model) if costs is None else read_costs(costs)
     scaled = {name: getattr(truth, name) * misjudged for name in _SECONDS}
     pages = int(kv_gib * 2**30 / (GPU_PAGE_TOKENS * kv_bytes(model)))
+    if pages < 1:
+        raise InvalidArgument("--kv-gib", f"{kv_gib:g} has room for no page of {shape}")
     return Hardware(model, shape, truth, replace(truth, **scaled), pages)
 
 

@@ -21,7 +21,7 @@ from benchmarks.load.sweep import at_rates, knees, parse_rates, sweep
 from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.trace import Trace, read_trace
-from benchmarks.load.workload import Source
+from benchmarks.load.workload import Source, Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from wire.errors import InvalidArgument, TandemError
@@ -77,6 +77,18 @@ def make_source(arguments: argparse.Namespace) -> Source:
     return Synthetic(prompt, Lengths.parse("--new-tokens", arguments.new_tokens), arguments.cv)
 
 
+def known_workloads(source: Source, arguments: argparse.Namespace) -> list[Workload]:
+    """Those that do not hang on what is measured: a sweep has one. InvalidArgument if one of them cannot be had."""
+    if not arguments.seconds > 0:
+        raise InvalidArgument("--seconds", f"{arguments.seconds:g} is not above 0")
+    if arguments.speed is not None:
+        if not isinstance(source, Trace):
+            raise InvalidArgument("--speed", "is a trace's; give --trace, or --rates")
+        return [source.at_speed(arguments.speed, arguments.seconds, arguments.seed)]
+    rates = parse_rates(arguments.rates) if arguments.sweep is None else [arguments.sweep]
+    return [source.at(rate, arguments.seconds, arguments.seed) for rate in rates]
+
+
 def run_loads(
     target: Target, source: Source, cells: Sequence[SloCell], arguments: argparse.Namespace
 ) -> list[LoadReport]:
@@ -88,10 +100,7 @@ def run_loads(
         return show(run_load(target, replace(workload, seed=arguments.seed + number), cells, settings))
 
     if arguments.speed is not None:
-        if not isinstance(source, Trace):
-            raise InvalidArgument("--speed", "is a trace's; give --trace, or --rates")
-        workload = source.at_speed(arguments.speed, arguments.seconds, arguments.seed)
-        return [show(run_load(target, workload, cells, settings))]
+        return [show(run_load(target, each, cells, settings)) for each in known_workloads(source, arguments)]
     if arguments.sweep is not None:
         return sweep(measure, arguments.sweep)
     return at_rates(measure, parse_rates(arguments.rates))
@@ -156,6 +165,11 @@ def _own_cluster(model: ServedModel, settings: Figures) -> Iterator[str]:
 def measure(arguments: argparse.Namespace) -> Figures:
     """The whole run, from a cluster to a result."""
     source, asked = make_source(arguments), [parse_cell(each) for each in arguments.slo]
+    # What cannot be sent or kept is said before minutes go into a start.
+    LoadSettings(arguments.clients, arguments.drain_seconds)
+    known_workloads(source, arguments)
+    if arguments.records is not None and not arguments.records.absolute().parent.is_dir():
+        raise InvalidArgument("--records", f"{arguments.records.parent} is no folder; make it first")
     stage, settings = _stage(arguments)
     with stage as address:
         target = find_target(address, arguments.api_key)

@@ -1,5 +1,6 @@
 """Loads at rising rates, up to the knee: where the cluster stops to give most requests what they may expect."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from benchmarks.load.report import LoadReport
@@ -20,11 +21,14 @@ Goodput = Mapping[str, tuple[float, float]]
 
 
 def parse_rates(text: str) -> list[float]:
-    """From "1,2.5,4"; rising. InvalidArgument if it is no list of numbers."""
+    """From "1,2.5,4"; rising. InvalidArgument if it is no list of numbers above 0."""
     try:
-        return sorted(float(rate) for rate in text.split(","))
+        rates = sorted(float(rate) for rate in text.split(","))
     except ValueError:
         raise InvalidArgument("--rates", f"{text!r} is no list of numbers") from None
+    if not all(0 < rate < math.inf for rate in rates):
+        raise InvalidArgument("--rates", f"{text!r} has a rate that is not above 0")
+    return rates
 
 
 def at_rates(measure: Measure, rates: Sequence[float]) -> list[LoadReport]:

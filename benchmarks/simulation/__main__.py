@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.simulation.stage import Stage
 from benchmarks.strategies.part import Load, goodput_of, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.table import as_text, figures, make_rows
-from benchmarks.strategies.workloads import Offer, offers
+from benchmarks.strategies.workloads import Offer, chosen_offers, offers
 from costs.step_cost import CostParameters
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
 from simulation.hardware import hardware
@@ -120,13 +120,34 @@ def fitted_of(measured: Any) -> Fitted:
     return found
 
 
+def read_object(file: Path, option: str) -> Any:
+    """A JSON object. InvalidArgument names the option."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(option, f"{file} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise InvalidArgument(option, f"{file} is no JSON object")
+    return content
+
+
+def read_network(file: Path) -> Network:
+    """By the names of its fields."""
+    content = read_object(file, "--network")
+    known = [each.name for each in fields(Network)]
+    if strange := sorted(content.keys() - set(known)):
+        raise InvalidArgument("--network", f"{file} has {', '.join(strange)}; known are {', '.join(known)}")
+    return Network(**content)
+
+
 def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, object]:
     """All tables, printed, and what they are made of; with `--fitted` by the costs of a table that was measured."""
+    if arguments.processes < 1:
+        raise InvalidArgument("--processes", f"{arguments.processes} is less than 1")
     machine = hardware(arguments.shape, arguments.costs, arguments.kv_gib, arguments.misjudged)
-    network = Network() if arguments.network is None else Network(**json.loads(arguments.network.read_text()))
+    network = Network() if arguments.network is None else read_network(arguments.network)
     rows = chosen(strategies(arguments.workers), arguments.only)
-    wanted = [each for each in arguments.workloads.split(",") if each]
-    found = [offer for offer in offers(arguments.trace, 1.0, 1.0) if not wanted or offer.name in wanted]
+    found = chosen_offers(offers(arguments.trace, 1.0, 1.0), arguments.workloads)
     stage = Stage(machine, network, arguments.drain_seconds)
     told = fitted_of(measured_table) if arguments.fitted else {}
     # The strict cell is in steps: of the table whose costs these are.
@@ -165,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Simulate, show, compare; JSON last."""
     parsed = parse_arguments(arguments)
     try:
-        measured = None if parsed.against is None else json.loads(parsed.against.read_text(encoding="utf-8"))
+        measured = None if parsed.against is None else read_object(parsed.against, "--against")
         result = run(parsed, measured)
     except TandemError as error:
         raise SystemExit(error.message) from None

@@ -34,8 +34,8 @@ from benchmarks.strategies.part import Load, Part, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.steps import steps_of
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
-from benchmarks.strategies.table import as_text, figures, make_rows
-from benchmarks.strategies.workloads import Offer, offers
+from benchmarks.strategies.table import as_text, common_load, figures, make_rows
+from benchmarks.strategies.workloads import Offer, chosen_offers, offers
 from cli.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted
@@ -83,11 +83,8 @@ class Run:
         extra = dict(parse_setting(each) for each in arguments.set)
         self._settings = settings_for_all(extra, arguments.device, arguments.workers)
         self.rows = chosen(self._every, arguments.only)
-        self.offers = [
-            offer
-            for offer in offers(arguments.trace, arguments.length_scale, arguments.slowdown)
-            if not arguments.workloads or offer.name in arguments.workloads.split(",")
-        ]
+        every_offer = offers(arguments.trace, arguments.length_scale, arguments.slowdown)
+        self.offers = chosen_offers(every_offer, arguments.workloads)
 
     def part(self, row: Strategy, offer: Offer) -> Part:
         return Part(row.name, offer.name, self._arguments.parts / f"{offer.name}--{row.name}.json")
@@ -120,14 +117,22 @@ class Run:
             return False
         return True
 
+    def _load_settings(self, slo_class: str = "") -> LoadSettings:
+        return LoadSettings(self._arguments.clients, self._arguments.drain_seconds, slo_class=slo_class)
+
     def _workload(self, offer: Offer, rate: float) -> Workload:
         return offer.source.at(rate, self._arguments.seconds, self._arguments.seed)
 
     def measure(self) -> bool:
         """Whether everything is measured."""
-        first = next(self.missing(), None)
-        if first is None:
+        known = list(self.missing())
+        if not known:
             return True
+        first = known[0]
+        # What cannot be sent is said before minutes go into a start.
+        self._load_settings()
+        for turn in known:
+            self._workload(turn.offer, turn.rate)
         if not self._time_for_a_load(first.row):
             return False
         with running_cluster(self._model, self._settings) as doors:
@@ -154,7 +159,7 @@ class Run:
         """Class number `place` of a turn's."""
         arguments = self._arguments
         workload = self._workload(turn.offer, turn.rate)
-        settings = LoadSettings(arguments.clients, arguments.drain_seconds, slo_class=slo_class)
+        settings = self._load_settings(slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
         before = scraped(at.doors)
@@ -240,7 +245,9 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
     for offer in run.offers:
         measured = {row: run.part(row, offer).loads() for row in run.rows}
         rows = make_rows(measured)
-        if rows:
+        if rows and common_load(rows) is None:
+            print(f"\n{offer.name}: no rate was measured in every row yet; start again for what is missing")
+        elif rows:
             loads[offer.name] = {row.name: without_curves(each) for row, each in measured.items() if each}
             tables[offer.name] = found = figures(rows)
             dtype = run.part(rows[0].strategy, offer).fact("dtype")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from benchmarks.strategies.part import Load, knees
 from benchmarks.strategies.rows import ADAPTIVE, DISAGGREGATED, SHARED, Strategy
+from wire.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
 
@@ -30,9 +31,9 @@ def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
     return list(best.values())
 
 
-def common_load(rows: Sequence[Row]) -> float:
-    """The highest rate that every row was measured at."""
-    return max(set.intersection(*({float(load["rate"]) for load in row.loads} for row in rows)))
+def common_load(rows: Sequence[Row]) -> float | None:
+    """The highest rate that every row was measured at; None = there is none yet."""
+    return max(set.intersection(*({float(load["rate"]) for load in row.loads} for row in rows)), default=None)
 
 
 def at_rate(row: Row, rate: float) -> Load:
@@ -41,8 +42,12 @@ def at_rate(row: Row, rate: float) -> Load:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, object]:
-    """Ready for JSON: the columns of each row at the common rate, goodput by cell, and the relations that count."""
+    """Ready for JSON: the columns of each row at the common rate, goodput by cell, and the relations that count.
+    InvalidArgument without such a rate.
+    """
     rate = common_load(rows)
+    if rate is None:
+        raise InvalidArgument("--rates", "no rate was measured in every row; start again for what is missing")
     columns = {}
     for row in rows:
         load = at_rate(row, rate)

@@ -1,5 +1,6 @@
 """The loads of the strategy table, each with the rate that its sweep begins at, in requests a second and worker."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.trace import read_trace
 from benchmarks.load.workload import Source
+from wire.errors import InvalidArgument
 
 _SIGMA = 0.8
 """Of the logarithm of lengths: half of them lie within a factor of 1.7 of the median."""
@@ -24,10 +26,23 @@ class Offer:
     first_rate: float
 
 
+def chosen_offers(every: Sequence[Offer], names: str) -> list[Offer]:
+    """Those of `names`, comma-separated, all if it is empty."""
+    wanted = names.split(",") if names else [offer.name for offer in every]
+    for name in wanted:
+        if name not in {offer.name for offer in every}:
+            known = ", ".join(offer.name for offer in every)
+            raise InvalidArgument("--workloads", f"{name!r} is none of {known}; a trace needs --trace")
+    return [offer for offer in every if offer.name in wanted]
+
+
 def offers(traces: Sequence[Path], scale: float, slowdown: float) -> list[Offer]:
     """The two synthetic ones and each trace; lengths times `scale`, rates divided by `slowdown` (1 for one H200 and an
     8B shape).
     """
+    for option, value in (("--length-scale", scale), ("--slowdown", slowdown)):
+        if not 0 < value < math.inf:
+            raise InvalidArgument(option, f"{value:g} is not above 0")
     balanced = Synthetic(Lengths(2000 * scale, _SIGMA), Lengths(500 * scale, _SIGMA))
     decode_heavy = Synthetic(Lengths(1000 * scale, _SIGMA), Lengths(3000 * scale, _SIGMA))
     found = [Offer("balanced", balanced, 1.0), Offer("decode-heavy", decode_heavy, 0.5)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import pictures, results
-from benchmarks.load.command import as_result, make_source, parse_arguments, without_curves
+from benchmarks.load.command import as_result, make_source, measure, parse_arguments, without_curves
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.report import LoadReport, make_report
 from benchmarks.load.run import _receive
@@ -125,3 +125,22 @@ def test_a_command_names_the_module_and_no_machine_paths(monkeypatch: pytest.Mon
     assert results.run_facts("cpu")["command"] == "python -m benchmarks.planner.live --save"
     monkeypatch.setattr("sys.argv", ["/some/where/tandem", "plan"])
     assert results.run_facts("cpu")["command"] == "tandem plan"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--rates", "2,0"), "--rates: '2,0' has a rate that is not above 0"),
+        (("--sweep", "0"), "--rates: 0 is not above 0"),
+        (("--seconds", "-1"), "--seconds: -1 is not above 0"),
+        (("--clients", "0"), "--clients: 0 is less than 1"),
+        (("--speed", "2"), "--speed: is a trace's"),
+        (("--records", "nowhere/records"), "--records: nowhere is no folder"),
+    ],
+)
+def test_what_cannot_be_sent_is_said_before_a_cluster_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgument, match=message):
+        measure(parse_arguments([*given, "--address", "nobody:1"]))

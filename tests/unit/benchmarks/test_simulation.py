@@ -170,3 +170,24 @@ def test_a_table_that_does_not_say_what_was_learned_is_named(
     with pytest.raises(SystemExit):
         main(["--fitted"])
     assert "--against" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--against", "none.json", "--against: .*none.json cannot be read"),
+        ("--network", "none.json", "--network: .*none.json cannot be read"),
+        ("--network", "strange.json", "has way; known are door_s, call_s"),
+        ("--workloads", "nonsense", "--workloads: 'nonsense' is none of balanced"),
+        ("--processes", "0", "--processes: 0 is less than 1"),
+        ("--kv-gib", "0", "--kv-gib: 0 has room for no page"),
+        ("--misjudged", "0", "--misjudged: 0 is not above 0"),
+    ],
+)
+def test_what_cannot_be_simulated_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "strange.json").write_text('{"way": 1}')
+    with pytest.raises(SystemExit, match=message):
+        main(["--rates", "1", "--seconds", "1", option, value])

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
 from benchmarks.served_model import ServedModel
-from benchmarks.strategies.__main__ import CELLS, Run, Turn, parse_arguments
+from benchmarks.strategies.__main__ import CELLS, Run, Turn, parse_arguments, summary
 from benchmarks.strategies.part import Part, joined, knees
 from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
@@ -218,3 +218,34 @@ def test_the_strict_cell_is_told_by_the_first_start(tmp_path: Path) -> None:
     assert arguments(tmp_path).unloaded_step_s is None
     (tmp_path / "unloaded_step.json").write_text("0.004")
     assert arguments(tmp_path).unloaded_step_s == 0.004
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--rates", "0"), "--rates: '0' has a rate that is not above 0"),
+        (("--workloads", "azure"), "--workloads: 'azure' is none of balanced, decode-heavy"),
+        (("--slowdown", "0"), "--slowdown: 0 is not above 0"),
+        (("--length-scale", "0"), "--length-scale: 0 is not above 0"),
+        (("--seconds", "-1"), "no request is due within -1 s"),
+        (("--clients", "0"), "--clients: 0 is less than 1"),
+    ],
+)
+def test_what_cannot_be_measured_is_said_before_a_cluster_starts(
+    tmp_path: Path, given: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        arguments(tmp_path, *given).measure()
+
+
+def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = "--rates", "1,2", "--only", "shared,adaptive"
+    run = arguments(tmp_path, *given)
+    for offer, rates in zip(run.offers, ((1.0, 2.0), (1.0, 1.0)), strict=True):
+        for row, rate in zip(run.rows, rates, strict=True):
+            run.part(row, offer).add(load(rate, strict=1.0), {"dtype": "float32"})
+    parsed = parse_arguments(["--parts", str(tmp_path), *given])
+    assert list(summary(run, parsed)["tables"]) == ["decode-heavy"]  # type: ignore[call-overload]
+    assert "balanced: no rate was measured in every row yet" in capsys.readouterr().out
