@@ -30,6 +30,7 @@ from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
+from benchmarks.strategies.folder import claim
 from benchmarks.strategies.part import Load, Part, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.steps import steps_of
@@ -47,6 +48,8 @@ _PARTS_BITS = 16
 _CLASSES_MAX = 4
 CELLS = len(standard_cells(1.0))
 """Of the table."""
+_OF_ALL_LOADS = ("device", "workers", "set", "seconds", "drain_seconds", "seed", "length_scale", "slowdown", "ask")
+"""What loads of one table have in common."""
 _SPARE_S = 5.0
 """Before the time is over, in which no load begins."""
 
@@ -106,8 +109,8 @@ class Run:
             return None if any(load["rate"] == rate for load in part.loads()) else rate
         if len(part.loads()) != number:
             return None
-        rate = part.next_rate(offer.first_rate * self._arguments.workers)
-        return rate if rate is None or not number or self._goes_to(offer, rate) else None
+        next_rate = part.next_rate(offer.first_rate * self._arguments.workers)
+        return next_rate if next_rate is None or not number or self._goes_to(offer, next_rate) else None
 
     def _goes_to(self, offer: Offer, rate: float) -> bool:
         """Whether there is such a load: a trace ends somewhere, and with it the sweep."""
@@ -128,12 +131,11 @@ class Run:
         known = list(self.missing())
         if not known:
             return True
-        first = known[0]
         # What cannot be sent is said before minutes go into a start.
         self._load_settings()
         for turn in known:
             self._workload(turn.offer, turn.rate)
-        if not self._time_for_a_load(first.row):
+        if not self._time_for_a_load(known[0].row):
             return False
         with running_cluster(self._model, self._settings) as doors:
             target = find_target(doors.grpc)
@@ -157,7 +159,6 @@ class Run:
 
     def _load_of_class(self, turn: Turn, at: Cluster, place: int, slo_class: str) -> Load:
         """Class number `place` of a turn's."""
-        arguments = self._arguments
         workload = self._workload(turn.offer, turn.rate)
         settings = self._load_settings(slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
@@ -269,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parsed = parse_arguments(arguments)
     try:
         model = choose_model(parsed.model, parsed.shape)
-        parsed.parts.mkdir(parents=True, exist_ok=True)
         run = Run(parsed, model)
+        claim(parsed.parts, {"model": model.name} | {name: getattr(parsed, name) for name in _OF_ALL_LOADS})
         complete = run.measure()
         found = summary(run, parsed)
     except TandemError as error:

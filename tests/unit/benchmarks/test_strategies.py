@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
 from benchmarks.served_model import ServedModel
-from benchmarks.strategies.__main__ import CELLS, Run, Turn, parse_arguments, summary
+from benchmarks.strategies.__main__ import CELLS, Run, Turn, main, parse_arguments, summary
+from benchmarks.strategies.folder import claim
 from benchmarks.strategies.part import Part, joined, knees
 from benchmarks.strategies.rows import asks, chosen, strategies
 from benchmarks.strategies.switch import settings_for_all
@@ -249,3 +250,24 @@ def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
     parsed = parse_arguments(["--parts", str(tmp_path), *given])
     assert list(summary(run, parsed)["tables"]) == ["decode-heavy"]  # type: ignore[call-overload]
     assert "balanced: no rate was measured in every row yet" in capsys.readouterr().out
+
+
+def test_a_folder_has_loads_of_one_run(tmp_path: Path) -> None:
+    """A toy run's loads stood in the table of the run after it, under that one's model and hardware."""
+    folder = tmp_path / "parts"
+    toy: dict[str, object] = {"model": "small", "seconds": 5.0, "set": []}
+    claim(folder, toy)
+    claim(folder, toy)
+    with pytest.raises(InvalidArgument, match=r"another run \(model small, not large; seconds 5\.0, not 60\.0\); name"):
+        claim(folder, toy | {"model": "large", "seconds": 60.0})
+    claim(tmp_path / "others", toy | {"model": "large"})
+
+
+def test_the_command_takes_no_other_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ServedModel(Path("model"), "m", random_weights=True)
+    monkeypatch.setattr("benchmarks.strategies.__main__.choose_model", lambda *_: model)
+    given = ["--parts", str(tmp_path), "--minutes", "0", "--rates", "1"]
+    with pytest.raises(SystemExit, match="^3$"):
+        main(given)
+    with pytest.raises(SystemExit, match="seed 0, not 1"):
+        main([*given, "--seed", "1"])
