@@ -267,7 +267,7 @@ def test_the_command_takes_no_other_runs_folder(tmp_path: Path, monkeypatch: pyt
     model = ServedModel(Path("model"), "m", random_weights=True)
     monkeypatch.setattr("benchmarks.strategies.__main__.choose_model", lambda *_: model)
     given = ["--parts", str(tmp_path), "--minutes", "0", "--rates", "1"]
-    with pytest.raises(SystemExit, match="^3$"):
+    with pytest.raises(SystemExit, match=r"^3$"):
         main(given)
     with pytest.raises(SystemExit, match="seed 0, not 1"):
         main([*given, "--seed", "1"])
