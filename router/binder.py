@@ -97,8 +97,10 @@ class Binder:
         self._queue.remove(ticket)
         self._gate.pace.note(now, self._queue.moves, ticket.service_s)
         if not ticket.resumed:
-            forecast = pair.forecast
-            self._queue.charge(ticket.tenant, forecast.computed_tokens if forecast else ticket.prefill_tokens)
+            tokens = pair.forecast.computed_tokens if pair.forecast else ticket.prefill_tokens
+            # Once: who was sent elsewhere, as a worker had no room after all, has been given nothing more.
+            self._queue.charge(ticket.tenant, max(0, tokens - ticket.charged))
+            ticket.charged = max(tokens, ticket.charged)
         return pair
 
     def set_aside(self, ticket: Ticket) -> bool:

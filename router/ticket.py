@@ -38,6 +38,8 @@ class Ticket:
     """When its prompt must be started to meet the target; orders the queue, and stays as it is while it waits there."""
     service_s: float = 0.0
     """Seconds that its prompt takes to compute, by prediction."""
+    charged: int = 0
+    """Tokens of its prompt that its tenant was charged for."""
 
     @property
     def prefill_tokens(self) -> int:

@@ -141,6 +141,17 @@ def test_a_tenants_queue_is_bounded() -> None:
     assert refused[0].retry_after_s > 0
 
 
+def test_a_worker_that_turns_a_prompt_away_costs_its_tenant_nothing() -> None:
+    world = World()
+    first, others = (Ticket(name, n, 1000.0, 2048, 100, tenant=name) for n, name in enumerate(("first", "others")))
+    for each in (first, others):
+        world.binder.enter(each)
+    for _ in range(10):
+        assert world.binder.bind(first) is not None
+        world.binder.enter_again(first)
+    assert world.binder.head() is first, "it came first, and was given no more than its prompt"
+
+
 def test_what_nobody_could_serve_yet_counts_for_its_tenant() -> None:
     """Else one key's prompts, too large for whom is left, would take everybody's places."""
     world = World(settings={"max_queued_per_tenant": 5})
