@@ -43,15 +43,15 @@ class Binder:
         """These, in no order."""
         return iter(self._queue)
 
-    def enter(self, ticket: Ticket, *, more: int = 0, held: int = 0) -> None:
+    def enter(self, ticket: Ticket, *, more: int = 0, held: int = 0, held_own: int = 0) -> None:
         """Queue a new request, which is going to need room for so many `more`; `held` ones of others stand in no queue
-        yet. `Refused` if there is no room, or no hope to keep what its class promises.
+        yet, `held_own` of them its tenant's. `Refused` if there is no room, or no hope to keep what its class promises.
         """
         if self._queue.full_with(more + held):
             limit = self._config.max_queued_requests
             message = f"{limit} requests are waiting, the most this router queues; try again later"
             raise Refused(Refusal.QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)
-        if self._queue.full_for(ticket.tenant, more):
+        if self._queue.full_for(ticket.tenant, more + held_own):
             limit = self._config.tenant_queue_limit
             message = f"{limit} requests with this API key are waiting, the most one key may have; try again later"
             raise Refused(Refusal.TENANT_QUEUE_FULL, message, retry_after_s=self._config.retry_after_s)

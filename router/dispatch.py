@@ -97,7 +97,8 @@ class Dispatcher:
             self._connect(request)
         ticket = requests[0].ticket
         self.metrics.offered(len(requests), ticket.prompt_tokens, self._binder.answer_tokens(ticket))
-        self._binder.enter(ticket, more=len(requests) - 1, held=self._live.held)
+        held_own = self._live.held_of(admitted.tenant)
+        self._binder.enter(ticket, more=len(requests) - 1, held=self._live.held, held_own=held_own)
         self._live.add(requests)
         self._schedule_pump()
         return Choices([request.answer for request in requests])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from router.answer import Answer
@@ -29,6 +30,8 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """Requests that were ever made, taken or not."""
         self.held = 0
         """Requests that wait for the first answer of theirs."""
+        self._held_of: Counter[str] = Counter()
+        """By tenant."""
 
     def __getitem__(self, wire_id: str) -> RoutedRequest:
         return self._by_wire_id[wire_id]
@@ -43,6 +46,10 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """The answers to a client's request, those that have ended too; empty when all have."""
         return self._by_client_id.get((tenant, request_id), ())
 
+    def held_of(self, tenant: str) -> int:
+        """Those of `held` that are this tenant's."""
+        return self._held_of[tenant]
+
     def make(self, admitted: Admitted) -> list[RoutedRequest]:
         """A request for each answer, the first one first; none of them is here before it is added."""
         joint = JointVerdict(admitted.n)
@@ -52,14 +59,21 @@ class LiveRequests(Mapping[str, RoutedRequest]):
         """All answers to one client's request: the others are held behind the first."""
         first, *others = requests
         first.held = tuple(others)
-        self.held += len(others)
+        if others:
+            self.held += len(others)
+            self._held_of[first.admitted.tenant] += len(others)
         self._by_wire_id |= {request.wire_id: request for request in requests}
         self._by_client_id[_name(first)] = list(requests)
 
     def let_go(self, request: RoutedRequest) -> list[RoutedRequest]:
         """Those held behind it that are not over: they are no longer."""
         held, request.held = request.held, ()
-        self.held -= len(held)
+        if held:
+            self.held -= len(held)
+            tenant = request.admitted.tenant
+            self._held_of[tenant] -= len(held)
+            if not self._held_of[tenant]:
+                del self._held_of[tenant]
         return [each for each in held if not each.ended]
 
     def remove(self, request: RoutedRequest) -> None:

@@ -146,6 +146,27 @@ class TestSmallQueue:
         assert len(tokens) == 4
 
 
+class TestSmallQueueOfATenant:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"max_queued_per_tenant": 4}
+
+    async def test_each_answer_counts(self, cluster: Cluster, client: Client) -> None:
+        """Those that are held for a first one that was placed, too: they are going to stand in this queue."""
+        cluster.prefill.switches.silent_prefill = True
+        calls = [client.stub.Generate(ask(3, n=3))]
+        await until(lambda: cluster.router._dispatcher.waiting == 2, "two are held")
+        error = await asyncio.wait_for(client.error(ask(3, n=3)), 30)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "4 requests with this API key" in str(error.details())
+        for call in calls:
+            call.cancel()
+        await cluster.settled()
+        cluster.prefill.switches.silent_prefill = False
+        tokens, _ = await by_choice(client.stub.Generate(ask(3, n=4)))
+        assert len(tokens) == 4
+
+
 async def test_openai_counts_the_prompt_once(cluster: Cluster, http: openai.AsyncOpenAI) -> None:
     one = await http.completions.create(model="fake", prompt=PROMPT, max_tokens=6)
     three = await http.completions.create(model="fake", prompt=PROMPT, max_tokens=6, n=3)
