@@ -4,10 +4,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from triton.runtime.errors import OutOfResources
 
+from costs.step_grid import answer_slots
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache, cache_bytes
 from engine.compile_ahead import Trial, run_side_by_side
@@ -34,6 +36,8 @@ _MARGIN_BYTES = GIB // 4
 """For fragments of memory, and for what only some steps need."""
 _COMPILED_PROMPT = 2048
 """Tokens that take the kernels of long prompts."""
+_SHORT_PROMPT = 2
+"""Tokens that are no answer's."""
 _ANY = SamplingParams(max_tokens=1)
 
 
@@ -125,6 +129,8 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    for slots in answer_slots(config.max_batch_requests):
+        trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
     run_side_by_side(trials, probe.tensor.device)
 
 
@@ -133,6 +139,11 @@ def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRo
     pages = range(probe.pages)
     lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
     return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
+
+
+def _beside(answers: int, probe: PagedCache) -> StepBatch:
+    """A short prompt beside so many answers."""
+    return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
 def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:

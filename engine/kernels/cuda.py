@@ -11,7 +11,8 @@ from engine.kernels import triton_linear, triton_rope
 from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
 from engine.kernels.gated_product import GatedProduct
 from engine.kernels.libraries import Libraries, Wanted
-from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention
+from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from engine.kernels.second_stream import SecondStream
 from engine.kernels.triton_attention import DecodeAttention
 from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
@@ -21,6 +22,7 @@ from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 96, 128, 256)
+_IN_TURN = SecondStream(None)
 
 
 class CudaKernels(Kernels):
@@ -39,6 +41,9 @@ class CudaKernels(Kernels):
             )
         self._max_decode_rows = max_decode_rows
         self._pdl = overlaps_launches()
+        gpu = device.type == "cuda"
+        self._second = SecondStream(device) if gpu else _IN_TURN
+        self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
         wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
@@ -117,15 +122,34 @@ class CudaKernels(Kernels):
         )
 
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
-        rows, single = len(layout.context_lens), self._single_rows(layout)
+        single = self._single_rows(layout)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
-        decoded = self._decode[shape](
-            q[:single], cache, layer, layout.page_table[:single], layout.context_lens[:single]
-        )
-        if single == rows:
-            return decoded
-        return torch.cat((decoded, self._prefill(q[single:], cache, layer, layout, shape, single).flatten(1)))
+        if single == len(layout.context_lens):
+            return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens)
+        return self._attention_beside(q, cache, layer, layout, shape, single)
+
+    def _attention_beside(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, single: int
+    ) -> Tensor:
+        """Of `single` rows of one token and longer ones behind them. A short chunk leaves most of the multiprocessors
+        idle: the others' keys and values are read meanwhile (docs/decisions/0034).
+        """
+        second = self._second if leaves_idle(len(q) - single, shape.heads, self._multiprocessors) else _IN_TURN
+        with second.joined():
+            # The chunk first: its programs need whole multiprocessors, and would wait until the others' have ended.
+            out = self._prefill(q, cache, layer, layout, shape, single).flatten(1)
+            with second.turn():
+                self._decode[shape](
+                    q[:single],
+                    cache,
+                    layer,
+                    layout.page_table[:single],
+                    layout.context_lens[:single],
+                    out[:single],
+                    alone=second.apart,
+                )
+        return out
 
     def _single_rows(self, layout: StepLayout) -> int:
         """Rows at the front that are decode attention's; the others are prefill attention's."""

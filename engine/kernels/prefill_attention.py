@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from costs.step_grid import TILE_TOKENS
 from engine.kernels.base import AttentionShape, StepLayout
 from engine.kernels.fallback import failure_of, why_not_imported
 from engine.kernels.reference import gather_row, visible
@@ -28,6 +29,13 @@ _FLASH_PAGE = 128
 """Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
 
 
+def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
+    """Whether attention of so many tokens of prompts has work for three quarters of the multiprocessors at most: each
+    gets a tile of tokens of one head, with all that it attends to.
+    """
+    return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
+
+
 class PrefillAttention(Protocol):
     """One model's, whose rows from `first_row` of a step on have many tokens."""
 
@@ -37,7 +45,9 @@ class PrefillAttention(Protocol):
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
-        """q [T, heads, head_dim], T from row `first_row` on → [T, heads, head_dim]; see `Kernels.attention`."""
+        """q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous. What it says of the rows before
+        `first_row`, of one token each, somebody else is to write; see `Kernels.attention`.
+        """
 
 
 def choose_prefill_attention(
@@ -115,12 +125,11 @@ class FlashPrefill:
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
-        starts = layout.row_starts[first_row:]
         out = self._flash(
             q,
             cache[:, layer, 0].transpose(1, 2),
             cache[:, layer, 1].transpose(1, 2),
-            cu_seqlens_q=starts - starts[0] if first_row else starts,
+            cu_seqlens_q=layout.row_starts[first_row:],
             max_seqlen_q=layout.max_row_tokens,
             seqused_k=layout.context_lens[first_row:],
             page_table=layout.page_table[first_row:],
@@ -148,7 +157,7 @@ class SdpaPrefill:
             at_once = max(1, _SDPA_SCORES // (shape.heads * contexts[row]))
             for start in range(starts[row], starts[row + 1], at_once):
                 end = min(start + at_once, starts[row + 1])
-                here = slice(start - starts[first_row], end - starts[first_row])
+                here = slice(start, end)
                 mixed = F.scaled_dot_product_attention(
                     q[here].transpose(0, 1)[None],
                     keys[None],

@@ -122,13 +122,25 @@ class DecodeAttention:
                 num_warps=1,
             )
 
-    def __call__(self, q: Tensor, cache: Tensor, layer: int, page_table: Tensor, context_lens: Tensor) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        page_table: Tensor,
+        context_lens: Tensor,
+        out: Tensor | None = None,
+        *,
+        alone: bool = False,
+    ) -> Tensor:
         """Attention of each row's query to positions context - window .. context - 1 of its pages.
 
         q            [R, heads, head_dim]; rows and heads may be strided
         cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous
         page_table   [R, W] int32; entries behind a row's context are not read
         context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
+        out          where the result goes, contiguous; made if it is None
+        alone        the launch does not overlap the one before it in its stream
         → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
         """
         rows, heads, head_dim = q.shape
@@ -138,7 +150,9 @@ class DecodeAttention:
         if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
             raise ValueError(f"{rows} rows of a step that began with others")
         chosen = step.plan
-        out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+        if out is None:
+            out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+        pdl = self._pdl and not alone
         kernel: Any
         if chosen.units:
             kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
@@ -163,14 +177,14 @@ class DecodeAttention:
             shape.scale * math.log2(math.e),
             **cut,
             **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
-            PDL=self._pdl,
+            PDL=pdl,
             EARLY=self._early,
             WIDE_DOT=INTERPRETED,
             num_warps=chosen.warps,
             num_stages=chosen.stages,
-            launch_pdl=self._pdl,
+            launch_pdl=pdl,
         )
-        if self._pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.compile_ahead.Trial`
+        if pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.compile_ahead.Trial`
             prefer_shared_memory(compiled, chosen.shared_percent)
         return out
 

@@ -54,10 +54,10 @@ def run(
 ) -> Tensor:
     """Of the rows from `first_row` on: [T, heads · head_dim] on the CPU."""
     layout = to_device(step.layout, device)
-    q = step.q[int(step.layout.row_starts[first_row]) :].to(device, dtype)
+    q = step.q.to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
     attention.begin_step(held, layout, first_row)
-    out = attention(q, held, LAYER, layout, step.shape, first_row)
+    out = attention(q, held, LAYER, layout, step.shape, first_row)[int(step.layout.row_starts[first_row]) :]
     assert out.dtype == dtype
     return out.flatten(1).cpu()
 

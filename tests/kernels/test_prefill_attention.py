@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels import prefill_attention
 from engine.kernels.base import AttentionShape
-from engine.kernels.prefill_attention import SdpaPrefill, choose_prefill_attention
+from engine.kernels.prefill_attention import SdpaPrefill, choose_prefill_attention, leaves_idle
 
 from .prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from .steps import assert_as_good, heads, make_step
@@ -100,3 +100,12 @@ def test_prefill_attention_without_the_library_says_why(caplog: pytest.LogCaptur
         assert isinstance(choose_prefill_attention(CPU, torch.bfloat16, 64, 16, pdl=True), SdpaPrefill)
     (said,) = caplog.messages
     assert said.endswith("(flash-attn-4 needs a GPU of compute capability 9.0)")
+
+
+@pytest.mark.parametrize(("tokens", "idle"), [(1, True), (128, True), (384, True), (385, False), (2048, False)])
+def test_short_chunks_leave_multiprocessors_idle(tokens: int, idle: bool) -> None:
+    assert leaves_idle(tokens, heads=32, multiprocessors=132) is idle
+
+
+def test_without_multiprocessors_none_is_idle() -> None:
+    assert not leaves_idle(1, heads=32, multiprocessors=0)
