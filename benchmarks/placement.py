@@ -17,6 +17,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from benchmarks.numbers import at_least
 from benchmarks.results import run_facts, save_result
 from costs.step_cost import CostParameters, StepCost
 from router.cost_placement import CostPlacement
@@ -153,9 +154,9 @@ def measure(plan: Plan) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=64)
-    parser.add_argument("--pages", type=int, default=1_000_000, help="pages in the prefix index")
-    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--workers", type=at_least(2), default=64)
+    parser.add_argument("--pages", type=at_least(1), default=1_000_000, help="pages in the prefix index")
+    parser.add_argument("--requests", type=at_least(100), default=20_000)
     parser.add_argument("--shared", type=float, default=0.5, help="part of the prompts that a worker holds most of")
     parser.add_argument("--mode", type=Mode, choices=list(Mode), help="default: each of them")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")

@@ -33,6 +33,7 @@ from typing import TypedDict
 import numpy as np
 
 from benchmarks.no_engine import MODEL, STEP_TOKENS, NoEngine
+from benchmarks.numbers import above_0, at_least
 from benchmarks.results import RESULTS, run_facts, save_result
 from benchmarks.stopwatch import Stopwatch
 from decode_worker.landed import Landed
@@ -247,9 +248,9 @@ def _figures(watch: Stopwatch, plan: Plan) -> dict[str, float]:
 def main() -> None:
     """Measure, print, and keep if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scheduling", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--requests", type=int, nargs="+", default=ROWS, help="that decode")
-    parser.add_argument("--steps", type=int, default=300, help="that are counted in each case")
-    parser.add_argument("--step-ms", type=float, help="how long the device is at a step; default: as a kept run says")
+    parser.add_argument("--requests", type=at_least(1), nargs="+", default=ROWS, help="that decode")
+    parser.add_argument("--steps", type=at_least(1), default=300, help="that are counted in each case")
+    parser.add_argument("--step-ms", type=above_0, help="how long the device is at a step; default: as a kept run says")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     chosen = parser.parse_args()
     step_s = None if chosen.step_ms is None else chosen.step_ms / 1e3

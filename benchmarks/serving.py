@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.command_line import errors_in_words
 from benchmarks.gpu_engine import GpuEngine
+from benchmarks.numbers import at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
 from cluster.config import ClusterConfig
@@ -168,10 +169,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto")
     add_model_options(parser)
     parser.add_argument("--memory-fraction", type=float, default=0.28, help="of a GPU, for the engine and each worker")
-    parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--streams", type=at_least(1), default=8)
+    parser.add_argument("--prompt-tokens", type=at_least(1), default=128)
+    parser.add_argument("--new-tokens", type=at_least(1), default=256)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     return parser.parse_args()
 

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
+from benchmarks.numbers import above_0, at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.simulation.stage import make_cluster
 from router.slo import BEST_EFFORT
@@ -57,11 +58,11 @@ def requests(machine: Hardware, arguments: argparse.Namespace) -> Iterator[LoadR
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--workers", type=int, default=1000)
-    parser.add_argument("--requests", type=int, default=1_000_000)
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second and worker")
-    parser.add_argument("--prompt-tokens", type=float, default=1000, help="mean")
-    parser.add_argument("--new-tokens", type=float, default=180, help="mean")
+    parser.add_argument("--workers", type=at_least(2), default=1000)
+    parser.add_argument("--requests", type=at_least(1), default=1_000_000)
+    parser.add_argument("--rate", type=above_0, default=2.0, help="requests a second and worker")
+    parser.add_argument("--prompt-tokens", type=above_0, default=1000, help="mean")
+    parser.add_argument("--new-tokens", type=above_0, default=180, help="mean")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
     asked = parser.parse_args()

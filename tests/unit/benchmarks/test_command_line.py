@@ -72,3 +72,31 @@ def test_rows_of_all_kinds_are_measured() -> None:
     assert len(set(lengths["44x2048 uneven h32/8 d128"])) == 44
     assert abs(sum(lengths["44x2048 uneven h32/8 d128"]) / 44 - 2048) < 1
     assert sorted(lengths["12x1024 and 32768 h32/8 d128"]) == [*[1024] * 11, 32768]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("placement", ("--workers", "0"), "--workers: 0 is less than 2"),
+        ("placement", ("--pages", "0"), "--pages: 0 is less than 1"),
+        ("placement", ("--requests", "0"), "--requests: 0 is less than 100"),
+        ("scheduling", ("--steps", "0"), "--steps: 0 is less than 1"),
+        ("scheduling", ("--step-ms", "-1"), "--step-ms: -1 is not above 0"),
+        ("serving", ("--streams", "0"), "--streams: 0 is less than 1"),
+        ("serving", ("--rounds", "x"), "--rounds: 'x' is no whole number"),
+        ("simulation.scale", ("--workers", "1"), "--workers: 1 is less than 2"),
+        ("simulation.scale", ("--rate", "0"), "--rate: 0 is not above 0"),
+        ("simulation.scale", ("--rate", "x"), "--rate: 'x' is no number"),
+    ],
+)
+def test_a_number_that_measures_nothing_is_named(
+    name: str,
+    given: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, *given])
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert message in capsys.readouterr().err
