@@ -54,14 +54,15 @@ class Part:
 
 def joined(loads: Mapping[str, Load]) -> Load:
     """One load of those with the same arrivals under each class: a cell's goodput is what the load that asked for it
-    had, all else is the middle class's.
+    had, it is valid if all of them are, all else is the middle class's.
     """
     if len(loads) == 1:
         return next(iter(loads.values()))
     middle = list(loads)[len(loads) // 2]
     goodput = {cell: load["goodput"][cell] for cell, load in loads.items()}
     asked = {cell: {name: load[name] for name in _ASKED if name in load} for cell, load in loads.items()}
-    return loads[middle] | {"goodput": goodput, "asked": asked}
+    valid = all(load.get("valid", True) for load in loads.values())
+    return loads[middle] | {"goodput": goodput, "asked": asked, "valid": valid}
 
 
 def knees(loads: Sequence[Load]) -> dict[str, float]:

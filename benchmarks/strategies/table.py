@@ -59,7 +59,17 @@ def figures(rows: Sequence[Row]) -> dict[str, object]:
             "tokens_per_s": load["tokens_per_s"],
             "goodput_per_s": dict(row.goodput),
         }
-    return {"rate": rate, "rows": columns} | relations(rows, rate)
+    return {"rate": rate, "rows": columns, "invalid_loads": invalid_loads(rows)} | relations(rows, rate)
+
+
+def invalid_loads(rows: Sequence[Row]) -> list[str]:
+    """Those whose clients sent late: their latencies are the clients' as well."""
+    return [
+        f"{row.strategy.name} at {load['rate']:g}/s"
+        for row in rows
+        for load in row.loads
+        if not load.get("valid", True)
+    ]
 
 
 def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
@@ -106,4 +116,10 @@ def as_text(figures_of_workload: Mapping[str, object]) -> str:
                 *(f"{row['goodput_per_s'][cell]:.2f}" for cell in cells),
             ]
         )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    invalid = figures_of_workload.get("invalid_loads")
+    return (
+        f"{table}\n\nINVALID, the clients were late: {', '.join(invalid)}"
+        if isinstance(invalid, list) and invalid
+        else table
+    )

@@ -135,6 +135,9 @@ def test_a_cell_is_judged_by_the_load_that_asked_for_it() -> None:
     assert found["served_by"] == {"balanced": 1}
     assert found["asked"]["quick"]["served_by"] == {"quick": 1}
     assert joined({"": classes["strict"]}) == classes["strict"]
+    assert found["valid"]
+    classes["quick"]["valid"] = False
+    assert not joined(classes)["valid"]
 
 
 def test_only_the_adaptive_row_asks_unless_told_otherwise() -> None:
@@ -271,3 +274,14 @@ def test_the_command_takes_no_other_runs_folder(tmp_path: Path, monkeypatch: pyt
         main(given)
     with pytest.raises(SystemExit, match="seed 0, not 1"):
         main([*given, "--seed", "1"])
+
+
+def test_a_table_says_whose_clients_were_late() -> None:
+    rows = {row.name: row for row in strategies(2)}
+    late = load(1.5, 1.0) | {"valid": False}
+    found = figures(
+        make_rows({rows["shared"]: [load(1, 1.0), late], rows["adaptive"]: [load(1, 1.0) | {"valid": True}]})
+    )
+    assert found["invalid_loads"] == ["shared at 1.5/s"]
+    assert as_text(found).endswith("INVALID, the clients were late: shared at 1.5/s")
+    assert "INVALID" not in as_text(figures(make_rows({rows["shared"]: [load(1, 1.0)]})))
