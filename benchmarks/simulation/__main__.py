@@ -162,7 +162,9 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
             tables[name] = table = figures(make_rows(measured))
             loads[name] = {row.name: each for row, each in measured.items()}
             print(f"\n{name}, latencies at {table['rate']:g} requests/s\n\n{as_text(table)}\n", flush=True)
-            print({key: value for key, value in table.items() if key not in {"rate", "rows", "invalid_loads"}}, flush=True)
+            print(
+                {key: value for key, value in table.items() if key not in {"rate", "rows", "invalid_loads"}}, flush=True
+            )
     return {
         "model": machine.name,
         "workers": arguments.workers,
