@@ -1,7 +1,9 @@
-"""The other controllers of a cluster, one for each `tandem up` of its name that lives, by age."""
+"""The other controllers of a cluster, one for each `tandem up` of its name that lives, by age.
+
+Who is younger is Ray's head's to say: it gives each number to one alone.
+"""
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -26,7 +28,7 @@ class OtherController(ABC):
 
     @abstractmethod
     async def settled(self) -> str:
-        """Wait until it keeps all workers that it could; where its door is, host:port."""
+        """Wait until it keeps all workers that it could, or follows another that does; where its door is, host:port."""
 
     @abstractmethod
     async def ended(self) -> None:
@@ -84,8 +86,18 @@ def actor_name(number: int) -> str:
 
 
 def next_number() -> int:
-    """Of a new controller: greater than those of all that live, whatever their hosts' clocks say."""
-    return max(time.time_ns(), *(number + 1 for number in _numbers()), 0)
+    """Of a new controller: greater than all that were given out before it, and never given out again, as long as Ray's
+    head lives. No clock has a part in it.
+    """
+    import ray
+    from ray.experimental.internal_kv import _internal_kv_list, _internal_kv_put
+
+    namespace = ray.get_runtime_context().namespace
+    names = (key.decode() for key in _internal_kv_list(CONTROLLER, namespace=namespace))
+    number = 1 + max((int(name[len(CONTROLLER) :]) for name in names), default=0)
+    while _internal_kv_put(actor_name(number), "given", overwrite=False, namespace=namespace):
+        number += 1  # it was there: somebody else has this one
+    return number
 
 
 def _numbers() -> list[int]:

@@ -1,9 +1,10 @@
 """Who keeps the workers where several controllers live: the youngest. The others say what it says.
 
-1. a new controller has the one before it let go: that one ends nothing that serves
-2. it takes over what lives, and fills what is missing: it is settled
-3. whoever let go follows it, until it ends
-4. if nobody younger lives then, the one that let go takes over again
+1. a new controller can be found by its name, and then looks for others; of two, one at least sees the other
+2. it has the one before it let go: that one ends nothing that serves
+3. it takes over what lives, and fills what is missing: it is settled
+4. whoever let go follows it, until it ends; so does who finds a younger one when it begins
+5. if nobody younger lives then, the one that followed takes over
 """
 
 import asyncio
@@ -46,7 +47,6 @@ class Succession:
         self._one_at_a_time = asyncio.Lock()
         self._keeps = False
         self._started = asyncio.Event()
-        self._settled = asyncio.Event()
         self._stopped = False
         self._heeding: asyncio.Task[None] | None = None
         self.successor = ""
@@ -61,29 +61,34 @@ class Succession:
         return self._keeps
 
     async def begin(self) -> None:
-        """Take over from whoever kept them, or begin with none."""
-        handover = await self._what_is_handed_over()
-        await self._take_over(handover)
+        """Take over from whoever kept them, or begin with none; where a younger one was faster, follow that. Returns
+        when it is clear who keeps them.
+        """
+        if await self._younger_or_take_over(set()) is not None:
+            self._started.set()  # there is nothing that another would have to wait for
+            self._heeding = asyncio.ensure_future(self._heed())
+            await self.decided()
 
     def started(self) -> None:
         """The first start is over: another may take over from now on."""
         self._started.set()
 
     async def settled(self) -> None:
-        """Wait until this controller keeps what it can. Unavailable if it stops."""
-        await self._settled.wait()
+        """Wait until this controller keeps what it can, or says what another one says that does. Unavailable if it
+        stops.
+        """
+        await self.decided()
         self._check_not_stopped()
 
     async def let_go(self) -> Handover:
-        """For a younger controller, which has asked. Unavailable if this one stops."""
+        """For a younger controller, which has asked. Unavailable if this one stops, or does not keep them."""
         await self._started.wait()
         async with self._one_at_a_time:
             self._check_not_stopped()
             if not self._keeps:
-                return Handover()  # who keeps them instead is gone, or this one would not be asked
+                raise Unavailable("this controller does not keep the workers")
             log.info("letting go of all workers, for a younger controller")
             self._keeps = False
-            self._settled.clear()
             self._changed.clear()
             try:
                 return await self._house.let_go()
@@ -103,7 +108,6 @@ class Succession:
     async def stop(self) -> None:
         """Heed nobody any more."""
         self._stopped = True
-        self._settled.set()
         self._changed.set()
         self._started.set()
         if self._heeding is not None:
@@ -111,7 +115,7 @@ class Succession:
             await asyncio.gather(self._heeding, return_exceptions=True)
 
     async def _what_is_handed_over(self) -> Handover:
-        """The youngest of the older ones keeps the workers, if it lives."""
+        """By the youngest of the older ones that keeps the workers."""
         older = [each for each in await self._controllers.others(self._number) if each.number < self._number]
         for each in reversed(older):
             try:
@@ -120,13 +124,19 @@ class Succession:
                 log.info("%s", error.message)
         return Handover()
 
-    async def _take_over(self, handover: Handover) -> None:
+    async def _younger_or_take_over(self, over: set[int]) -> OtherController | None:
+        """The youngest; where nobody younger lives but those that are over, the workers are this controller's from now
+        on. Who comes after this look sees this one, asks it to let go, and waits here until it can.
+        """
         async with self._one_at_a_time:
-            await self._house.take_over(handover)
+            younger = await self._youngest(over)
+            if younger is not None:
+                return younger
+            await self._house.take_over(await self._what_is_handed_over())
             self.successor = self.kept_at = ""
             self._keeps = True
-        self._settled.set()
         self._changed.set()
+        return None
 
     async def _heed(self) -> None:
         """Until the workers are this controller's again."""
@@ -140,10 +150,9 @@ class Succession:
 
     async def _heed_the_youngest(self, over: set[int]) -> None:
         """Until it ends; where there is none but those that are over, take over."""
-        successor = await self._youngest(over)
+        successor = await self._younger_or_take_over(over)
         if successor is None:
-            log.warning("no younger controller lives any more; taking over again")
-            await self._take_over(Handover())
+            log.warning("no younger controller lives any more; this one has taken over")
             return
         async with self._following(successor):
             await successor.ended()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
@@ -66,12 +67,15 @@ class Seen(OtherController):
 
     async def _answer(self, call):  # type: ignore[no-untyped-def]
         asked, over = asyncio.ensure_future(call), asyncio.ensure_future(self._one.over.wait())
-        await asyncio.wait({asked, over}, return_when=asyncio.FIRST_COMPLETED)
-        over.cancel()
-        if asked.done():
-            return asked.result()
-        asked.cancel()
-        raise Unavailable("it is gone")
+        try:
+            await asyncio.wait({asked, over}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                return asked.result()
+            raise Unavailable("it is gone")
+        finally:
+            for each in (asked, over):
+                each.cancel()
+            await asyncio.gather(asked, over, return_exceptions=True)
 
 
 class One:
@@ -92,6 +96,13 @@ class One:
     def die(self) -> None:
         self.over.set()
 
+    async def perish(self, starts: dict[int, asyncio.Future[One]]) -> None:
+        """Whatever it was doing."""
+        self.die()
+        for task in filter(None, (starts[self.number], self.succession._heeding)):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
 
 class Others(Controllers):
     def __init__(self, all_of_them: list[One]) -> None:
@@ -100,6 +111,11 @@ class Others(Controllers):
     async def others(self, than: int) -> list[OtherController]:
         living = sorted((one.number, one) for one in self._all if not one.over.is_set() and one.number != than)
         return [Seen(one) for _, one in living]
+
+
+async def some_turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 def keepers(group: list[One]) -> list[int]:
@@ -117,8 +133,9 @@ async def test_the_first_one_keeps_them() -> None:
 
 async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     group: list[One] = []
-    first, second = One(group, 1), One(group, 2)
+    first = One(group, 1)
     await first.succession.begin()
+    second = One(group, 2)
     taking = asyncio.ensure_future(second.start())
     await asyncio.sleep(0.01)
     assert not taking.done()
@@ -133,13 +150,123 @@ async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     assert not await second.succession.alone()
 
 
-async def test_an_older_one_is_not_asked_by_its_elders() -> None:
-    """Whatever starts late under a smaller number."""
+async def test_who_finds_a_younger_one_when_it_begins_follows_it() -> None:
+    """Its number was given out before, but it was slow."""
     group: list[One] = []
     young = await One(group, 5).start()
     old = await One(group, 3).start()
-    assert young.house.did == ["take over"]
+    assert (young.house.did, old.house.did) == (["take over"], [])
+    assert (old.succession.successor, old.house.follows) == ("door-5", "door-5")
+    young.die()
+    await until(lambda: old.succession.keeps)
     assert old.house.got == [Handover()]
+
+
+async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others() -> None:
+    group: list[One] = []
+    oldest, young = await One(group, 1).start(), One(group, 5)
+    between = One(group, 3)
+    starting = asyncio.ensure_future(between.start())
+    await until(lambda: between.succession._heeding)
+    await young.start()
+    assert oldest.house.did == ["take over", "let go"]
+    assert young.house.got == [Handover(("away-1",))]
+    await starting
+    assert between.house.follows == "door-5"
+    assert keepers(group) == [5]
+
+
+async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> None:
+    group: list[One] = []
+    young, first = One(group, 5), One(group, 1)
+    following = asyncio.ensure_future(first.start())
+    await some_turns(20)
+    youngest = One(group, 7)
+    await asyncio.gather(young.start(), youngest.start(), following)
+    assert first.house.follows == "door-5"
+    assert young.house.follows == "door-7"
+    assert keepers(group) == [7]
+
+
+async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper() -> None:
+    """A third one begins between the look and what comes of it."""
+    group: list[One] = []
+    first = await One(group, 1).start()
+    second = await One(group, 2).start()
+    looked, told = asyncio.Event(), asyncio.Event()
+    look = first.succession._controllers.others
+
+    async def slowly(than: int) -> list[OtherController]:
+        found = await look(than)
+        looked.set()
+        await told.wait()
+        return found
+
+    first.succession._controllers.others = slowly  # type: ignore[method-assign]
+    second.die()
+    await looked.wait()
+    starting = asyncio.ensure_future(One(group, 3).start())
+    await some_turns(20)
+    told.set()
+    await starting
+    await until(lambda: first.house.follows == "door-3")
+    assert keepers(group) == [3]
+    assert first.house.did == ["take over", "let go"] * 2
+
+
+async def test_who_follows_from_the_beginning_takes_over_from_its_elders() -> None:
+    """The younger one has died before it asked them."""
+    group: list[One] = []
+    await One(group, 1).start()
+    young, between = One(group, 5), One(group, 3)
+    starting = asyncio.ensure_future(between.start())
+    await until(lambda: between.succession._heeding)
+    young.die()
+    await starting
+    assert keepers(group) == [3]
+    assert between.house.got == [Handover(("away-1",))]
+
+
+@pytest.mark.parametrize("seed", range(150))
+async def test_one_of_many_keeps_them_whoever_begins_or_dies_when(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are given out before controllers can be found, and what a look has seen is old when it is told."""
+    monkeypatch.setattr(succession, "AGAIN_S", 0.0)
+    chance = random.Random(seed)
+    group: list[One] = []
+    starts: dict[int, asyncio.Future[One]] = {}
+
+    class Slow(Others):
+        async def others(self, than: int) -> list[OtherController]:
+            await some_turns(chance.randrange(12))
+            found = await super().others(than)
+            await some_turns(chance.randrange(12))
+            return found
+
+    class Jealous(House):
+        async def take_over(self, handover: Handover) -> None:
+            assert not [one for one in group if has_them(one)], "two keep them"
+            await super().take_over(handover)
+            await some_turns(chance.randrange(12))
+
+    def has_them(one: One) -> bool:
+        return not one.over.is_set() and one.house.did[-1:] == ["take over"]
+
+    numbers = chance.sample(range(9), 5)
+    for number in numbers:
+        one = One(group, number)
+        one.house = Jealous(number)
+        one.succession = Succession(number, Slow(group), one.house)
+        starts[number] = asyncio.ensure_future(one.start())
+        await some_turns(chance.randrange(12))
+        if chance.random() < 0.4 and (living := [each for each in group[:-1] if not each.over.is_set()]):
+            await chance.choice(living).perish(starts)
+    living = [one for one in group if not one.over.is_set()]
+    for each in await asyncio.wait_for(asyncio.gather(*(starts[one.number] for one in living)), 60):
+        assert each in living
+    await until(lambda: keepers(group) == [max(one.number for one in living)])
+    assert [one.number for one in living if has_them(one)] == keepers(group)
+    for one in living:
+        await one.perish(starts)
 
 
 async def test_who_let_go_takes_over_again_when_nobody_younger_lives() -> None:
@@ -170,8 +297,9 @@ async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> N
 
 async def test_one_that_dies_while_it_is_asked_is_no_obstacle() -> None:
     group: list[One] = []
-    first, second = One(group, 1), One(group, 2)
+    first = One(group, 1)
     await first.succession.begin()
+    second = One(group, 2)
     taking = asyncio.ensure_future(second.start())
     await asyncio.sleep(0.01)
     first.die()
@@ -220,8 +348,9 @@ async def test_taking_over_again_is_tried_until_it_works(monkeypatch: pytest.Mon
 
 async def test_one_that_stops_hands_nothing_over_and_heeds_nobody() -> None:
     group: list[One] = []
-    first, second = One(group, 1), One(group, 2)
+    first = One(group, 1)
     await first.succession.begin()
+    second = One(group, 2)
     taking = asyncio.ensure_future(second.start())
     await asyncio.sleep(0.01)
     await first.succession.stop()
