@@ -64,6 +64,9 @@ class Binder:
 
     def enter_again(self, ticket: Ticket) -> None:
         """An attempt failed: back to its place."""
+        if not ticket.resumed:
+            # A pace that counted workers' refusals would be the best just where nobody has room.
+            self._gate.pace.take_back(self._clock(), ticket.service_s)
         self._push(ticket)
 
     def leave(self, ticket: Ticket) -> None:

@@ -18,16 +18,20 @@ REMOTE_GAP_STEPS = FIRST_GAP_STEPS + 1
 middle of one.
 """
 _PATIENCE = 2.0
-"""Times the gap that is expected, for which the second token is waited for."""
-_PART = 0.8
-"""Of the target for the first token, by when it goes whatever comes."""
+"""Times the gap that is expected: by so much before its own target comes a first token that is held."""
+_LONGEST = 8.0
+"""Times that gap, for which the second token is waited for where there is time: a prompt that came meanwhile may have
+made a step long.
+"""
+_SPARE_PART, _SPARE_S = 0.2, 0.1
+"""Of the target for the first token, and in seconds: whichever is less before it the token goes, whatever comes."""
 
 
 def held_until_s(slo: SloClass, longest_s: float, waited_s: float) -> float:
     """A first token of this class that comes within so many seconds is held, if steps of up to `longest_s` compute its
     prompt where it goes on, and two of these are longer than it bears; the request has waited for `waited_s`.
     """
-    return _PART * slo.ttft_s - waited_s - _PATIENCE * FIRST_GAP_STEPS * longest_s
+    return _left_s(slo, waited_s) - _PATIENCE * FIRST_GAP_STEPS * longest_s
 
 
 def gap_s(forecast: Forecast, decode: WorkerBooks, *, local: bool) -> float:
@@ -45,5 +49,9 @@ def hold_s(slo: SloClass, target_s: float, expected_s: float, waited_s: float) -
     """
     if expected_s <= min(target_s, slo.worst_gap_s) or not slo.has_gap_target:
         return 0.0
-    longest_s = _PATIENCE * expected_s
-    return longest_s if waited_s + longest_s <= _PART * slo.ttft_s else 0.0
+    left_s = _left_s(slo, waited_s)
+    return min(_LONGEST * expected_s, left_s) if _PATIENCE * expected_s <= left_s else 0.0
+
+
+def _left_s(slo: SloClass, waited_s: float) -> float:
+    return slo.ttft_s - min(_SPARE_PART * slo.ttft_s, _SPARE_S) - waited_s

@@ -40,6 +40,11 @@ class Pace:
             self._left_s += left_s
         self._waiting = waiting
 
+    def take_back(self, now: float, left_s: float) -> None:
+        """Work of `left_s` comes back, of which nothing was done."""
+        self._advance(now)
+        self._left_s = max(0.0, self._left_s - left_s)
+
     def seconds(self, now: float, workers: int) -> float:
         """A second's worth, with so many prefill workers; at most one each."""
         self._advance(now)

@@ -313,6 +313,19 @@ def test_who_asks_for_one_token_has_no_gaps() -> None:
         world.binder.enter(another)
 
 
+def test_the_pace_counts_nothing_that_workers_turn_away() -> None:
+    world = World()
+    for number in range(3):
+        world.binder.enter(Ticket(f"r{number}", number, 1000.0, 2048, 100))
+    for _ in range(100):
+        world.at.clock.now += 0.05
+        ticket = world.binder.head()
+        assert ticket is not None
+        assert world.binder.bind(ticket) is not None
+        world.binder.enter_again(ticket)
+    assert world.binder._gate.pace.seconds(world.at.clock.now, 2) < 0.5
+
+
 def test_the_pace_is_what_leaves_while_others_wait() -> None:
     pace = Pace()
     assert pace.seconds(0.0, 4) == 4.0
