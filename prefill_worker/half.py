@@ -233,7 +233,7 @@ class PrefillHalf:
         if not len(self._line):
             return 0
         with self._lock:
-            return sum(request.remaining for request in self._line)
+            return sum(request.prompt_tokens - request.computed for request in self._line)
 
     def waiting(self) -> Waiting:
         """What the next step could compute."""

@@ -97,6 +97,8 @@ class Walks:
                         first_gap_s=math.inf if request.forecast is None else request.forecast.first_gap_s,
                     )
                 )
+                if _current(request, ref):
+                    prefill.books.prompt_taken(request.wire_id)
         except TandemError as error:
             self._refused(request, ref, asked, error)
         except Exception as error:

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from costs.chunks import Beside
-from costs.step_cost import StepCost, chunk_pairs
+from costs.step_cost import StepCost
 from costs.transfer_cost import TransferCost
 from router.gap_noise import GapNoise
 from router.long_gaps import LongGaps
 from router.placed_work import AnswerWork, PromptWork
+from router.prompt_queue import PromptQueue
 from router.prompt_steps import NO_PROMPTS, PromptSteps, Run
 from router.slo import SloClass
 from router.slo_load import SloLoad
@@ -22,8 +23,6 @@ LOAD_FRESH_S = 1.0
 """A worker without work sends no load: older reports count for nothing."""
 REFUSAL_PAUSE_S = 0.05
 """How long a worker that turned a request away is not asked again, if others are there."""
-
-_COMPUTED = PromptWork(0)
 
 Clock = Callable[[], float]
 """Seconds, growing; `time.monotonic` or a virtual one."""
@@ -47,8 +46,8 @@ class WorkerBooks:
     """
 
     __slots__ = (
-        "_answers", "_context", "_gaps", "_load", "_load_at", "_pages", "_pairs", "_prompt_steps", "_prompts",
-        "_queue", "_ready", "_refused_until_s", "_tokens", "answer_tokens_total", "clock", "cost", "decode_context",
+        "_answers", "_context", "_gaps", "_load", "_load_at", "_pages", "_prompt_steps", "_prompts",
+        "_queue", "_ready", "_refused_until_s", "answer_tokens_total", "clock", "cost", "decode_context",
         "decode_requests", "decodes", "gap_targets", "idle_step_s", "info", "kv_tokens_free", "kv_tokens_total",
         "live", "max_batch_requests", "max_step_tokens", "noise", "order", "page_tokens", "pages_total", "pages_used",
         "peer", "prefill_idle", "prefill_pairs", "prefill_tokens", "prefills", "role", "slo_loads", "slot", "step_s",
@@ -76,9 +75,7 @@ class WorkerBooks:
         self.noise = GapNoise()
         self._prompt_steps: PromptSteps | None = None
         self._queue: Run | None = None
-        self._prompts: dict[str, PromptWork] = {}
-        self._tokens = 0
-        self._pairs = 0.0
+        self._prompts = PromptQueue(clock)
         self._answers: dict[str, tuple[AnswerWork, int, SloLoad]] = {}
         self._gaps: dict[SloClass, LongGaps] = {}
         self._pages = 0
@@ -92,27 +89,21 @@ class WorkerBooks:
 
     def book_prefill(self, request_id: str, work: PromptWork) -> None:
         """A prompt goes there."""
-        known = self._prompts.get(request_id)
-        if known is not None:
-            self._forget_prompt(known)
-        self._prompts[request_id] = work
-        self._tokens += work.tokens
-        self._pairs += work.pairs
+        self._prompts.book(request_id, work)
         self._settle_prompts()
+
+    def prompt_taken(self, request_id: str) -> None:
+        """The worker has it, and counts it from now on."""
+        self._prompts.taken(request_id)
 
     def prompt_computed(self, request_id: str) -> None:
         """Its prompt is computed, its KV may still be on the way."""
-        work = self._prompts.get(request_id)
-        if work is not None and work.tokens:
-            self._prompts[request_id] = _COMPUTED
-            self._forget_prompt(work)
+        if self._prompts.computed(request_id):
             self._settle_prompts()
 
     def unbook_prefill(self, request_id: str) -> None:
         """This worker's prefill half is done with it."""
-        work = self._prompts.pop(request_id, None)
-        if work is not None and work.tokens:
-            self._forget_prompt(work)
+        if self._prompts.forget(request_id):
             self._settle_prompts()
 
     def book_decode(self, request_id: str, work: AnswerWork) -> None:
@@ -140,9 +131,7 @@ class WorkerBooks:
         if not slo_load.count:
             del self.slo_loads[work.slo]
             self._settle_tightest()
-        if self._load is not None:
-            self._load = None  # the last report still counts these pages
-            self._settle_prompts()
+        self._load = None  # the last report still counts these pages
         self._settle_answers()
 
     def report(self, load: WorkerLoad) -> None:
@@ -150,7 +139,7 @@ class WorkerBooks:
         self._load_at = self.clock()
         if load.cost != self.cost.parameters:
             self.cost = StepCost(load.cost)
-        if load != self._load:
+        if self._prompts.tell(load.prefill_tokens) or load != self._load:
             self._load = load
             self._settle()
 
@@ -166,7 +155,7 @@ class WorkerBooks:
 
     def expire(self) -> None:
         """Let go of a report that is too old. Called now and then."""
-        if self._load is not None and self.clock() - self._load_at >= LOAD_FRESH_S:
+        if self.clock() - self._load_at >= LOAD_FRESH_S and (self._prompts.expire() or self._load is not None):
             self._load = None
             self._settle()
 
@@ -208,12 +197,12 @@ class WorkerBooks:
     @property
     def request_ids(self) -> set[str]:
         """Requests this worker is still needed for."""
-        return {*self._prompts, *self._answers}
+        return {*self._prompts.request_ids, *self._answers}
 
     @property
     def idle(self) -> bool:
         """Whether nothing of this router is there."""
-        return not (self._prompts or self._answers or self._tokens or self._pages)
+        return not (self._prompts.request_ids or self._answers or self._pages)
 
     # What placement asks
 
@@ -241,10 +230,6 @@ class WorkerBooks:
             until_s = self._refused_until_s = None
         return not self._ready or until_s is not None
 
-    def _forget_prompt(self, work: PromptWork) -> None:
-        self._tokens -= work.tokens
-        self._pairs = self._pairs - work.pairs if self._tokens else 0.0
-
     def _settle(self) -> None:
         info = self.info
         self.role = info.role
@@ -271,16 +256,15 @@ class WorkerBooks:
         self.tightest_s = self.gap_targets[0] if self.gap_targets else math.inf
 
     def _settle_prompts(self) -> None:
-        load, tokens = self._load, self._tokens
+        prompts = self._prompts
         self._queue = None
-        self.prefill_idle = tokens == 0
+        self.prefill_idle = prompts.idle
         """Whether none of this router's prompts is being computed there."""
-        self.prefill_tokens = max(tokens, load.prefill_tokens) if load else tokens
+        self.prefill_tokens = waiting = prompts.tokens
         """Prompt tokens not yet computed."""
-        waiting = self.prefill_tokens
         if (waiting > 0) is not self.noise.prompts:
             self.noise.change(waiting > 0, self.clock())
-        self.prefill_pairs = self._pairs * waiting / tokens if tokens else chunk_pairs(waiting, 0)
+        self.prefill_pairs = prompts.pairs(waiting)
         """Attention pairs of these."""
         if self.order is not None:
             self.order.rank_prompts(self)

@@ -186,6 +186,12 @@ class VirtualRouter:
             self._links[pair.prefill].worker.prefill(task)
         except _COME_LATER:
             self.clock.after(self.network.call_s, lambda: self._refused(flow, ref, self._books(pair.prefill)))
+        else:
+            self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
+
+    def _taken(self, flow: Flow, ref: RequestRef, pair: Pair) -> None:
+        if flow.ref == ref:
+            self._links[pair.prefill].books.prompt_taken(flow.ticket.wire_id)
 
     def _books(self, peer: PeerRef | None) -> WorkerBooks | None:
         return None if peer is None else self._links[peer].books

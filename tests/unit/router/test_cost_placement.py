@@ -139,7 +139,7 @@ def test_an_answer_with_no_gap_to_spare_stays_where_a_handover_would_be_too_long
     assert names(stays) == ("d", "d")
     assert stays.forecast is not None
     assert stays.forecast.first_gap_s == math.inf, "the first token will wait for the second"
-    soon = placed(at, replace(need(1000, 40), slo=balanced, waited_s=3.9))
+    soon = placed(at, replace(need(1000, 40), slo=balanced, waited_s=4.85))
     assert names(soon) == ("d", "d")
     assert soon.forecast is not None
     assert soon.forecast.first_gap_s == 0.025, "it cannot, so the worker is told"
