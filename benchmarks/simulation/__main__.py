@@ -185,21 +185,27 @@ def run(arguments: argparse.Namespace, measured_table: Any = None) -> dict[str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Simulate, show, compare; JSON last."""
+    """Simulate, show, compare; JSON last. What was simulated is kept and shown also where nothing compares."""
     parsed = parse_arguments(arguments)
+    incomparable = ""
     try:
         measured = None if parsed.against is None else read_object(parsed.against, "--against")
         result = run(parsed, measured)
     except TandemError as error:
         raise SystemExit(error.message) from None
     if parsed.against is not None:
-        compared = compare(result, measured)
-        result["against"] = {"file": parsed.against.name, "figures": compared}
-        print("\n".join(as_lines(compared)))
+        try:
+            compared = compare(result, measured)
+            result["against"] = {"file": parsed.against.name, "figures": compared}
+            print("\n".join(as_lines(compared)))
+        except InvalidArgument as error:
+            incomparable = error.message
     if parsed.save:
         name = f"simulation-{parsed.shape}-{parsed.workers}-workers-{parsed.ask}"
         print("saved", save_result(name, without_curves(result)))  # type: ignore[arg-type]
     print(json.dumps(without_curves({key: value for key, value in result.items() if key != "loads"})))
+    if incomparable:
+        raise SystemExit(incomparable)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """A simulated table beside a measured one: each figure as a ratio, and whether it is near enough."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.load.sweep import GOODPUT_SHARE
 from benchmarks.strategies.part import knees
+from wire.errors import InvalidArgument
 
 NEAR = 0.15
 """How far a simulated figure may be from the measured one, as a part of it."""
@@ -17,20 +18,40 @@ _LATENCIES = (
 
 Compared = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """Simulated ÷ measured, by workload, row and figure; None where nothing was measured."""
+_Figure = tuple[str, float, float]
+"""Its name, simulated, measured."""
 
 
 def compare(simulated: Any, measured: Any) -> Compared:
-    """Of all that both results have: loads with the same arrivals, and goodput at the knees that both saw."""
+    """Of all that both results have: loads with the same arrivals, and goodput at the knees that both saw. A figure
+    that neither has any of says nothing of either, and is left out; InvalidArgument if no other is left.
+    """
     found: dict[str, dict[str, dict[str, float | None]]] = {}
     for workload in simulated["loads"].keys() & measured["tables"].keys():
         ours, theirs = simulated["loads"][workload], _measured_loads(measured, workload)
         same = all(float(simulated[each]) == float(measured[each]) for each in ("seconds", "seed"))
         found[workload] = {
-            row: dict((*(_same_loads(ours[row], theirs[row]) if same else ()), *_knees(ours[row], theirs[row])))
+            row: _ratios((*(_same_loads(ours[row], theirs[row]) if same else ()), *_knees(ours[row], theirs[row])))
             for row in ours
             if row in theirs
         }
+    if not any(figures for rows in found.values() for figures in rows.values()):
+        raise InvalidArgument("--against", f"no figure to compare; ask for what that table has: {_what(measured)}")
     return found
+
+
+def _ratios(figures: Iterable[_Figure]) -> dict[str, float | None]:
+    return {name: _ratio(ours, theirs) for name, ours, theirs in figures if ours or theirs}
+
+
+def _what(measured: Any) -> str:
+    """What a run beside it has to be asked for."""
+    rows = [
+        f"{workload} {row} at {', '.join(format(load['rate'], '.10g') for load in loads)}/s"
+        for workload in measured["tables"]
+        for row, loads in _measured_loads(measured, workload).items()
+    ]
+    return f"loads of {float(measured['seconds']):g} s with seed {measured['seed']}: {'; '.join(rows) or 'none'}"
 
 
 def _measured_loads(measured: Any, workload: str) -> Mapping[str, Sequence[Any]]:
@@ -47,31 +68,28 @@ def _load_of(rate: float, columns: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"rate": rate, "ttft_ms": ttft, "gap_ms": itl, "tokens_per_s": columns["tokens_per_s"], "goodput": {}}
 
 
-def _same_loads(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+def _same_loads(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[_Figure]:
     by_rate = {load["rate"]: load for load in theirs}
     for load in ours:
         other = by_rate.get(load["rate"])
         if other is not None:
             at = f"at {load['rate']:g}/s"
             for name, key, level in _LATENCIES:
-                yield f"{name} {level} {at}", _ratio(load[key][level], other[key][level])
-            yield f"tokens {at}", _ratio(load["tokens_per_s"], other["tokens_per_s"])
+                yield f"{name} {level} {at}", load[key][level], other[key][level]
+            yield f"tokens {at}", load["tokens_per_s"], other["tokens_per_s"]
             for cell in load["goodput"].keys() & other["goodput"].keys():
-                shares = (each["goodput"][cell]["share"] for each in (load, other))
-                yield f"share {cell} {at}", _ratio(*shares)
+                yield f"share {cell} {at}", load["goodput"][cell]["share"], other["goodput"][cell]["share"]
 
 
-def _knees(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[str, float | None]]:
+def _knees(ours: Sequence[Any], theirs: Sequence[Any]) -> Iterator[_Figure]:
     found = knees(ours), knees(theirs)
     for cell in found[0].keys() & found[1].keys():
         if all(loads[-1]["goodput"][cell]["share"] < GOODPUT_SHARE for loads in (ours, theirs)):
-            yield f"knee {cell}", _ratio(found[0][cell], found[1][cell])
+            yield f"knee {cell}", found[0][cell], found[1][cell]
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
-    if not theirs:
-        return 1.0 if theirs == ours else None
-    return round(ours / theirs, 4)
+    return round(ours / theirs, 4) if theirs else None
 
 
 def as_lines(compared: Compared) -> Iterator[str]:

@@ -104,14 +104,27 @@ def test_loads_of_the_same_arrivals_side_by_side() -> None:
 
 @pytest.mark.parametrize("other", [result(load(3.0, 1.0, 0.95, 3.0)), result(load(2.0, 1.0, 0.95, 3.0), seed=1)])
 def test_other_arrivals_tell_nothing(other: dict[str, object]) -> None:
-    assert compare(result(load(2.0, 110.0, 0.96, 2.0)), other) == {"balanced": {"shared": {}}}
+    with pytest.raises(InvalidArgument, match="ask for what that table has: loads of 15 s with seed"):
+        compare(result(load(2.0, 110.0, 0.96, 2.0)), other)
+
+
+def test_what_neither_has_agrees_in_nothing() -> None:
+    """Knees of 0 at rates that had nothing in common were "4 of 4 figures within 15 %"."""
+    theirs = result(load(4.5, 1.0, 0.2, 0.9), load(6.75, 1.0, 0.1, 0.6))
+    with pytest.raises(InvalidArgument, match=r"seed 0: balanced shared at 4\.5, 6\.75/s$"):
+        compare(result(load(3.0, 1.0, 0.3, 0.9)), theirs)
+    ours = load(4.5, 1.0, 0.0, 0.0)
+    found = compare(result(ours), result(load(4.5, 1.0, 0.0, 0.0)))
+    assert not [name for name in found["balanced"]["shared"] if name.startswith(("share", "knee"))]
+    assert compare(result(ours), theirs)["balanced"]["shared"]["share strict at 4.5/s"] == 0
 
 
 def test_knees_count_where_both_sweeps_went_beyond_them() -> None:
     ours = [load(2.0, 1.0, 0.95, 1.9), load(3.0, 1.0, 0.92, 2.8), load(4.5, 1.0, 0.5, 2.2)]
     theirs = [load(2.5, 1.0, 0.95, 2.5), load(5.0, 1.0, 0.1, 0.5)]
     assert compare(result(*ours), result(*theirs)) == {"balanced": {"shared": {"knee strict": 1.12}}}
-    assert compare(result(*ours), result(*theirs[:1])) == {"balanced": {"shared": {}}}
+    with pytest.raises(InvalidArgument, match="no figure to compare"):
+        compare(result(*ours), result(*theirs[:1]))
 
 
 def test_a_table_without_loads_is_one_of_a_single_rate() -> None:
@@ -130,6 +143,18 @@ def test_the_command_prints_a_table_and_json_last(capsys: pytest.CaptureFixture[
     last = json.loads(printed.splitlines()[-1])
     assert set(last["tables"]["balanced"]["rows"]) == {"shared", "adaptive"}
     assert "| adaptive |" in printed
+
+
+def test_what_was_simulated_is_shown_also_where_nothing_compares(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "table.json"
+    file.write_text(json.dumps(result(load(22.78125, 100.0, 0.96, 9.0))))
+    with pytest.raises(SystemExit, match=r"^--against: no figure to compare; .* balanced shared at 22.78125/s$"):
+        main(["--only", "shared", "--workloads", "balanced", "--seconds", "3", "--rates", "2", "--against", str(file)])
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(last["tables"]["balanced"]["rows"]) == {"shared"}
+    assert "against" not in last
 
 
 def test_costs_that_nobody_knows_are_named(tmp_path: Path) -> None:
