@@ -30,7 +30,7 @@ from benchmarks.load.target import Target, find_target, warm_up
 from benchmarks.load.workload import Workload
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.strategies.folder import claim
+from benchmarks.strategies.folder import claim, damaged, read_kept
 from benchmarks.strategies.part import Load, Part, joined
 from benchmarks.strategies.rows import ADAPTIVE, ALL, NONE, Strategy, asks, chosen, strategies
 from benchmarks.strategies.steps import steps_of
@@ -133,6 +133,7 @@ class Run:
             return True
         # What cannot be sent is said before minutes go into a start.
         self._load_settings()
+        _ = self.unloaded_step_s
         for turn in known:
             self._workload(turn.offer, turn.rate)
         if not self._time_for_a_load(known[0].row):
@@ -178,8 +179,13 @@ class Run:
 
     @property
     def unloaded_step_s(self) -> float | None:
-        """What the strict cell is told by; None before the first start."""
-        return float(json.loads(self._step_file.read_text(encoding="utf-8"))) if self._step_file.exists() else None
+        """What the strict cell is told by; None before the first start. InvalidArgument if the file is damaged."""
+        if not self._step_file.exists():
+            return None
+        step_s = read_kept(self._step_file)
+        if not isinstance(step_s, float):
+            raise damaged(self._step_file)
+        return step_s
 
     def _unloaded_step(self, target: Target) -> float:
         """In seconds, measured once in all starts: the strict cell is the same for every row."""

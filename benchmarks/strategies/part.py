@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load import sweep
+from benchmarks.strategies.folder import damaged, read_kept
 
 Load = dict[str, Any]
 _ASKED = ("ttft_ms", "gap_ms", "tokens_per_s", "errors", "served_by", "steps")
@@ -22,7 +23,7 @@ class Part:
     file: Path
 
     def loads(self) -> list[Load]:
-        """What was measured so far, as `LoadReport.as_result` gives it."""
+        """What was measured so far, as `LoadReport.as_result` gives it. InvalidArgument if the file is damaged."""
         if not self.file.exists():
             return []
         loads: list[Load] = self._read()["loads"]
@@ -48,8 +49,14 @@ class Part:
         return self._read()[name]
 
     def _read(self) -> Load:
-        content: Load = json.loads(self.file.read_text(encoding="utf-8"))
-        return content
+        content = read_kept(self.file)
+        loads = content.get("loads") if isinstance(content, dict) else None
+        if not isinstance(loads, list) or not all(
+            isinstance(load, dict) and {"rate", "goodput"} <= load.keys() for load in loads
+        ):
+            raise damaged(self.file)
+        part: Load = content
+        return part
 
 
 def joined(loads: Mapping[str, Load]) -> Load:

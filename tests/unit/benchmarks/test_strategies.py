@@ -266,6 +266,36 @@ def test_a_folder_has_loads_of_one_run(tmp_path: Path) -> None:
     claim(tmp_path / "others", toy | {"model": "large"})
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("balanced--shared.json", b'{"loads": [{"ra'),
+        ("balanced--shared.json", b"{}"),
+        ("balanced--shared.json", b'{"loads": [1]}'),
+        ("balanced--shared.json", b"\xff"),
+        ("unloaded_step.json", b""),
+        ("unloaded_step.json", b"null"),
+        ("run.json", b""),
+        ("run.json", b"[]"),
+    ],
+)
+def test_a_damaged_file_is_named_before_a_cluster_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    monkeypatch.setattr(
+        "benchmarks.strategies.__main__.choose_model", lambda *_: ServedModel(tmp_path, "m", random_weights=True)
+    )
+    given = ["--parts", str(tmp_path), "--minutes", "0", "--rates", "1"]
+    with pytest.raises(SystemExit, match=r"^3$"):
+        main(given)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SystemExit, match=f"{name} is damaged.*(it had is measured again|name another folder)$"):
+        main(given)
+    (tmp_path / name).unlink()
+    with pytest.raises(SystemExit, match=r"^3$"):
+        main(given)
+
+
 def test_the_command_takes_no_other_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ServedModel(Path("model"), "m", random_weights=True)
     monkeypatch.setattr("benchmarks.strategies.__main__.choose_model", lambda *_: model)
