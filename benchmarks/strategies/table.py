@@ -1,13 +1,17 @@
 """The strategy table of one workload, and what it has to show."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from benchmarks.load.sweep import GOODPUT_SHARE
 from benchmarks.strategies.part import Load, knees
 from benchmarks.strategies.rows import ADAPTIVE, DISAGGREGATED, SHARED, Strategy
 from wire.errors import InvalidArgument
 
 _COLOCATED_SIGN = "colocated"
+_NOT_ALIKE = "_not_swept_alike"
+"""Behind the name of a relation: cells that it cannot be told in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +22,39 @@ class Row:
     loads: Sequence[Load]
     goodput: Mapping[str, float]
 
+    @property
+    def rates(self) -> list[float]:
+        """Rising."""
+        return [float(load["rate"]) for load in self.loads]
+
+    def has_knee(self, cell: str) -> bool:
+        """Whether the cell was lost at the highest rate; else its goodput is only the highest so far."""
+        return bool(self.loads[-1]["goodput"][cell]["share"] < GOODPUT_SHARE)
+
 
 def make_rows(measured: Mapping[Strategy, Sequence[Load]]) -> list[Row]:
     """One row of each kind that was measured: of several splits the one with the largest goodput over all cells."""
     best: dict[str, Row] = {}
     for strategy, loads in measured.items():
         if loads:
-            row = Row(strategy, loads, knees(loads))
+            row = Row(strategy, sorted(loads, key=lambda load: float(load["rate"])), knees(loads))
             rival = best.get(strategy.kind)
             if rival is None or sum(row.goodput.values()) > sum(rival.goodput.values()):
                 best[strategy.kind] = row
     return list(best.values())
 
 
+def swept_alike(rows: Sequence[Row], cell: str) -> bool:
+    """Whether the rows' goodput in the cell can be compared: all were measured at the same rates, but for those beyond
+    the knee of a row that ended there.
+    """
+    longest = max((row.rates for row in rows), key=len)
+    return all(row.rates == longest or (row.rates == longest[: len(row.rates)] and row.has_knee(cell)) for row in rows)
+
+
 def common_load(rows: Sequence[Row]) -> float | None:
     """The highest rate that every row was measured at; None = there is none yet."""
-    return max(set.intersection(*({float(load["rate"]) for load in row.loads} for row in rows)), default=None)
+    return max(set.intersection(*(set(row.rates) for row in rows)), default=None)
 
 
 def at_rate(row: Row, rate: float) -> Load:
@@ -42,7 +63,8 @@ def at_rate(row: Row, rate: float) -> Load:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, object]:
-    """Ready for JSON: the columns of each row at the common rate, goodput by cell, and the relations that count.
+    """Ready for JSON: the columns of each row at the common rate, goodput by cell and whether it is a knee, and the
+    relations that count.
     InvalidArgument without such a rate.
     """
     rate = common_load(rows)
@@ -58,6 +80,8 @@ def figures(rows: Sequence[Row]) -> dict[str, object]:
             "itl_p99_ms": load["gap_ms"]["p99"],
             "tokens_per_s": load["tokens_per_s"],
             "goodput_per_s": dict(row.goodput),
+            "knee": {cell: row.has_knee(cell) for cell in row.goodput},
+            "rates": row.rates,
         }
     return {"rate": rate, "rows": columns, "invalid_loads": invalid_loads(rows)} | relations(rows, rate)
 
@@ -83,15 +107,22 @@ def relations(rows: Sequence[Row], rate: float) -> dict[str, object]:
         )
     colocated = [row for row in rows if row.strategy.settings["mode"] == _COLOCATED_SIGN]
     if apart and colocated:
-        found["goodput_disaggregated_over_colocated"] = {
-            cell: _ratio(apart.goodput[cell], max(row.goodput[cell] for row in colocated)) for cell in apart.goodput
-        }
+        found |= _over_best("goodput_disaggregated_over_colocated", apart, colocated)
     others = [row for row in rows if row is not adaptive]
     if adaptive and others:
-        found["goodput_adaptive_over_best"] = {
-            cell: _ratio(adaptive.goodput[cell], max(row.goodput[cell] for row in others)) for cell in adaptive.goodput
-        }
+        found |= _over_best("goodput_adaptive_over_best", adaptive, others)
     return found
+
+
+def _over_best(name: str, ours: Row, others: Sequence[Row]) -> dict[str, object]:
+    """By cell, but for those that not all rows were swept alike in, which are named."""
+    alike = {cell: swept_alike([ours, *others], cell) for cell in ours.goodput}
+    ratios = {
+        cell: _ratio(goodput, max(row.goodput[cell] for row in others))
+        for cell, goodput in ours.goodput.items()
+        if alike[cell]
+    }
+    return {name: ratios, f"{name}{_NOT_ALIKE}": [cell for cell, same in alike.items() if not same]}
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
@@ -113,13 +144,26 @@ def as_text(figures_of_workload: Mapping[str, object]) -> str:
                 f"{row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f}",
                 f"{row['itl_p50_ms']:.1f} / {row['itl_p99_ms']:.1f}",
                 f"{row['tokens_per_s']:.0f}",
-                *(f"{row['goodput_per_s'][cell]:.2f}" for cell in cells),
+                *(_goodput_text(row, cell) for cell in cells),
             ]
         )
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    invalid = figures_of_workload.get("invalid_loads")
-    return (
-        f"{table}\n\nINVALID, the clients were late: {', '.join(invalid)}"
-        if isinstance(invalid, list) and invalid
-        else table
-    )
+    return "\n\n".join([table, *_notes(figures_of_workload, rows)])
+
+
+def _goodput_text(row: Mapping[str, Any], cell: str) -> str:
+    return f"{'' if row['knee'][cell] else '≥ '}{row['goodput_per_s'][cell]:.2f}"
+
+
+def _notes(figures_of_workload: Mapping[str, Any], rows: Mapping[str, Any]) -> Iterator[str]:
+    """What a reader has to know before comparing rows."""
+    if not all(all(row["knee"].values()) for row in rows.values()):
+        yield "≥: met at the highest rate that the row was measured at, so no knee but the highest so far."
+    if len({tuple(row["rates"]) for row in rows.values()}) > 1:
+        ends = ", ".join(f"{name} {len(row['rates'])} up to {row['rates'][-1]:g}/s" for name, row in rows.items())
+        yield f"Rates of each row: {ends}."
+    for name, cells in figures_of_workload.items():
+        if name.endswith(_NOT_ALIKE) and cells:
+            yield f"No {name.removesuffix(_NOT_ALIKE)} in {', '.join(cells)}: the rows were not swept alike."
+    if invalid := figures_of_workload["invalid_loads"]:
+        yield f"INVALID, the clients were late: {', '.join(invalid)}"
