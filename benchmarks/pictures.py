@@ -1,14 +1,16 @@
 """Pictures of load runs: `python -m benchmarks.pictures benchmarks/results/load-*.json --out pictures`.
 
 For each run the distribution of every latency, a curve for each rate; for each workload goodput against rate, a curve
-for each run. matplotlib draws them (`pip install -e '.[dev]'`).
+for each run. Of a strategy table (`benchmarks.strategies`, `benchmarks.simulation`) goodput against rate for each
+workload, a curve for each row. matplotlib draws them (`pip install -e '.[dev]'`).
 """
 
 import argparse
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,10 @@ _LATENCIES = {
     "end_to_end_ms": "end to end",
 }
 _PANEL = (4.6, 3.4)
+_GRID = 0.3
+_LEGEND_COLUMNS, _LEGEND_HEIGHT = 4, 0.7
+_MARKERS = "osv^Dx*"
+"""Hollow and unlike each other: many curves lie on one line below the knee."""
 _LEAST_MS = 0.05
 """Logarithmic axes begin here: tokens that travelled together have gaps of 0."""
 
@@ -45,16 +51,43 @@ class Run:
     loads: tuple[Load, ...]
 
 
-def read_run(file: Path, label: str = "") -> Run:
-    """InvalidArgument if `file` is no result of a load."""
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One result of `benchmarks.strategies`: what to call it, and by workload a run for each row."""
+
+    label: str
+    workloads: Mapping[str, Sequence[Run]]
+
+
+def read(file: Path, label: str = "") -> Run | Table:
+    """InvalidArgument if `file` is no result of loads."""
     try:
         result = json.loads(file.read_text(encoding="utf-8"))
-        loads = tuple(sorted(result["loads"], key=lambda load: float(load["rate"])))
-        return Run(label or file.stem, result["workload"], tuple(result["curve_levels"]), loads)
+        name = label or file.stem
+        return make_table(name, result) if "tables" in result else _make_run(name, result)
     except OSError as error:
         raise InvalidArgument(file.name, f"cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
-        raise InvalidArgument(file.name, "is no result of benchmarks.load") from None
+        raise InvalidArgument(file.name, "is no result of benchmarks.load, nor of strategies with its loads") from None
+
+
+def _make_run(label: str, result: Mapping[str, Any]) -> Run:
+    return Run(label, result["workload"], tuple(result["curve_levels"]), _by_rate(result["loads"]))
+
+
+def make_table(label: str, result: Mapping[str, Any]) -> Table:
+    """Of `tables` and the `loads` that they are made of: the rows that stand in the tables."""
+    return Table(
+        label,
+        {
+            workload: [Run(row, workload, (), _by_rate(result["loads"][workload][row])) for row in table["rows"]]
+            for workload, table in result["tables"].items()
+        },
+    )
+
+
+def _by_rate(loads: Sequence[Load]) -> tuple[Load, ...]:
+    return tuple(sorted(loads, key=lambda load: float(load["rate"])))
 
 
 def draw_latencies(run: Run, file: Path) -> None:
@@ -79,14 +112,17 @@ def draw_goodput(runs: Sequence[Run], file: Path) -> None:
     figure, panels = _panels(len(cells))
     offered = sorted({load["offered_per_s"] for run in runs for load in run.loads})
     for axes, cell in zip(panels, cells, strict=True):
-        for run in runs:
+        for run, marker in zip(runs, cycle(_MARKERS), strict=False):
             goodput = [load["goodput"][cell]["per_s"] for load in run.loads]
-            axes.plot([load["offered_per_s"] for load in run.loads], goodput, marker="o", label=run.label)
+            rates = [load["offered_per_s"] for load in run.loads]
+            axes.plot(rates, goodput, marker=marker, fillstyle="none", label=run.label)
         kept = [GOODPUT_SHARE * rate for rate in offered]
         axes.plot(offered, kept, color="grey", linestyle=":", label=f"{GOODPUT_SHARE:.0%} of all requests")
         axes.set(title=cell, xlabel="offered requests/s", ylabel="requests/s that met the cell", ylim=(0, None))
-        _finish(axes)
-    _save(figure, runs[0].workload, file)
+        axes.grid(visible=True, alpha=_GRID)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_HEIGHT)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=_LEGEND_COLUMNS)
+    _save(figure, f"workload {runs[0].workload}", file)
 
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
@@ -102,7 +138,7 @@ def _rate(load: Load) -> str:
 
 
 def _finish(axes: Axes) -> None:
-    axes.grid(visible=True, alpha=0.3)
+    axes.grid(visible=True, alpha=_GRID)
     axes.legend(fontsize="small")
 
 
@@ -128,12 +164,23 @@ def draw(runs: Sequence[Run], folder: Path, suffix: str) -> list[Path]:
     return files
 
 
+def draw_table(table: Table, folder: Path, suffix: str) -> list[Path]:
+    """A picture for each workload → the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {workload: folder / f"{table.label}-{workload}.{suffix}" for workload in table.workloads}
+    for workload, file in files.items():
+        draw_goodput(table.workloads[workload], file)
+    return list(files.values())
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw what the command line names."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.pictures", description=(__doc__ or "").split("\n", maxsplit=1)[0]
     )
-    parser.add_argument("results", type=Path, nargs="+", help="files of benchmarks.load --save")
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="files that --save of benchmarks.load, strategies or simulation kept"
+    )
     parser.add_argument("--labels", default=None, help="names of the runs in the pictures, separated by commas")
     parser.add_argument("--out", type=Path, default=Path(), help="folder; it is made")
     parser.add_argument("--format", default="svg", choices=("svg", "png"))
@@ -142,10 +189,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if len(labels) != len(parsed.results):
             raise InvalidArgument("--labels", f"{len(labels)} for {len(parsed.results)} results; give one for each")
-        runs = [read_run(file, label) for file, label in zip(parsed.results, labels, strict=True)]
+        found = [read(file, label) for file, label in zip(parsed.results, labels, strict=True)]
     except TandemError as error:
         raise SystemExit(error.message) from None
-    for file in draw(runs, parsed.out, parsed.format):
+    files = draw([each for each in found if isinstance(each, Run)], parsed.out, parsed.format)
+    for table in found:
+        if isinstance(table, Table):
+            files += draw_table(table, parsed.out, parsed.format)
+    for file in files:
         print("wrote", file.name)
 
 

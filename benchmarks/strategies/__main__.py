@@ -15,7 +15,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from zlib import crc32
@@ -259,16 +259,16 @@ def summary(run: Run, arguments: argparse.Namespace) -> dict[str, object]:
             tables[offer.name] = found = figures(rows)
             dtype = run.part(rows[0].strategy, offer).fact("dtype")
             print(f"\n{offer.name}, latencies at {found['rate']:g} requests/s\n\n{as_text(found)}\n")
-            if arguments.pictures is not None:
-                _draw(offer, [run.part(row.strategy, offer) for row in rows], arguments.pictures)
-    return {"tables": tables, "loads": loads, "dtype": dtype}
+    result = {"tables": tables, "loads": loads, "dtype": dtype}
+    if arguments.pictures is not None:
+        _draw(result, arguments.pictures)
+    return result
 
 
-def _draw(offer: Offer, parts: Sequence[Part], folder: Path) -> None:
-    from benchmarks.pictures import draw_goodput, read_run
+def _draw(found: Mapping[str, object], folder: Path) -> None:
+    from benchmarks.pictures import draw_table, make_table
 
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_goodput([read_run(part.file, part.strategy) for part in parts], folder / f"strategies-{offer.name}.svg")
+    draw_table(make_table("strategies", found), folder, "svg")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

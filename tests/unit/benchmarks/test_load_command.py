@@ -100,7 +100,7 @@ def test_pictures_are_drawn_from_results(tmp_path: Path, capsys: pytest.CaptureF
     assert drawn.keys() == {"latency-a.svg", "latency-b.svg", "goodput-8-to-4-cv1.svg"}
     assert sorted(capsys.readouterr().out.split()[1::2]) == sorted(drawn)
     again = tmp_path / "again"
-    pictures.draw([pictures.read_run(files[0], "a")], again, "svg")
+    pictures.main([str(files[0]), "--labels", "a", "--out", str(again)])
     assert (again / "latency-a.svg").read_text() == drawn["latency-a.svg"]
     assert (again / "goodput-8-to-4-cv1.svg").read_text() != drawn["goodput-8-to-4-cv1.svg"], "one curve less"
 

@@ -1,10 +1,12 @@
 """The strategy table: its rows, how a run that was cut short goes on, and what it makes of measurements."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import pictures
 from benchmarks.load.sweep import GROWTH, STEPS_MAX
 from benchmarks.served_model import ServedModel
 from benchmarks.strategies.__main__ import CELLS, Run, Turn, main, parse_arguments, summary
@@ -23,6 +25,7 @@ def load(rate: float, strict: float, quick: float = 1.0, gap_p99: float = 10.0) 
     shares = {"strict": strict, "quick": quick}
     return {
         "rate": rate,
+        "offered_per_s": rate,
         "ttft_ms": {"p50": 100.0, "p99": 200.0},
         "gap_ms": {"p50": 5.0, "p99": gap_p99},
         "tokens_per_s": 10 * rate,
@@ -291,6 +294,30 @@ def test_rows_without_a_common_rate_lose_nobody_the_other_tables(
     parsed = parse_arguments(["--parts", str(tmp_path), *given])
     assert list(summary(run, parsed)["tables"]) == ["decode-heavy"]  # type: ignore[call-overload]
     assert "balanced: no rate was measured in every row yet" in capsys.readouterr().out
+
+
+def test_a_kept_table_is_drawn_as_the_command_draws_it(tmp_path: Path) -> None:
+    parts, first, again = tmp_path / "parts", tmp_path / "first", tmp_path / "again"
+    parts.mkdir()
+    given = "--rates", "1,2", "--only", "shared,disaggregated,adaptive", "--workers", "3", "--pictures", str(first)
+    run = arguments(parts, *given)
+    for offer in run.offers:
+        for row in run.rows:
+            for rate in (2.0, 1.0):
+                run.part(row, offer).add(load(rate, 1.0 if row.name != "disaggregated-2-1" else 0.5), {"dtype": "any"})
+    kept = tmp_path / "table.json"
+    kept.write_text(json.dumps(summary(run, parse_arguments(["--parts", str(parts), *given]))))
+    pictures.main([str(kept), "--labels", "strategies", "--out", str(again)])
+    drawn = {file.name: file.read_text() for file in first.iterdir()}
+    assert drawn.keys() == {"strategies-balanced.svg", "strategies-decode-heavy.svg"}
+    assert drawn == {file.name: file.read_text() for file in again.iterdir()}
+    said = ["shared", "disaggregated-1-2", "disaggregated-2-1", "adaptive", "strict", "quick"]
+    assert [name for name in said if f"<!-- {name} -->" not in drawn["strategies-balanced.svg"]] == [
+        "disaggregated-2-1"
+    ], "it has no place in the table"
+    kept.write_text(json.dumps({"tables": {"balanced": {"rows": {"shared": {}}}}}))
+    with pytest.raises(SystemExit, match=r"table.json: is no result of benchmarks.load, nor of strategies with its"):
+        pictures.main([str(kept), "--out", str(again)])
 
 
 def test_a_folder_has_loads_of_one_run(tmp_path: Path) -> None:
