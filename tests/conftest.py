@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from cli.controller_client import ControllerClient
 from cluster.config import ClusterConfig
 from cluster.health import Health, Phase
-from cluster.launcher import Cluster, _ask
+from cluster.launcher import Cluster, Endpoints, _ask
 from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.ray_node import ENVIRONMENT
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -92,6 +92,11 @@ class RunningCluster:
     def log(self, name: str) -> str:
         """What the process called `name` has logged so far."""
         return (self._logs / f"{name}.log").read_text()
+
+    @property
+    def doors(self) -> Endpoints:
+        """For commands that start a cluster, and shall have this one."""
+        return self._cluster.endpoints
 
     @property
     def controller(self) -> ControllerClient:
