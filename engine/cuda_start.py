@@ -129,7 +129,7 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
         trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
     tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
-    for slots in answer_slots(config.max_batch_requests):
+    for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
     run_side_by_side(trials, probe.tensor.device)
 

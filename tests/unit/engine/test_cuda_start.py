@@ -23,7 +23,7 @@ PAGE = 16
 
 
 @pytest.mark.parametrize(("context", "step", "tokens"), [(100, 64, 64), (100, 500, 100), (96, 500, 96)])
-def test_the_prompt_that_is_compiled_ahead_fits_into_the_context(
+def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     context: int, step: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 100 tokens as well, where the pages of one row have room for 112."""
@@ -47,7 +47,10 @@ def test_the_prompt_that_is_compiled_ahead_fits_into_the_context(
     monkeypatch.setattr(cuda_start, "_make_stepper", lambda *_: stepper)
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
-    assert [each.tokens for each in sizes] == [tokens]
+    assert sizes[0].tokens == tokens
+    beside = [each.rows - 1 for each in sizes[1:]]
+    assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "answers beside a prompt of two tokens"
+    assert [each.tokens for each in sizes[1:]] == [answers + 2 for answers in beside]
 
 
 def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
