@@ -54,7 +54,7 @@ class Question:
 
     @property
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS)
+        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS, self.model.max_context)
 
     @property
     def sizing(self) -> Sizing:

@@ -66,6 +66,7 @@ def worker_facts(scrape: Scrape, workers: Iterable[WorkerInfo]) -> WorkerFacts |
         fmean(info.pages_total * info.page_tokens for info in infos),
         min(info.max_batch_requests for info in infos),
         min(info.max_step_tokens for info in infos),
+        max(info.model.max_context for info in infos),
     )
 
 

@@ -15,6 +15,8 @@ from enum import StrEnum
 from costs.step_cost import StepCost
 from planner.demand import Demand, Promise
 from wire.cost_parameters import CostParameters
+from wire.ending import decode_pages
+from wire.messages import Role
 
 BUSY_MAX = 0.95
 """Part of the time that a pool of prefill workers may compute, however loose the target."""
@@ -50,6 +52,8 @@ class WorkerFacts:
     """Most rows of a decode step."""
     chunk_tokens: int
     """Most prompt tokens of a step."""
+    longest_tokens: int
+    """That a prompt may have: workers that do both keep room for one (`wire.ending.decode_pages`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +104,16 @@ class Rows:
     limit: Limit
 
 
-def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts) -> Rows:
-    """On average, at one worker."""
+def rows_that_fit(demand: Demand, promise: Promise, facts: WorkerFacts, role: Role = Role.DECODE) -> Rows:
+    """On average, at one worker of this role."""
+    pages = decode_pages(role, int(facts.kv_tokens), facts.longest_tokens)
+    kv_tokens = facts.kv_tokens if pages is None else pages
     p = facts.cost
     each_s = p.row_s + p.context_s * demand.context_tokens
     by_gap = (promise.gap_s - p.base_s) / each_s if each_s > 0 else math.inf
     found = min(
         (HEADROOM * by_gap, Limit.GAP),
-        (HEADROOM * facts.kv_tokens / max(demand.kv_tokens, 1.0), Limit.KV),
+        (HEADROOM * kv_tokens / max(demand.kv_tokens, 1.0), Limit.KV),
         (HEADROOM * facts.batch_requests, Limit.BATCH),
         key=lambda each: each[0],
     )
@@ -129,7 +135,7 @@ def shared_strain(demand: Demand, promise: Promise, facts: WorkerFacts, workers:
     per_s = demand.per_s / workers
     prompts_s = per_s * (demand.prompt_seconds(cost, facts.chunk_tokens)) + backlog_s / workers
     answers_s = per_s * demand.answer_tokens * (p.row_s + p.context_s * demand.context_tokens)
-    fits = rows_that_fit(demand, promise, facts)
+    fits = rows_that_fit(demand, promise, facts, Role.BOTH)
     # Rows are tokens a second times a step, so the step may last until the rows that fit are there, too.
     by_rows_s = fits.count / max(per_s * demand.answer_tokens, 1e-9)
     longest_s = min(promise.gap_s * HEADROOM, max(by_rows_s, p.base_s))

@@ -185,7 +185,8 @@ class PlannedRun(Run):
     def _facts(self) -> WorkerFacts:
         info = next(iter(self.cluster.workers.values())).info
         tokens = self.machine.pages * self.machine.page_tokens
-        return WorkerFacts(self.machine.told, tokens, info.max_batch_requests, info.max_step_tokens)
+        sizes = info.max_batch_requests, info.max_step_tokens, info.model.max_context
+        return WorkerFacts(self.machine.told, tokens, *sizes)
 
 
 def _mean(values: list[int]) -> float:

@@ -11,7 +11,7 @@ COSTS = CostParameters(
     base_s=10e-3, prompt_base_s=0.0, token_s=1e-4, pair_s=0.0, row_s=1e-4, context_s=0.0, free_tokens=0, observed=1
 )
 """A chunk of 900 tokens takes 100 ms; 100 rows decode in 20 ms."""
-FACTS = WorkerFacts(COSTS, kv_tokens=1e6, batch_requests=1000, chunk_tokens=900)
+FACTS = WorkerFacts(COSTS, kv_tokens=1e6, batch_requests=1000, chunk_tokens=900, longest_tokens=4096)
 PROMISE = Promise(ttft_s=100.0, gap_s=20e-3)
 """The first target is so loose that only computing counts."""
 

@@ -80,7 +80,7 @@ def test_a_window_is_what_was_counted_in_it() -> None:
     assert (seen.kept.met, seen.kept.missed[Phase.DECODE], seen.kept.total) == (6.0, 2.0, 8.0)
     assert seen.promise == PROMISES["strict"]
     assert seen.answers is not None
-    assert seen.answers.kv_tokens == 1600
+    assert (seen.answers.kv_tokens, seen.answers.longest_tokens) == (1600, 4096)
     got = seen.answers.cost
     assert (got.base_s, got.prompt_base_s, got.token_s, got.pair_s, got.row_s, got.context_s, got.free_tokens) == (
         pytest.approx((1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150))

@@ -18,6 +18,7 @@ from planner.strain import (
     shared_strain,
 )
 from tests.unit.planner.scenes import COSTS, FACTS, PROMISE
+from wire.messages import Role
 
 
 def test_prompts_take_their_share_of_full_chunks() -> None:
@@ -47,6 +48,21 @@ def test_a_tight_first_token_leaves_a_small_pool_less_to_do_than_a_large_one() -
     assert caps == sorted(caps)
     assert caps[-1] > 0.9
     assert busy_cap(4, 1.0, 3.0) < busy_cap(4, 1.0, 30.0) <= BUSY_MAX
+
+
+def test_workers_that_do_both_keep_room_for_a_prompt() -> None:
+    """Of 50,000 tokens, half at most: 40 answers of 1,000 where prompts may have 10,000, and 25 where 40,000."""
+    demand, facts = Demand(1.0, 500, 500), replace(FACTS, kv_tokens=50_000)
+    for longest, rows in ((10_000, 40), (40_000, 25)):
+        long = replace(facts, longest_tokens=longest)
+        shared = rows_that_fit(demand, PROMISE, long, Role.BOTH)
+        assert (shared.count, shared.limit) == (pytest.approx(HEADROOM * rows), Limit.KV)
+        assert rows_that_fit(demand, PROMISE, long).count == pytest.approx(HEADROOM * 50)
+    loose, tight = (
+        shared_strain(Demand(2.0, 500, 500), Promise(), replace(facts, longest_tokens=longest), 1).value
+        for longest in (10_000, 40_000)
+    )
+    assert tight > loose, "the planner sees it"
 
 
 def test_rows_are_as_many_as_the_tightest_wall_leaves() -> None:
