@@ -19,6 +19,7 @@ from router.placement import (
     Need,
     Pair,
     Placement,
+    any_pair,
     can_decode,
     can_prefill,
     large_enough,
@@ -69,9 +70,7 @@ class CostPlacement(Placement):
         prefills, decodes = large_enough(need, fleet)
         if self._alone(fleet):
             return any(each.decodes and need.kv_tokens <= each.answer_tokens_total for each in prefills)
-        if not self._local(fleet) and len(prefills) == len(decodes) == 1:
-            return prefills != decodes
-        return bool(prefills and decodes)
+        return any_pair(prefills, decodes, fleet, alone=self._local(fleet))
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
         free = self._kept_free(need, fleet) if need.decodes and need.slo.has_targets else NOBODY

@@ -29,7 +29,7 @@ class Fleet(Order):
         self._both: set[int] = set()
         self._page_bytes = 0
         self.changes = 0
-        """How often workers came, went or changed."""
+        """How often workers came, went or changed, or may serve together again."""
 
     @property
     def live(self) -> Collection[WorkerBooks]:
@@ -71,6 +71,11 @@ class Fleet(Order):
         self.misfits.forget(worker.peer)
         del self._by_slot[worker.slot]
         heapq.heappush(self._free_slots, worker.slot)
+
+    def forget_old_misfits(self) -> None:
+        """Called now and then."""
+        if self.misfits.forget_old():
+            self.changes += 1
 
     def set_live(self, worker: WorkerBooks, *, live: bool) -> None:
         """Whether it takes new work; a worker whose facts have changed is looked at again."""

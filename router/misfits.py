@@ -31,10 +31,14 @@ class Misfits:
     def fit(self, prefill: PeerRef, decode: PeerRef) -> bool:
         """Whether a request may be theirs, as far as anybody knows."""
         known = self._pairs.get((prefill, decode))
-        if known is not None and known[0] <= self._clock():
-            del self._pairs[prefill, decode]
-            return True
-        return known is None
+        return known is None or known[0] <= self._clock()
+
+    def forget_old(self) -> bool:
+        """Whether there were any that are forgotten now, so that more may be served than before."""
+        old = [pair for pair, (until_s, _) in self._pairs.items() if until_s <= self._clock()]
+        for pair in old:
+            del self._pairs[pair]
+        return bool(old)
 
     def forget(self, peer: PeerRef) -> None:
         """This run is over."""

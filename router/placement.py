@@ -2,6 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import product
@@ -118,9 +119,11 @@ class Placement(ABC):
         """A pair that has room now; None = bind later, the request waits."""
 
     def could_serve(self, need: Need, fleet: Fleet) -> bool:
-        """Whether live workers that this policy may choose are large enough for it, however much they have to do."""
+        """Whether live workers that this policy may choose are large enough for it, and fit together, however much they
+        have to do.
+        """
         prefills, decodes = large_enough(need, fleet)
-        return bool(prefills) and (bool(decodes) or not need.decodes)
+        return bool(prefills) and (not need.decodes or any_pair(prefills, decodes, fleet, alone=True))
 
     def foresee(self, need: Need, fleet: Fleet) -> Forecast | None:
         """What is to be expected where the first token would come soonest, whether there is room or not; None = this
@@ -170,6 +173,12 @@ def large_enough(need: Need, fleet: Fleet) -> tuple[list[WorkerBooks], list[Work
     ready = [worker for worker in fleet.live if not worker.info.not_ready]
     prefills = [each for each in ready if each.prefills and need.prompt_tokens <= each.kv_tokens_total]
     return prefills, [each for each in ready if each.decodes and need.kv_tokens <= each.answer_tokens_total]
+
+
+def any_pair(prefills: Iterable[WorkerBooks], decodes: Collection[WorkerBooks], fleet: Fleet, *, alone: bool) -> bool:
+    """Whether some of these may do a request together, or one of them `alone`."""
+    pairs = product(prefills, decodes)
+    return any(alone if one is other else fleet.misfits.fit(one.peer, other.peer) for one, other in pairs)
 
 
 def takes_both(worker: WorkerBooks, need: Need) -> bool:

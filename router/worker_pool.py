@@ -109,6 +109,7 @@ class WorkerPool:
 
     def sweep(self) -> None:
         """Close links of workers that left and whose requests have ended; let go of reports that are too old."""
+        self.fleet.forget_old_misfits()
         for link in self.links:
             link.books.expire()
             if link.retired and not (link.connected and link.request_ids):

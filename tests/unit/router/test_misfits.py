@@ -1,5 +1,7 @@
 """A rolling update: workers of two releases refuse each other, and requests go where both are of one."""
 
+import asyncio
+
 import grpc.aio
 import pytest
 
@@ -19,7 +21,7 @@ P, D = PeerRef("p", 1), PeerRef("d", 1)
 
 
 async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
-    return [token async for message in stub.Generate(ASK) for token in message.chunk.token_ids]
+    return await _tokens(stub, ASK)
 
 
 async def error(stub: inference_pb2_grpc.InferenceStub) -> grpc.aio.AioRpcError:
@@ -80,14 +82,45 @@ def test_what_is_known_is_bounded_in_time_and_number() -> None:
     misfits = Misfits(clock)
     misfits.learn(P, D, "because")
     assert not misfits.fit(P, D)
+    assert not misfits.forget_old()
     assert misfits.fit(P, PeerRef("d", 2))
     assert misfits.why([P], [D]) == "because"
     clock.now += REMEMBERED_S
     assert misfits.fit(P, D)
+    assert misfits.forget_old()
     assert not misfits
+    assert not misfits.forget_old()
     for number in range(MOST_PAIRS + 1):
         misfits.learn(P, PeerRef("d", number), "because")
     assert len(misfits) == MOST_PAIRS
     assert misfits.fit(P, PeerRef("d", 0))
     misfits.forget(P)
     assert not misfits
+
+
+async def test_who_waits_for_workers_that_fit_is_in_nobodys_way_and_waits_no_longer_than_the_refusal_counts(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """The only two that are large enough for it have refused each other; others fit."""
+    large = cluster.decode
+    small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
+    await cluster.members(cluster.prefill, large, small)
+    dispatcher = cluster.router._dispatcher
+    misfits, clock = dispatcher.pool.fleet.misfits, Clock()
+    misfits._clock = clock
+    await until(lambda: len(dispatcher.pool.views()) == 3, "all are live")
+    peers = {books.peer.worker_id: books.peer for books in dispatcher.pool.views()}
+    prefill, decode = peers[cluster.prefill.worker_id], peers[large.worker_id]
+    misfits.learn(prefill, decode, "other releases")
+    long = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=200))
+    waiting = asyncio.ensure_future(_tokens(stub, long))
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    for _ in range(2):
+        assert await asyncio.wait_for(run(stub), 60) == ANSWER
+    assert dispatcher.waiting == 1
+    clock.now += REMEMBERED_S
+    assert len(await asyncio.wait_for(waiting, 60)) == 200
+
+
+async def _tokens(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest) -> list[int]:
+    return [token async for message in stub.Generate(request) for token in message.chunk.token_ids]

@@ -93,8 +93,11 @@ class TestEveryPolicy:
             at.fleet.misfits.learn(runs[pair[0]], runs[pair[1]], "other releases")
         assert names(policy.choose(need(), at.fleet)) == ("p2", "d2"), "behind those with more room"
         assert names(policy.choose(need(answer=1), at.fleet)) in {("p0", ""), ("p1", "")}
+        assert policy.could_serve(need(), at.fleet)
         at.fleet.misfits.learn(runs["p2"], runs["d2"], "other releases")
         assert policy.choose(need(), at.fleet) is None
+        assert not policy.could_serve(need(), at.fleet)
+        assert policy.could_serve(need(answer=1), at.fleet)
         at.add("b", Role.BOTH)
         assert "b" in (names(policy.choose(need(), at.fleet)) or ()), "nobody has refused it"
         at.remove("b")
