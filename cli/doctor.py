@@ -23,7 +23,7 @@ def doctor(
 
     from cli.checks import Level, all_checks
     from cli.state import running
-    from cluster.config import check_ports
+    from cluster.limits import check_ports
 
     check_ports(grpc_port, http_port)
     ours = {int(door.rpartition(":")[2]): one.pid for one in running() for door in (one.grpc, one.http)}

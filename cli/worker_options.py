@@ -140,7 +140,7 @@ class EngineOptions:
 
     def check(self) -> None:
         """InvalidArgument for a size that does not even count in bytes."""
-        from cluster.config import check_kv_cache_gib
+        from cluster.limits import check_kv_cache_gib
 
         if self.kv_cache_gib is not None:
             check_kv_cache_gib(self.kv_cache_gib)

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from cluster.joining import DEFAULT_NAME, check_cluster_name, check_ray_address, namespace_of
+from cluster.limits import check_kv_cache_gib, check_ports
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
 from kv_transfer.base import Direction
@@ -18,10 +19,8 @@ from wire.logs import LogFormat
 from wire.policy_name import PolicyName
 
 GIB = 1 << 30
-PORT_MAX = 65535
 WORKERS_MAX = 64
 """Of each role."""
-KV_CACHE_BYTES_MIN, KV_CACHE_BYTES_MAX = GIB // 1024, 1024 * 1024 * GIB
 CPU_KV_CACHE_BYTES = GIB
 GPU_MEMORY_FRACTION = 0.9
 """Part of a GPU's memory that all of its workers take together."""
@@ -281,22 +280,3 @@ class ClusterConfig:
         """What `max_batch_requests` means on this device."""
         default = CPU_BATCH_REQUESTS if self.on_cpu else GPU_BATCH_REQUESTS
         return default if self.max_batch_requests is None else self.max_batch_requests
-
-
-def check_kv_cache_gib(size: float) -> None:
-    """InvalidArgument for a size in GiB that no machine has or that is next to nothing."""
-    least, most = KV_CACHE_BYTES_MIN / GIB, KV_CACHE_BYTES_MAX // GIB
-    if not least <= size <= most:
-        raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {least:.3f} and {most}")
-
-
-def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
-    """InvalidArgument for a number that is no port, or one port for two doors."""
-    taken: dict[int, str] = {}
-    doors = ("--grpc-port", grpc_port), ("--http-port", http_port)
-    for option, port in (*doors, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
-        if not 0 <= port <= PORT_MAX:
-            raise InvalidArgument(option, f"{port} is not a port (0 to {PORT_MAX})")
-        if port and port in taken:
-            raise InvalidArgument(option, f"{port} is {taken[port]} too; each door needs a port of its own")
-        taken[port] = option

@@ -5,9 +5,10 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from cluster.background import begin
+from cluster.draining import END_S, Draining, Drains
 from cluster.duties import Duties
 from cluster.fleet import Fleet
 from cluster.health import Phase
@@ -22,8 +23,6 @@ from wire.messages import Absence, Role, WorkerInfo
 
 log = logging.getLogger(__name__)
 
-END_S = 20.0
-"""How long the process of a drained worker may take to end."""
 BACK_S = 180.0
 """How long a worker that is started again may take until it serves."""
 LOOK_S = 0.05
@@ -31,12 +30,6 @@ NODE_LOOK_S = 1.0
 """How often to ask whether a node that leaves has left."""
 
 Result = TypeVar("Result")
-
-
-class Drains(Protocol):
-    """Lets a worker drain; returns when it has nothing left."""
-
-    async def drain(self, info: WorkerInfo, grace_s: float) -> None: ...
 
 
 class Operator:
@@ -55,14 +48,12 @@ class Operator:
         self._duties = duties
         self._fleet = fleet
         self._keepers = fleet.keepers
-        self._workers = workers
+        self._draining = Draining(registry, duties, workers)
         self._node_is_up = node_is_up
         self._awaited: set[Keeper] = set()
         """Of workers that do not serve yet, or not again, but will."""
         self._moving: dict[str, str] = {}
         """Who starts elsewhere once its node has left, and that node's address; from when it begins to drain."""
-        self._draining: set[Keeper] = set()
-        """Whose drain somebody sees to."""
         self._leaving: set[str] = set()
         """Who leaves for good."""
         self._one_size_at_a_time = asyncio.Lock()
@@ -201,9 +192,9 @@ class Operator:
 
     async def _leave_for_good(self, worker_id: str, grace_s: float) -> None:
         keeper = self._keepers[worker_id]
-        info = self._info(worker_id)
+        info = self._draining.registered(worker_id)
         if keeper.phase is Phase.SERVING and info is not None:
-            await self._let_go(keeper, info, grace_s)
+            await self._draining.run(keeper, info, grace_s)
         else:
             if keeper.phase is Phase.DRAINING:
                 await keeper.until(Phase.DRAINED, grace_s + END_S)
@@ -215,13 +206,13 @@ class Operator:
     async def _drain(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
         if keeper.phase is Phase.DRAINED:
             raise FailedPrecondition(f"{keeper.name} was drained before; add --restart to start it again")
-        await self._let_go(keeper, self._serving(keeper, force=force), grace_s)
+        await self._draining.run(keeper, self._draining.may_drain(keeper, force=force), grace_s)
 
     async def _drain_and_restart(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
         if keeper.phase is not Phase.DRAINED:
-            info = self._serving(keeper, force=force)
+            info = self._draining.may_drain(keeper, force=force)
             with self._counting_on(keeper):
-                await self._let_go(keeper, info, grace_s)
+                await self._draining.run(keeper, info, grace_s)
         self._awaited.add(keeper)
         keeper.restart()
         arriving = self._go_on_with(self._arrive(keeper))
@@ -230,7 +221,7 @@ class Operator:
 
     async def _drain_and_move(self, keeper: Keeper, grace_s: float, *, force: bool) -> None:
         """Returns when it has drained; it goes on elsewhere by itself."""
-        info = self._serving(keeper, force=force)
+        info = self._draining.may_drain(keeper, force=force)
         node = self._moving[keeper.name] = info.address.rpartition(":")[0]
         try:
             with self._counting_on(keeper):
@@ -269,39 +260,6 @@ class Operator:
         except Exception:
             log.exception("cannot find out whether %s has left; asking again", node)
             return True
-
-    def _info(self, worker_id: str) -> WorkerInfo | None:
-        members = self._registry.membership().workers
-        return next((info for info in members if info.peer.worker_id == worker_id), None)
-
-    def _serving(self, keeper: Keeper, *, force: bool) -> WorkerInfo:
-        """The worker, if it may be drained."""
-        members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
-        info = members.pop(keeper.name, None)
-        if info is None or keeper.phase is not Phase.SERVING:
-            raise FailedPrecondition(f"{keeper.name} is {keeper.phase} and cannot be drained; look at `tandem status`")
-        if not members and not force:
-            raise FailedPrecondition(
-                f"{keeper.name} is the only worker that serves, requests would fail; add --force to drain it anyway"
-            )
-        return info
-
-    async def _let_go(self, keeper: Keeper, info: WorkerInfo, grace_s: float) -> None:
-        self._draining.add(keeper)
-        try:
-            await self._duties.stand_in_for(keeper.name)
-            keeper.retire()
-            await self._drained(keeper, info, grace_s)
-        finally:
-            self._draining.discard(keeper)
-
-    async def _drained(self, keeper: Keeper, info: WorkerInfo, grace_s: float) -> None:
-        try:
-            await self._workers.drain(info, grace_s)
-        except TandemError as error:
-            log.warning("%s did not drain: %s", keeper.name, error.message)
-            keeper.end_now()
-        await keeper.until(Phase.DRAINED, END_S)
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
         begun = self._go_on_with(work)

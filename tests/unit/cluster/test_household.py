@@ -104,6 +104,7 @@ class World(LeftWorkers):
         self.followed: list[tuple[str, str, float]] = []
         self.killed: list[tuple[PeerRef, bool]] = []
         self.kept: list[set[str]] = []
+        self.released: list[str] = []
         self.move_in(config)
 
     def move_in(self, config: ClusterConfig = CONFIG) -> Household:
@@ -114,8 +115,9 @@ class World(LeftWorkers):
         self.household.open("10.0.0.1:5", metrics)
         self.metrics = metrics
         self.household._workers.spawn = self._spawn  # type: ignore[method-assign]
+        self.household.fleet._release = self._release
         self.household._duties._tell = self._tell
-        self.household.operator._workers = self
+        self.household.operator._draining._workers = self
         return self.household
 
     def of(self, worker_id: str) -> Running:
@@ -141,6 +143,9 @@ class World(LeftWorkers):
     async def _spawn(self, slot: Slot, duty: Duty, incarnation: int) -> Process:
         running = self.add(slot.worker_id, duty.role, incarnation)
         return OneProcess(running, lambda address: self.metrics.opened(slot.worker_id, "worker", address))
+
+    async def _release(self, slot: Slot) -> None:
+        self.released.append(slot.worker_id)
 
     async def living(self) -> list[LeftWorker]:
         return [Left(each) for each in self.running]
@@ -244,6 +249,7 @@ async def test_once_the_cluster_serves_sizes_and_settings_are_as_asked(caplog: p
     await until(lambda: "decode-1" not in world.household.fleet.keepers)
     await until(lambda: world.serving.get("decode-0", 0) > 7)
     assert sorted(world.serving) == ["decode-0", "prefill-0"]
+    assert world.released == ["decode-1"]
     assert world.serving["prefill-0"] == 7
     assert "was started with another max_batch_requests, and is started again" in caplog.text
     await world.household.stop(end_workers=True)

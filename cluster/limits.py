@@ -1,0 +1,25 @@
+"""What numbers that describe a cluster may be, for those who check some of them before there is a whole config."""
+
+from wire.errors import InvalidArgument
+
+_PORT_MAX = 65535
+_KV_CACHE_GIB_MIN, _KV_CACHE_GIB_MAX = 1 / 1024, 1024 * 1024
+
+
+def check_kv_cache_gib(size: float) -> None:
+    """InvalidArgument for a size in GiB that no machine has or that is next to nothing."""
+    if not _KV_CACHE_GIB_MIN <= size <= _KV_CACHE_GIB_MAX:
+        limits = f"{_KV_CACHE_GIB_MIN:.3f} and {_KV_CACHE_GIB_MAX}"
+        raise InvalidArgument("--kv-cache-gib", f"{size:g} is not between {limits}")
+
+
+def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
+    """InvalidArgument for a number that is no port, or one port for two doors."""
+    taken: dict[int, str] = {}
+    doors = ("--grpc-port", grpc_port), ("--http-port", http_port)
+    for option, port in (*doors, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
+        if not 0 <= port <= _PORT_MAX:
+            raise InvalidArgument(option, f"{port} is not a port (0 to {_PORT_MAX})")
+        if port and port in taken:
+            raise InvalidArgument(option, f"{port} is {taken[port]} too; each door needs a port of its own")
+        taken[port] = option
