@@ -1,6 +1,6 @@
 """Real clusters for tests: one at a time, on free ports, reused while the same settings are asked for.
 
-Where tests run in two processes (`make test`), those with clusters stay in one of them.
+Where tests run in two processes (`make test`), those that share clusters stay in one of them.
 
 Without a GPU, Triton's kernels run in its interpreter, which must be chosen before anything imports Triton.
 """
@@ -31,6 +31,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Before any test imports Ray, which keeps what it reads first: its token, and whether it stays on loopback.
 os.environ.update(ENVIRONMENT)
+# Else a question to Ray that no test means to ask would start one.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 # Threads on cores that others use too wait for each other: with two test processes ten times as long as one would work.
 torch.set_num_threads(1)
 
@@ -38,7 +40,13 @@ torch.set_num_threads(1)
 settings.register_profile("untimed", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-CLUSTER_ROOMS = {"e2e", "faults", "integration"}
+HERE = Path(__file__).parent
+LONG_ROOMS = ("e2e", "kernels", "gpu", "model", "faults", "integration")
+"""In this order and before all others, so that both processes end together: one begins with clusters, the other one
+with what computes, and the smallest files come last.
+"""
+SHARING_ROOMS = {"e2e", "faults"}
+"""Their files use clusters of one another."""
 GPU_ROOMS = {"gpu", "kernels"}
 TOLD = "told"
 IDLE_WITHIN_S = 120.0
@@ -47,18 +55,24 @@ IDLE_WITHIN_S = 120.0
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What shares a cluster, or the GPU, stays in one process, in order; the others go there file by file."""
+    """What shares clusters, or the GPU, stays in one process, in order; the others go there file by file."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByRoom(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", maxsplit=1)[0]
             room = Path(file).parts[1]
-            if room in CLUSTER_ROOMS:
-                return "clusters"
+            if room in SHARING_ROOMS:
+                return room
             return "gpu" if room in GPU_ROOMS and torch.cuda.is_available() else file
 
     return ByRoom(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long rooms first."""
+    rooms = {room: number for number, room in enumerate(LONG_ROOMS)}
+    items.sort(key=lambda item: rooms.get(item.path.relative_to(HERE).parts[0], len(rooms)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,7 +1,6 @@
 """Kernels for each dtype, made once: starting them compiles or loads machine code."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +16,11 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _loop_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
-    if torch.cuda.is_available():
-        return
-    from triton.runtime import interpreter
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not torch.cuda.is_available():
+        from . import interpreter
 
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+        interpreter.mend(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -197,6 +197,6 @@ async def test_pages_of_a_gpu_that_go_over_tcp(
 
 def test_each_alert_has_a_cause_that_is_real() -> None:
     """In this file, or beside a real cluster: what is to fire stands in lines of its own there."""
-    here, beside = Path(__file__).read_text(), (ROOT / "tests" / "e2e" / "test_prometheus.py").read_text()
+    here, beside = Path(__file__).read_text(), (ROOT / "tests" / "integration" / "test_prometheus.py").read_text()
     made = [here, *(line for line in beside.splitlines() if " not " not in line)]
     assert set(alerts()) == set(re.findall(r"\bTandem\w+", "\n".join(made)))

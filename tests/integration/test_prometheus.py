@@ -31,8 +31,8 @@ from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
 from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family
-from tests.e2e.silent_router import PAGE_TOKENS, SilentRouter
 from tests.e2e.test_metrics import ask
+from tests.integration.silent_router import PAGE_TOKENS, SilentRouter
 
 pytestmark = pytest.mark.skipif(
     find_prometheus() is None, reason="Prometheus is not installed (Debian: apt-get install prometheus)"

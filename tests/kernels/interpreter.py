@@ -1,0 +1,65 @@
+"""Triton's interpreter as these tests use it: what it lacks, and what it would do over and over for nothing."""
+
+import inspect
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+_patch_lang, _patch_lang_tensor, _get_np_dtype = (
+    getattr(interpreter, name) for name in ("_patch_lang", "_patch_lang_tensor", "_get_np_dtype")
+)
+is_builtin = tl.core.is_builtin
+
+
+def mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With NumPy 2.4 it takes loop bounds, and it patches Triton's language once a launch, not once a call in it."""
+    for mended in (patch_lang_tensor, patch_lang, patch_builtin, get_np_dtype):
+        monkeypatch.setattr(interpreter, f"_{mended.__name__}", mended)
+    options = interpreter.interpreter_builder.options
+    assert not options.debug, "else it would say what it finds"
+    # It looks for overflows, a third of its time, and without `debug` forgets what it found.
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", replace(options, sanitize_overflow=False))
+
+
+def patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """It keeps scalars as arrays of one number, which NumPy 2.4 no longer takes for a loop's bounds."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def patch_lang(fn: Any) -> Any:
+    """A function that another calls finds the language as its caller left it, if the caller sees as much of it."""
+    patched = (tl.tensor.__add__, *(language.load for language in languages_of(fn)))
+    return _patch_lang(fn) if any(map(is_builtin, patched)) else interpreter._LangPatchScope()
+
+
+@cache
+def languages_of(fn: Any) -> list[Any]:
+    return [each for each in fn.__globals__.values() if each is tl or each is tl.core]
+
+
+def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+    for name in builtins_of(package):
+        member = getattr(package, name)
+        if is_builtin(member):
+            interpreter._patch_attr(package, name, member, builder, scope)
+
+
+@cache
+def builtins_of(package: Any) -> list[str]:
+    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+
+def get_np_dtype(dtype: Any) -> Any:
+    """Of a tensor's elements."""
+    return np.dtype(np.uint64) if dtype.scalar.is_ptr() else np_dtype_of(dtype.scalar)
+
+
+@cache
+def np_dtype_of(scalar: Any) -> Any:
+    return _get_np_dtype(scalar)
