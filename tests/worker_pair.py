@@ -88,7 +88,10 @@ class End:
         batch = changes.pop("max_batch_requests", 8)
         engine = EngineConfig(Path("fake"), max_step_tokens=step_tokens, max_batch_requests=batch)
         self.config = replace(
-            WorkerConfig(worker_id, role, engine, lease_s=30.0, quarantine_s=0.05, kv_checksum_rate=1.0), **changes
+            WorkerConfig(
+                worker_id, role, engine, lease_s=30.0, quarantine_s=0.05, rpc_timeout_s=60.0, kv_checksum_rate=1.0
+            ),
+            **changes,
         )
         self.me = PeerRef(worker_id, 1)
         layout = self.engine.layout

@@ -45,10 +45,14 @@ async def test_refusals_by_the_old_role_are_no_failures(
 async def test_what_a_closing_half_gives_up_goes_on_elsewhere(
     cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
 ) -> None:
-    """Each attempt comes two tokens further, and none of them counts as a failure."""
+    """Each attempt comes two tokens further, and none of them counts as a failure. One whose first token, which comes
+    from another worker, is overtaken by its end comes to nothing, and begins again where it was.
+    """
     cluster.decode.switches.give_up_after = 2
     assert await run(stub) == RIGHT
-    assert [task.answered for task in cluster.prefill.prefills] == [0, 2, 4, 6, 8, 10]
+    begun = [task.answered for task in cluster.prefill.prefills]
+    assert begun == sorted(begun)
+    assert set(begun) == {0, 2, 4, 6, 8, 10}
 
 
 async def test_a_closing_half_gets_nothing_new(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
