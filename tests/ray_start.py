@@ -16,7 +16,7 @@ def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> l
 
     `folder` has a short name, since Ray's sockets lie in it.
     """
-    joining = [f"--address={head}"] if head else ["--head", "--port=0", "--include-dashboard=false"]
+    joining = [f"--address={head}"] if head else ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     if not head:
         joining.append(f"--ray-client-server-port={free_port()}")  # it cannot be left out, and has a fixed default
     return [
@@ -26,6 +26,7 @@ def ray_start(folder: Path, node_address: str, places: str, head: str = "") -> l
         f"--resources={places}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--num-cpus=0",
+        "--include-log-monitor=false",
     ]
 
 

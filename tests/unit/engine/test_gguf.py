@@ -5,6 +5,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -39,9 +40,13 @@ def converted(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_model(smollm2, tmp_path_factory.mktemp("models"))
 
 
-def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    ids = tokenizer(TEXT)["input_ids"]
+@pytest.fixture(scope="module")
+def their_tokenizer(smollm2: Path) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+
+
+def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, their_tokenizer: Any) -> None:
+    ids = their_tokenizer(TEXT)["input_ids"]
     theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name))
     # from_pretrained(gguf_file=...) does this too, and asks for a package more.
     loaded = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=theirs)
@@ -56,10 +61,9 @@ def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path) 
         torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
 
 
-def test_smollm2_keeps_its_tokenizer(smollm2: Path, converted: Path) -> None:
+def test_smollm2_keeps_its_tokenizer(converted: Path, their_tokenizer: Any) -> None:
     ours = AutoTokenizer.from_pretrained(converted)
-    theirs = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    assert ours(TEXT)["input_ids"] == theirs(TEXT)["input_ids"]
+    assert ours(TEXT)["input_ids"] == their_tokenizer(TEXT)["input_ids"]
     assert ours.decode(ours(TEXT)["input_ids"]) == TEXT
     assert "<|im_start|>" in json.loads((converted / "tokenizer_config.json").read_text())["chat_template"]
     assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [2]
