@@ -15,7 +15,7 @@ That these checks see anything is shown by `mutants.py`: each takes one fence do
 import os
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -94,8 +94,13 @@ def test_the_cluster_holds_while_workers_change_their_roles() -> None:
 def test_a_fence_that_is_down_is_found(mutant: Mutant, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant(monkeypatch)
     with pytest.raises(Exception, match=said):
-        for number in SEEDS_FOR_A_MUTANT:
-            play(RUNS_FOR_A_MUTANT, number)
+        play_several(RUNS_FOR_A_MUTANT, SEEDS_FOR_A_MUTANT)
+
+
+def play_several(runs: int, seeds: Iterable[int]) -> None:
+    """So many runs of each, until one fails."""
+    for number in seeds:
+        play(runs, number)
 
 
 @pytest.mark.parametrize("story", STORIES, ids=[story.__name__ for story in STORIES])
