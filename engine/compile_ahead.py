@@ -24,8 +24,9 @@ compiling does not happen, and returns None.
 def run_side_by_side(trials: Mapping[str, Trial], device: torch.device) -> None:
     """Run every trial once and wait for them, so that all their kernels are compiled, each by the first that needs it.
 
-    The launches of all threads are one stream's, so trials use the scratch memory they share in turns; their results
-    mix, and mean nothing. What fails here is logged by name, and fails in words where it is used.
+    Trials share scratch memory. Most of their launches are one stream's, and use it in turns; those beside them on a
+    second one do not, so nobody may count on what is left there (`Kernels.end_trials`). Their results mix, and mean
+    nothing. What fails here is logged by name, and fails in words where it is used.
     """
 
     def run(trial: Trial) -> None:

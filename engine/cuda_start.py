@@ -132,6 +132,7 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
     run_side_by_side(trials, probe.tensor.device)
+    model.end_trials()
 
 
 def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:

@@ -84,6 +84,11 @@ class Kernels(ABC):
         """Whether a CUDA graph may hold a step of prompts: nothing it launches asks the device how long rows are."""
         return False
 
+    def end_trials(self) -> None:  # noqa: B027 - most keep nothing
+        """Called when trials are over that ran side by side (`engine/compile_ahead.py`): what they have left in scratch
+        memory is not to be found by steps. The default does nothing.
+        """
+
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do
         """Called before a step's first layer, for what all layers share. The default does nothing."""
 

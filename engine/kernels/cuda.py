@@ -67,6 +67,10 @@ class CudaKernels(Kernels):
         self._gated_soon.result()
         return isinstance(self._prefill, FlashPrefill)
 
+    def end_trials(self) -> None:
+        for attention in self._decode.values():
+            attention.reset()
+
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:
         single = self._single_rows(layout)
         if single < len(layout.context_lens):

@@ -98,6 +98,10 @@ class DecodeAttention:
         self._begun = threading.local()
         self._all_walks: dict[tuple[int, int, int], Tensor] = {}
 
+    def reset(self) -> None:
+        """After calls that may have overlapped, whose results mean nothing: the next ones count from 0 again."""
+        self._counters.zero_()
+
     def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
         """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
         `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's

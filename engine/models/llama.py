@@ -44,6 +44,10 @@ class LlamaModel:
         """See `Kernels`."""
         return self._kernels.prompts_capturable
 
+    def end_trials(self) -> None:
+        """See `Kernels.end_trials`."""
+        self._kernels.end_trials()
+
     def forward(
         self, token_ids: Tensor, layout: StepLayout, cache: Tensor, drawn: Tensor | None, feed: Feed | None = None
     ) -> Tensor | None:

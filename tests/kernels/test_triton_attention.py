@@ -136,6 +136,18 @@ def test_repeated_calls_give_the_same_bits(dtype: torch.dtype, choose: PlanFunct
         assert torch.equal(run(attention, step, dtype), first)
 
 
+@pytest.mark.parametrize("choose", [fixed(units=7), fixed(splits=8)], ids=["units", "splits"])
+def test_what_overlapping_calls_have_counted_is_forgotten(choose: PlanFunction) -> None:
+    step = decode_step([700, 33], SHAPES["gqa"], page_tokens=16)
+    attention = attention_of(step, choose=choose)
+    first = run(attention, step, torch.float16)
+    attention._counters.fill_(1)
+    with pytest.raises(AssertionError):
+        run(attention, step, torch.float16)
+    attention.reset()
+    assert torch.equal(run(attention, step, torch.float16), first)
+
+
 @pytest.mark.parametrize("shape", [SHAPES["gqa"], SHAPES["window"]], ids=["gqa", "window"])
 def test_a_float32_row_is_the_same_alone_and_in_any_batch(shape: AttentionShape) -> None:
     lengths = [1100, 17, 600, 128, 1]

@@ -29,7 +29,8 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     """Of 100 tokens as well, where the pages of one row have room for 112."""
     shape = replace(shape_config("qwen3-0.6b"), max_context=context, layers=1)
     config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
-    model = cast(Any, SimpleNamespace(config=shape))
+    told: list[str] = []
+    model = cast(Any, SimpleNamespace(config=shape, end_trials=lambda: told.append("trials are over")))
     probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
     packer = StepPacker(step_limits(shape, probe))
     sizes = []
@@ -43,10 +44,12 @@ def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
     def run_all(trials: Mapping[str, Trial], device: torch.device) -> None:
         for trial in trials.values():
             trial()
+        assert not told
 
     monkeypatch.setattr(cuda_start, "_make_stepper", lambda *_: stepper)
     monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
     cuda_start._compile(config, model, probe)
+    assert told == ["trials are over"]
     assert sizes[0].tokens == tokens
     beside = [each.rows - 1 for each in sizes[1:]]
     assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "answers beside a prompt of two tokens"
