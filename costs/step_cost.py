@@ -6,16 +6,17 @@ A step reads the weights once, whatever it computes; beside that every part of i
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
 
-Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`). The free tokens are the knee of
-the roofline: as long as a step has fewer tokens than the device can multiply while it reads the weights, a token more
-costs nothing. Where steps fill tiles, whole tiles are charged.
+Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`); where attention is split, as if a
+whole wave of tokens attended to one window at least. The free tokens are the knee of the roofline: as long as a step
+has fewer tokens than the device can multiply while it reads the weights, a token more costs nothing. Where steps fill
+tiles, whole tiles are charged.
 Piecewise linear: fitted in microseconds (`costs/step_fit.py`), and solved for the number of tokens that
 fit into a given time.
 """
 
 from dataclasses import dataclass
 
-from costs.step_grid import padded_prompts, unpadded_prompts
+from costs.step_grid import most_split, padded_prompts, splits_attention, unpadded_prompts
 from wire.cost_parameters import UNMEASURED, CostParameters
 
 __all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
@@ -99,8 +100,12 @@ class StepCost:
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
         """The attention pairs of so many prompt tokens in one step, as many as take `pair_s` each."""
-        wave = self.parameters.wave_tokens
-        return pairs * wave / tokens if 0 < tokens < wave else pairs
+        wave, window = self.parameters.wave_tokens, self.parameters.window_tokens
+        if not 0 < tokens < wave:
+            return pairs
+        if splits_attention(tokens, pairs / tokens, wave, window):
+            return max(pairs, float(wave * window))
+        return pairs * wave / tokens
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
@@ -113,9 +118,18 @@ class StepCost:
         most = self._tokens_in(spare_s, rows, each_s)
         if most >= wave or wave <= 1:
             return most
-        spare_s -= wave * each_s
-        most = self._tokens_in(spare_s, rows, 0.0) if spare_s > 0.0 else 0
-        return min(most, unpadded_prompts(wave, rows, p.tile_tokens))
+        whole = self._tokens_beside(wave * each_s, spare_s, rows, wave)
+        if not splits_attention(1, pairs_per_token, wave, p.window_tokens):
+            return whole
+        split = self._tokens_beside(wave * p.window_tokens * p.pair_s, spare_s, rows, most_split(wave))
+        return max(whole, min(most, split))
+
+    def _tokens_beside(self, attention_s: float, spare_s: float, rows: int, tokens: int) -> int:
+        """Most of `tokens` prompt tokens beside `rows` decode rows in `spare_s`, if attention of all takes so long."""
+        if spare_s <= attention_s:
+            return 0
+        fits = self._tokens_in(spare_s - attention_s, rows, 0.0)
+        return min(fits, unpadded_prompts(tokens, rows, self.parameters.tile_tokens))
 
     def _tokens_in(self, spare_s: float, rows: int, each_s: float) -> int:
         """Most prompt tokens beside `rows` decode rows in `spare_s` > 0, with `each_s` of attention for each."""
@@ -144,12 +158,13 @@ class StepCost:
         if uncached_tokens <= 0:
             return 0.0
         p = self.parameters
-        full, rest = divmod(uncached_tokens, max(1, chunk_tokens))
+        chunk_tokens = max(1, chunk_tokens)
+        full, rest = divmod(uncached_tokens, chunk_tokens)
         steps = full + (rest > 0)
         rows = beside_decode.decode_rows
         charged = full * self.charged(chunk_tokens, rows) + self.charged(rest, rows)
         pairs = chunk_pairs(uncached_tokens, context) / uncached_tokens
-        pairs *= full * max(chunk_tokens, p.wave_tokens) + (max(rest, p.wave_tokens) if rest else 0)
+        pairs = full * self.charged_pairs(chunk_tokens, chunk_tokens * pairs) + self.charged_pairs(rest, rest * pairs)
         each = p.base_s + p.prompt_base_s + p.row_s * beside_decode.decode_rows
         each += p.context_s * beside_decode.decode_context_tokens
         return steps * each + p.token_s * charged + p.pair_s * pairs

@@ -73,6 +73,7 @@ costs = st.builds(
     seconds,
     uint64,
     *[st.integers(1, 1024)] * 2,
+    uint32,
     st.floats(1.0, 2.0),
 )
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
@@ -234,7 +235,8 @@ def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
     """As a worker sends it that knows of none."""
     assert convert.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
     old = convert.cost_from_proto(worker_pb2.CostParameters(base_s=1.0))
-    assert (old.tile_tokens, old.wave_tokens, old.mixed_noise) == (1, 1, cost_parameters.UNMEASURED.mixed_noise)
+    assert (old.tile_tokens, old.wave_tokens, old.window_tokens) == (1, 1, 0)
+    assert old.mixed_noise == cost_parameters.UNMEASURED.mixed_noise
 
 
 def test_every_pair_is_tested() -> None:
