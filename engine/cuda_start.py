@@ -19,9 +19,10 @@ from engine.cuda_stepper import CudaStepper
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
+from engine.model_sizes import step_grid
 from engine.models.llama import LlamaModel
 from engine.penalty_counts import PenaltyCounts
-from engine.prompt_graphs import PromptGraphs, PromptSize, prompt_graph_sizes
+from engine.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
 from engine.sampler_cuda import DeviceSampler
 from engine.step_packer import StepPacker, step_limits
 from engine.token_draws import TokenDraws
@@ -51,7 +52,7 @@ class _Sizes:
     @property
     def largest(self) -> "_Sizes":
         """In whose memory the others have room."""
-        return _Sizes(self.rows[-1:], self.prompts[-1:])
+        return _Sizes(self.rows[-1:], largest(self.prompts))
 
 
 def start_on_gpu(
@@ -78,7 +79,7 @@ def start_on_gpu(
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
-        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model, device), progress)
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -109,19 +110,20 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
     """Bytes of the largest prompt step and of the largest graphs, in whose memory the smaller ones have room, measured
     over a cache of one row.
     """
-    row_tokens = min(config.max_step_tokens, model.config.max_context)
+    row_tokens, device = min(config.max_step_tokens, model.config.max_context), probe.tensor.device
 
     def run() -> CudaStepper:
-        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
+        stepper = _make_stepper(config, model, probe, _every_size(config, model, device).largest, None)
         with torch.inference_mode():
             stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
         return stepper
 
-    return measure_peak(probe.tensor.device, run)
+    return measure_peak(device, run)
 
 
 def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
     """Most kernels of all steps, while there is memory to run many at a time."""
+    device = probe.tensor.device
     stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
     # Draws first: steps of many rows wait for a library that compiles meanwhile, and keep what runs them.
     trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
@@ -131,7 +133,10 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
-    run_side_by_side(trials, probe.tensor.device)
+    if config.cuda_graphs:
+        # One trial, as no launch may be left out before one that goes by what it writes.
+        trials["prompts' windows"] = lambda: stepper.prompts.run_split(_every_size(config, model, device).prompts)
+    run_side_by_side(trials, device)
     model.end_trials()
 
 
@@ -147,13 +152,14 @@ def _beside(answers: int, probe: PagedCache) -> StepBatch:
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
-def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
+def _every_size(config: EngineConfig, model: LlamaModel, device: torch.device) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [])
     rows = graph_sizes(config.max_batch_requests)
     if not model.prompts_capturable:
         return _Sizes(rows, [])
-    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests))
+    grid = step_grid(model.config, device)
+    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests, grid))
 
 
 def _make_stepper(
@@ -167,7 +173,7 @@ def _make_stepper(
     sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
-        prompts = PromptGraphs(packer, forward, drawn, pool)
+        prompts = PromptGraphs(packer, forward, drawn, pool, step_grid(model.config, device))
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)

@@ -60,6 +60,11 @@ class CudaStepper:
         self._draw_of_row: list[int] = []
         """Of the newest step; empty if every row has the draw of its own number."""
 
+    @property
+    def splits_attention(self) -> bool:
+        """See `costs.step_grid.splits_attention`."""
+        return self.prompts.splits_attention
+
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""
         # Triton and graphs go by the thread's current device, and steps have a thread of their own.

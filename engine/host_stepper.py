@@ -32,6 +32,7 @@ class HostStepper:
     """Keeps one buffer: tensors of a step are good until the next one is packed."""
 
     asynchronous = False
+    splits_attention = False
 
     def __init__(self, packer: StepPacker, forward: Forward, device: torch.device) -> None:
         self._packer = packer

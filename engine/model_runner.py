@@ -39,6 +39,9 @@ class Stepper(Protocol):
     def asynchronous(self) -> bool: ...
 
     @property
+    def splits_attention(self) -> bool: ...
+
+    @property
     def graph_use(self) -> GraphUse: ...
 
     def launch(self, batch: StepBatch) -> PendingStep: ...
@@ -59,7 +62,7 @@ class ModelRunner:
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
         self.page_sums = page_checksums(cache.tensor)
-        self.cost_guess = cost_guess(config, cache)
+        self.cost_guess = cost_guess(config, cache, splits_attention=stepper.splits_attention)
         self.roofline = roofline(config, cache)
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision

@@ -1,5 +1,7 @@
 """How much a step of a model reads and computes, from its shape."""
 
+from dataclasses import replace
+
 import torch
 
 from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
@@ -36,13 +38,15 @@ def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
     return Roofline(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
 
 
-def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
-    """What steps should take there, before one was measured."""
-    limits = roofline(config, cache)
-    return guess(limits.sizes, limits.ceilings, _grid(config, cache.tensor.device))
+def cost_guess(config: ModelConfig, cache: PagedCache, *, splits_attention: bool) -> CostParameters:
+    """What steps should take there, before one was measured; `splits_attention`: whether any does."""
+    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device)
+    return guess(limits.sizes, limits.ceilings, grid if splits_attention else replace(grid, window_tokens=0))
 
 
-def _grid(config: ModelConfig, device: torch.device) -> StepGrid:
+def step_grid(config: ModelConfig, device: torch.device) -> StepGrid:
+    """The pieces in which `device` computes steps of prompts, if its attention can be split."""
     if device.type != "cuda":
         return EACH_TOKEN
-    return gpu_grid(config.heads, torch.cuda.get_device_properties(device).multi_processor_count)
+    grid = gpu_grid(config.heads, torch.cuda.get_device_properties(device).multi_processor_count)
+    return grid if None in config.windows else replace(grid, window_tokens=0)

@@ -2,12 +2,21 @@
 more slowly than the device computes them, or with gaps that count: short steps, and longer ones of narrow layers.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from costs.step_grid import TILE_TOKENS, answer_slots, step_sizes
+from costs.step_grid import (
+    EACH_TOKEN,
+    TILE_TOKENS,
+    StepGrid,
+    answer_slots,
+    most_split,
+    splits_attention,
+    step_sizes,
+    window_counts,
+)
 from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
@@ -37,10 +46,17 @@ _DEVICE_FLOPS = 600e12
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Most answers and most tokens of prompts of a step."""
+    """Most answers and most tokens of prompts of a step, and what its prompts' attention is split into."""
 
     answers: int
     tokens: int
+    windows: int = 0
+    """See `StepLayout`."""
+
+    @property
+    def _memory(self) -> int:
+        """That rises with what the step takes: of queries and results there are as many as windows."""
+        return (self.answers + self.tokens) * max(1, self.windows)
 
 
 class PromptGraphs:
@@ -49,9 +65,14 @@ class PromptGraphs:
     stored.
     """
 
-    def __init__(self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool) -> None:
-        """`drawn` as in `DecodeGraphs`; `pool`: of memory that all graphs share, as one runs at a time."""
+    def __init__(
+        self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, grid: StepGrid = EACH_TOKEN
+    ) -> None:
+        """`drawn` as in `DecodeGraphs`; `pool`: of memory that all graphs share, as one runs at a time; `grid`: which
+        says when attention is split.
+        """
         self._packer = packer
+        self._grid = grid
         self._forward = forward
         self._drawn = drawn
         self._pool = pool
@@ -59,12 +80,17 @@ class PromptGraphs:
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
         """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
-        ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
-        for done, size in enumerate(sorted(ordered, key=lambda size: -size.answers - size.tokens)):
+        ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens, size.windows))
+        for done, size in enumerate(sorted(ordered, key=lambda size: -size._memory)):
             self._graphs[size] = self._capture(size)
             if progress is not None:
                 progress("capturing CUDA graphs of prompts", (done + 1) / len(sizes))
         self._graphs = {size: self._graphs[size] for size in ordered}
+
+    @property
+    def splits_attention(self) -> bool:
+        """Whether any was captured with windows."""
+        return any(size.windows for size in self._graphs)
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
         """The graph of the fewest answers, then of the fewest tokens, that computes `batch`, which needs `sizes`; None:
@@ -74,10 +100,35 @@ class PromptGraphs:
         if not batch.chunks or sizes.rows - answers > _ROWS:
             return None
         tokens = sizes.tokens - answers
-        fits = (graph for size, graph in self._graphs.items() if size.answers >= answers and size.tokens >= tokens)
-        graph = next(fits, None)
+        whole = (size for size in self._graphs if not size.windows)
+        size = next((size for size in whole if size.answers >= answers and size.tokens >= tokens), None)
+        if size is None:
+            return None
+        graph = self._graphs[self._split(size, self._windows(batch, tokens))]
         # Graphs of more answers have no longer rows.
-        return graph if graph is not None and graph.sizes.width >= sizes.width else None
+        return graph if graph.sizes.width >= sizes.width else None
+
+    def _windows(self, batch: StepBatch, tokens: int) -> int:
+        """That attention of its prompts, of so many tokens in all, is split into; 0 = it is not."""
+        contexts = [row.start + len(row.token_ids) for row in batch.chunks]
+        window = self._grid.window_tokens
+        if not splits_attention(tokens, max(contexts), self._grid.wave_tokens, window):
+            return 0
+        cuts = [-(-context // window) for context in contexts]
+        return max(*cuts, sum(cuts) - _ROWS)
+
+    def _split(self, whole: PromptSize, windows: int) -> PromptSize:
+        """The same with the fewest windows that are as many; as it is if there are none."""
+        if not windows:
+            return whole
+        same = (size for size in self._graphs if (size.answers, size.tokens) == (whole.answers, whole.tokens))
+        return next((size for size in same if size.windows >= windows), whole)
+
+    def run_split(self, sizes: Sequence[PromptSize]) -> None:
+        """The smallest of these steps for each number of windows, which compiles what only they need."""
+        split = sorted((size for size in sizes if size.windows), key=lambda size: -size._memory)
+        for size in {size.windows: size for size in split}.values():
+            self._step(size)[1]()
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
         """Of the step that the graph of `size` is captured from."""
@@ -86,6 +137,11 @@ class PromptGraphs:
         return StepSizes(size.answers + size.tokens, rows, width, rows)
 
     def _capture(self, size: PromptSize) -> StepGraph:
+        words, compute, sizes = self._step(size)
+        return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
+
+    def _step(self, size: PromptSize) -> tuple[Tensor, Callable[[], Tensor], StepSizes]:
+        """As `DecodeGraphs._step`."""
         sizes, limits = self.step_sizes(size), self._packer.limits
         words, step = empty_step(
             self._packer,
@@ -94,6 +150,7 @@ class PromptGraphs:
             singles=size.answers,
             max_row_tokens=size.tokens,
             context=min(limits.max_context, sizes.width * limits.page_tokens),
+            windows=size.windows,
         )
 
         def compute() -> Tensor:
@@ -101,13 +158,26 @@ class PromptGraphs:
             assert logits is not None
             return logits
 
-        return capture_step(compute, words, sizes, pool=self._pool, chunks_at=size.answers)
+        return words, compute, sizes
 
 
-def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
-    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`."""
+def prompt_graph_sizes(
+    config: ModelConfig, max_step_tokens: int, max_answers: int, grid: StepGrid = EACH_TOKEN
+) -> list[PromptSize]:
+    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`. The
+    shortest once more for each number of windows, where a context may be long enough.
+    """
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
     totals = step_sizes(max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
     beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in totals]
-    return alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]
+    sizes = alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]
+    short = [size for size in sizes if size.tokens <= most_split(grid.wave_tokens)]
+    counts = window_counts(config.max_context, grid.window_tokens)
+    return sizes + [replace(size, windows=windows) for windows in counts for size in short]
+
+
+def largest(sizes: Sequence[PromptSize]) -> list[PromptSize]:
+    """In whose memory the others have room: of those with windows and of those without."""
+    kinds = ([size for size in sizes if bool(size.windows) == split] for split in (False, True))
+    return [max(kind, key=lambda size: (size._memory, size.answers)) for kind in kinds if kind]

@@ -38,16 +38,25 @@ class StepGraph:
 
 
 def empty_step(
-    packer: StepPacker, sizes: StepSizes, device: torch.device, *, singles: int, max_row_tokens: int, context: int
+    packer: StepPacker,
+    sizes: StepSizes,
+    device: torch.device,
+    *,
+    singles: int,
+    max_row_tokens: int,
+    context: int,
+    windows: int = 0,
 ) -> tuple[Tensor, PackedStep]:
     """A step of `sizes` with nothing in it: the words on `device` that it reads, and its tensors, which lie in them.
 
-    Its first `singles` rows have one token each, the others up to `max_row_tokens`.
+    Its first `singles` rows have one token each, the others up to `max_row_tokens`; `windows` as in `StepLayout`.
     """
     host = torch.empty(sizes.words, dtype=torch.int64)
     packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=singles)
     words = host.to(device)
-    return words, view_step(words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
+    return words, view_step(
+        words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles, windows=windows
+    )
 
 
 def capture_step(

@@ -216,7 +216,7 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
 
 
 def view_step(
-    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
+    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int, windows: int = 0
 ) -> PackedStep:
     """As `unpack`, for any batch of these bounds."""
     wide = sum(sizes.wide_room)
@@ -232,6 +232,7 @@ def view_step(
         max_row_tokens=max_row_tokens,
         max_context=max_context,
         single_rows=single_rows,
+        windows=windows,
     )
     return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)
 

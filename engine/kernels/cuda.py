@@ -127,10 +127,11 @@ class CudaKernels(Kernels):
 
     def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
         single = self._single_rows(layout)
-        if single == 0:
-            return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
         if single == len(layout.context_lens):
             return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens)
+        self._prefill.begin_layer(q, layout, shape)
+        if single == 0:
+            return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
         return self._attention_beside(q, cache, layer, layout, shape, single)
 
     def _attention_beside(

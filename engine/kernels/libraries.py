@@ -7,16 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
+from costs.step_grid import WINDOW_TOKENS, window_counts
 from engine.compiled_folder import compiled_folder
 from engine.kernels.base import AttentionShape
 from engine.kernels.compile_apart import Job, compile_apart
 from engine.kernels.gated_product import GatedProduct, choose_gated_product, why_no_library
 from engine.kernels.prefill_attention import (
-    COMPILED_LENGTHS,
+    FlashKind,
     FlashPrefill,
     PrefillAttention,
     choose_prefill_attention,
     compiled,
+    flash_kinds,
 )
 from engine.layers.attention import attention_shape
 from engine.models.config import ModelConfig
@@ -35,6 +37,10 @@ class Wanted:
     @property
     def shapes(self) -> set[AttentionShape]:
         return {attention_shape(self.model, layer) for layer in range(self.model.layers)}
+
+    @property
+    def flash_kinds(self) -> list[FlashKind]:
+        return flash_kinds(split=bool(window_counts(self.model.max_context, WINDOW_TOKENS)))
 
     def attention(self) -> PrefillAttention:
         """Not compiled yet."""
@@ -72,7 +78,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
         return lambda: None
     keep_compiled()
-    jobs = [Job(_compile_attention, (wanted, length)) for length in COMPILED_LENGTHS]
+    jobs = [Job(_compile_attention, (wanted, kind)) for kind in wanted.flash_kinds]
     jobs.append(Job(_compile_product, (wanted,)))
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
@@ -86,15 +92,15 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
 def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     chosen = wanted.attention()
     wait()
-    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
+    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device, wanted.flash_kinds)
 
 
-def _compile_attention(wanted: Wanted, length: int) -> None:
+def _compile_attention(wanted: Wanted, kind: FlashKind) -> None:
     """In a process of its own."""
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
-        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [length])
+        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [kind])
 
 
 def _compile_product(wanted: Wanted) -> None:

@@ -2,7 +2,8 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from costs.step_grid import TILE_TOKENS
 from engine.kernels.base import AttentionShape, StepLayout
 from engine.kernels.fallback import failure_of, why_not_imported
 from engine.kernels.reference import gather_row, visible
+from engine.kernels.split_attention import SplitAttention
+from engine.kernels.triton_split import Segments
 from engine.kernels.triton_tails import clear_value_tails
 from wire.ending import pages_for
 
@@ -25,6 +28,8 @@ _SDPA_SCORES = 1 << 26
 COMPILED_LENGTHS = (1, 257)
 """Lengths of a row for which flash-attn-4 compiles different kernels: those that fit into one tile of queries, and
 those that do not."""
+_COMPILED_WINDOW = 16
+"""Any width has the same kernel."""
 _FLASH_PAGE = 128
 """Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
 
@@ -41,6 +46,9 @@ class PrefillAttention(Protocol):
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
+
+    def begin_layer(self, q: Tensor, layout: StepLayout, shape: AttentionShape) -> None:
+        """Before each call, and before what runs beside it; all as in the call."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
@@ -65,12 +73,18 @@ def choose_prefill_attention(
 
 
 def compiled(
-    chosen: PrefillAttention, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+    chosen: PrefillAttention,
+    shapes: Iterable[AttentionShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    kinds: Iterable["FlashKind"],
 ) -> PrefillAttention:
-    """`chosen`, its kernels for layers of these shapes compiled; SDPA, which is compiled already, where that fails."""
+    """`chosen`, its kernels of these kinds for layers of these shapes compiled; SDPA, which is compiled already, where
+    that fails.
+    """
     if not isinstance(chosen, FlashPrefill):
         return chosen
-    failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
+    failure = failure_of(lambda: chosen.compile(shapes, dtype, device, kinds))
     if not failure:
         return chosen
     log.warning("prefill attention: PyTorch SDPA, one row at a time, which is slower (flash-attn-4: %s)", failure)
@@ -87,8 +101,22 @@ def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> st
     return why_not_imported("flash_attn.cute", "flash-attn-4")
 
 
+@dataclass(frozen=True, slots=True)
+class FlashKind:
+    """One of flash-attn-4's kernels for a layer: of rows of so many tokens, and of those that attend to windows."""
+
+    tokens: int
+    windows: bool
+
+
+def flash_kinds(*, split: bool) -> list[FlashKind]:
+    """All that steps need, with windows (`split`) or without."""
+    return [FlashKind(tokens, windows) for windows in (False, True)[: 1 + split] for tokens in COMPILED_LENGTHS]
+
+
 class FlashPrefill:
-    """flash-attn-4, all rows in one launch; keys and values are read where they lie.
+    """flash-attn-4, all rows in one launch; keys and values are read where they lie. With `layout.windows`, layers that
+    see the whole context attend to windows of it side by side.
 
     The copy engine brings whole pages, and what lies behind a row's context counts with a weight of zero: unless it is
     not finite. An earlier owner of the page may have left that (a model that overflowed, a transfer that failed its
@@ -101,30 +129,43 @@ class FlashPrefill:
         self._flash: Callable[..., Any] = flash_attn_varlen_func
         self._page_tokens = page_tokens
         self._pdl = pdl
+        self._split = SplitAttention(self._windows, pdl)
 
     def compile(
         self,
         shapes: Iterable[AttentionShape],
         dtype: torch.dtype,
         device: torch.device,
-        lengths: Sequence[int] = COMPILED_LENGTHS,
+        kinds: Iterable[FlashKind],
     ) -> None:
-        """Whatever steps of these layers may need, or those of `lengths` alone."""
-        for shape, tokens in itertools.product(shapes, lengths):
-            pages = pages_for(tokens, self._page_tokens)
+        """Whatever steps of these kinds and layers need."""
+        for shape, kind in itertools.product(shapes, kinds):
+            tokens, pages = kind.tokens, pages_for(kind.tokens, self._page_tokens)
             cache = torch.zeros(
                 pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
             )
             q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
-            self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0)
+            prompt = _one_prompt(tokens, pages, device)
+            if not kind.windows:
+                self(q, cache, 0, prompt, shape, 0)
+            elif shape.window is None:
+                self._windows(q, cache, 0, _one_segment(prompt), shape)
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        if layout.windows:
+            self._split.begin_step(cache, layout, first_row)
         if self._page_tokens == _FLASH_PAGE:
             clear_value_tails(cache, layout, first_row, pdl=self._pdl)
+
+    def begin_layer(self, q: Tensor, layout: StepLayout, shape: AttentionShape) -> None:
+        if _is_split(layout, shape):
+            self._split.begin_layer(q)
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
     ) -> Tensor:
+        if _is_split(layout, shape):
+            return self._split(cache, layer, shape)
         out = self._flash(
             q,
             cache[:, layer, 0].transpose(1, 2),
@@ -140,12 +181,34 @@ class FlashPrefill:
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
+    def _windows(
+        self, q: Tensor, cache: Tensor, layer: int, rows: Segments, shape: AttentionShape
+    ) -> tuple[Tensor, Tensor]:
+        """`WindowAttention`."""
+        out, lse = self._flash(
+            q,
+            cache[:, layer, 0].transpose(1, 2),
+            cache[:, layer, 1].transpose(1, 2),
+            cu_seqlens_q=rows.starts,
+            max_seqlen_q=rows.longest,
+            seqused_k=rows.contexts,
+            page_table=rows.page_table,
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=(rows.window - 1, 0),
+            return_lse=True,
+        )[:2]
+        return out, lse
+
 
 class SdpaPrefill:
     """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
 
     def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
         """Reads no more than a row's context."""
+
+    def begin_layer(self, q: Tensor, layout: StepLayout, shape: AttentionShape) -> None:
+        """Nothing comes before."""
 
     def __call__(
         self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
@@ -170,6 +233,10 @@ class SdpaPrefill:
         return out
 
 
+def _is_split(layout: StepLayout, shape: AttentionShape) -> bool:
+    return layout.windows > 0 and shape.window is None
+
+
 def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
     """A step of one new prompt on pages 0, 1, …"""
 
@@ -184,4 +251,20 @@ def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
         page_table=numbers(*range(pages)).view(1, pages),
         max_row_tokens=tokens,
         max_context=tokens,
+    )
+
+
+def _one_segment(prompt: StepLayout) -> Segments:
+    """A step of one row, of which each token sees the latest alone."""
+    return Segments(
+        starts=prompt.row_starts,
+        contexts=prompt.context_lens,
+        page_table=prompt.page_table,
+        sources=prompt.positions,
+        places=prompt.positions[:, None],
+        row_starts=prompt.row_starts,
+        positions=prompt.positions,
+        first=0,
+        window=_COMPILED_WINDOW,
+        longest=prompt.max_row_tokens,
     )

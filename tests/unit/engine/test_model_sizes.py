@@ -1,12 +1,16 @@
 """What a model's steps should take, from its shape alone."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from costs.step_grid import TILE_TOKENS, WINDOW_TOKENS, gpu_grid
+from engine import model_sizes as sizes_module
 from engine.model_runner import ModelRunner
-from engine.model_sizes import model_sizes
+from engine.model_sizes import cost_guess, model_sizes, step_grid
 from engine.models.parameters import allocate_parameters, destinations
 from tests.factories import tiny_engine_config, write_tiny_model
 
@@ -27,3 +31,20 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
     assert sizes.kv_bytes_per_token * cache.page_tokens == cache.tensor[0].nbytes
     assert runner.cost_guess.base_s > 0
     assert runner.cost_guess.observed == 0
+
+
+def test_where_attention_is_split_costs_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / "llama3", "llama3")))
+    shape = runner.model_config
+    multiprocessors = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
+    grid = step_grid(shape, torch.device("cuda"))
+    assert grid == gpu_grid(shape.heads)
+    monkeypatch.setattr(sizes_module, "step_grid", lambda *_: grid)
+    told = [cost_guess(shape, runner.cache, splits_attention=splits) for splits in (True, False)]
+    assert [each.window_tokens for each in told] == [WINDOW_TOKENS, 0]
+    assert {each.tile_tokens for each in told} == {TILE_TOKENS}
+    windowed = replace(shape, windows=(100,) * shape.layers)
+    assert step_grid(windowed, torch.device("cuda")).window_tokens == 0, "every layer has a window of its own"
+    assert step_grid(replace(windowed, windows=(None, *windowed.windows[1:])), torch.device("cuda")) == grid
+    assert runner.cost_guess.window_tokens == 0, "on a CPU"
