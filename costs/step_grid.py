@@ -39,12 +39,13 @@ EACH_TOKEN = StepGrid()
 H200_MULTIPROCESSORS = 132
 
 
-def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) -> StepGrid:
+def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS, *, split: bool = False) -> StepGrid:
     """Attention of prompts gives each multiprocessor a tile of tokens of one head, with all that it attends to: a chunk
-    of fewer tokens than fill all of them leaves the others idle for as long, or, if it leaves half of them, attends to
-    windows of its context side by side.
+    of fewer tokens than fill all of them leaves the others idle for as long. Or, with `split`, if it leaves half of
+    them, it attends to windows of its context side by side.
     """
-    return StepGrid(TILE_TOKENS, max(1, multiprocessors // attention_heads) * TILE_TOKENS, WINDOW_TOKENS)
+    wave = max(1, multiprocessors // attention_heads) * TILE_TOKENS
+    return StepGrid(TILE_TOKENS, wave, WINDOW_TOKENS if split else 0)
 
 
 def most_split(wave: int) -> int:

@@ -32,5 +32,8 @@ class EngineConfig:
     """Whether weights are drawn at random instead of read: the model's folder then needs nothing but config.json."""
     cuda_graphs: bool = True
     """Whether steps on a GPU are replayed as CUDA graphs, where one fits; off only to measure what they bring."""
+    split_attention: bool = False
+    """Whether attention of short chunks behind long contexts is split over the context, where CUDA graphs are: faster,
+    for more graphs and scratch memory. Off until all of its tests have been seen to pass (docs/decisions/0033)."""
     threads: int | None = None
     """CPU threads of the engine; None = all cores this process may use."""

@@ -133,7 +133,7 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
-    if config.cuda_graphs:
+    if config.cuda_graphs and config.split_attention:
         # One trial, as no launch may be left out before one that goes by what it writes.
         trials["prompts' windows"] = lambda: stepper.prompts.run_split(_every_size(config, model, device).prompts)
     run_side_by_side(trials, device)
@@ -158,7 +158,7 @@ def _every_size(config: EngineConfig, model: LlamaModel, device: torch.device) -
     rows = graph_sizes(config.max_batch_requests)
     if not model.prompts_capturable:
         return _Sizes(rows, [])
-    grid = step_grid(model.config, device)
+    grid = step_grid(model.config, device, split=config.split_attention)
     return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests, grid))
 
 
@@ -173,7 +173,8 @@ def _make_stepper(
     sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
-        prompts = PromptGraphs(packer, forward, drawn, pool, step_grid(model.config, device))
+        grid = step_grid(model.config, device, split=config.split_attention)
+        prompts = PromptGraphs(packer, forward, drawn, pool, grid)
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)

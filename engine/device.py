@@ -66,7 +66,9 @@ def choose_kernels(
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
 
-        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
+        return CudaKernels(
+            model, device, dtype, page_tokens, config.max_batch_requests, split_attention=config.split_attention
+        )
     if dtype in {torch.float32, torch.bfloat16}:
         # Compiling takes seconds; processes on GPUs need none of it.
         from engine.kernels.cpu import CpuKernels

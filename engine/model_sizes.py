@@ -1,7 +1,5 @@
 """How much a step of a model reads and computes, from its shape."""
 
-from dataclasses import replace
-
 import torch
 
 from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
@@ -40,13 +38,13 @@ def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
 
 def cost_guess(config: ModelConfig, cache: PagedCache, *, splits_attention: bool) -> CostParameters:
     """What steps should take there, before one was measured; `splits_attention`: whether any does."""
-    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device)
-    return guess(limits.sizes, limits.ceilings, grid if splits_attention else replace(grid, window_tokens=0))
+    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device, split=splits_attention)
+    return guess(limits.sizes, limits.ceilings, grid)
 
 
-def step_grid(config: ModelConfig, device: torch.device) -> StepGrid:
-    """The pieces in which `device` computes steps of prompts, if its attention can be split."""
+def step_grid(config: ModelConfig, device: torch.device, *, split: bool) -> StepGrid:
+    """The pieces in which `device` computes steps of prompts; `split`: their attention, too, if it can be."""
     if device.type != "cuda":
         return EACH_TOKEN
-    grid = gpu_grid(config.heads, torch.cuda.get_device_properties(device).multi_processor_count)
-    return grid if None in config.windows else replace(grid, window_tokens=0)
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return gpu_grid(config.heads, multiprocessors, split=split and None in config.windows)

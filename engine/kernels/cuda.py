@@ -29,9 +29,17 @@ class CudaKernels(Kernels):
     """Of one model on one GPU, called by one thread on one stream. Holds scratch memory that all layers share."""
 
     def __init__(
-        self, model: ModelConfig, device: torch.device, dtype: torch.dtype, page_tokens: int, max_decode_rows: int
+        self,
+        model: ModelConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        page_tokens: int,
+        max_decode_rows: int,
+        *,
+        split_attention: bool = False,
     ) -> None:
-        """`max_decode_rows`: most rows of one token that a step may have, or that count as such.
+        """`max_decode_rows`: most rows of one token that a step may have, or that count as such; `split_attention` as
+        in `EngineConfig`.
 
         InvalidArgument for a head dim that no kernel takes.
         """
@@ -44,7 +52,7 @@ class CudaKernels(Kernels):
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _IN_TURN
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
-        wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
+        wanted = Wanted(model, device, dtype, page_tokens, self._pdl, split_attention)
         self._decode = {
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
             for shape in wanted.shapes

@@ -33,6 +33,7 @@ class Wanted:
     dtype: torch.dtype
     page_tokens: int
     pdl: bool
+    split_attention: bool = False
 
     @property
     def shapes(self) -> set[AttentionShape]:
@@ -40,7 +41,7 @@ class Wanted:
 
     @property
     def flash_kinds(self) -> list[FlashKind]:
-        return flash_kinds(split=bool(window_counts(self.model.max_context, WINDOW_TOKENS)))
+        return flash_kinds(split=self.split_attention and bool(window_counts(self.model.max_context, WINDOW_TOKENS)))
 
     def attention(self) -> PrefillAttention:
         """Not compiled yet."""

@@ -55,7 +55,7 @@ def runners(model_folder: Path) -> dict[str, ModelRunner]:
     config = EngineConfig(model_folder, device="cuda", dtype="bfloat16", kv_cache_bytes=1 << 30)
     exact = replace(config, dtype="float32", page_tokens=128)
     return {
-        "graphs": ModelRunner.load(config),
+        "graphs": ModelRunner.load(replace(config, split_attention=True)),
         "eager": ModelRunner.load(replace(config, cuda_graphs=False)),
         "plain": ModelRunner.load(replace(config, page_tokens=128), kernels=ReferenceKernels()),
         "exact": ModelRunner.load(exact, kernels=ReferenceKernels()),

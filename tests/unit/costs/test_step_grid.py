@@ -84,7 +84,8 @@ def test_a_tile_costs_the_same_however_full_it_is() -> None:
 
 
 def test_a_wave_is_what_all_multiprocessors_attend_with_at_once() -> None:
-    assert gpu_grid(32) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS, WINDOW_TOKENS)
+    assert gpu_grid(32) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS)
+    assert gpu_grid(32, split=True) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS, WINDOW_TOKENS)
     assert gpu_grid(16, multiprocessors=132).wave_tokens == 8 * TILE_TOKENS
     assert gpu_grid(200).wave_tokens == TILE_TOKENS, "less than a tile for each head there is not"
 

@@ -38,13 +38,16 @@ def test_where_attention_is_split_costs_know_it(tmp_path: Path, monkeypatch: pyt
     shape = runner.model_config
     multiprocessors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
-    grid = step_grid(shape, torch.device("cuda"))
-    assert grid == gpu_grid(shape.heads)
-    monkeypatch.setattr(sizes_module, "step_grid", lambda *_: grid)
+    grid = step_grid(shape, torch.device("cuda"), split=True)
+    assert grid == gpu_grid(shape.heads, split=True)
+    assert step_grid(shape, torch.device("cuda"), split=False) == gpu_grid(shape.heads)
+    monkeypatch.setattr(sizes_module, "step_grid", lambda *_, split: gpu_grid(shape.heads, split=split))
     told = [cost_guess(shape, runner.cache, splits_attention=splits) for splits in (True, False)]
     assert [each.window_tokens for each in told] == [WINDOW_TOKENS, 0]
     assert {each.tile_tokens for each in told} == {TILE_TOKENS}
     windowed = replace(shape, windows=(100,) * shape.layers)
-    assert step_grid(windowed, torch.device("cuda")).window_tokens == 0, "every layer has a window of its own"
-    assert step_grid(replace(windowed, windows=(None, *windowed.windows[1:])), torch.device("cuda")) == grid
+    assert step_grid(windowed, torch.device("cuda"), split=True).window_tokens == 0, (
+        "every layer has a window of its own"
+    )
+    assert step_grid(replace(windowed, windows=(None, *windowed.windows[1:])), torch.device("cuda"), split=True) == grid
     assert runner.cost_guess.window_tokens == 0, "on a CPU"

@@ -35,7 +35,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> PromptGraphs:
 def captured(monkeypatch: pytest.MonkeyPatch, *sizes: tuple[int, ...]) -> PromptGraphs:
     """Of 32 heads on an H200; logits stand for the graph's size."""
     nothing = cast(Any, None)
-    made = PromptGraphs(StepPacker(LIMITS), nothing, nothing, (0, 0), gpu_grid(32))
+    made = PromptGraphs(StepPacker(LIMITS), nothing, nothing, (0, 0), gpu_grid(32, split=True))
 
     def capture(size: PromptSize) -> StepGraph:
         return StepGraph(made.step_sizes(size), nothing, nothing, cast(Any, size), chunks_at=size.answers)
@@ -167,7 +167,7 @@ def test_a_split_step_has_room_for_its_windows(split: PromptGraphs) -> None:
 )
 def test_which_steps_are_captured_with_windows(name: str, counts: list[int], most: int) -> None:
     shape = shape_config(name)
-    sizes = prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads))
+    sizes = prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads, split=True))
     plain = [size for size in sizes if not size.windows]
     assert plain == prompt_graph_sizes(shape, 16384, 256)
     for windows in counts:
@@ -175,7 +175,7 @@ def test_which_steps_are_captured_with_windows(name: str, counts: list[int], mos
         assert [size for size in sizes if size.windows == windows] == wanted
     assert len(sizes) == len(plain) + 14 * len(counts)
     short = replace(shape, max_context=2 * WINDOW_TOKENS - 1)
-    assert not any(size.windows for size in prompt_graph_sizes(short, 16384, 256, gpu_grid(shape.heads)))
+    assert not any(size.windows for size in prompt_graph_sizes(short, 16384, 256, gpu_grid(shape.heads, split=True)))
 
 
 def test_the_smallest_step_of_each_number_of_windows_is_compiled_ahead(
@@ -184,13 +184,13 @@ def test_the_smallest_step_of_each_number_of_windows_is_compiled_ahead(
     ran: list[PromptSize] = []
     monkeypatch.setattr(split, "_step", lambda size: (None, lambda: ran.append(size), None))
     shape = shape_config("llama-3.2-1b")
-    split.run_split(prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads)))
+    split.run_split(prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads, split=True)))
     assert sorted(ran, key=lambda size: size.windows) == [PromptSize(0, 64, windows) for windows in (4, 16, 64)]
 
 
 def test_memory_is_measured_with_the_largest_of_both_kinds() -> None:
     shape = shape_config("llama-3.2-1b")
-    sizes = prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads))
+    sizes = prompt_graph_sizes(shape, 16384, 256, gpu_grid(shape.heads, split=True))
     assert largest(sizes) == [PromptSize(256, 1792), PromptSize(256, 256, 64)]
     assert largest(prompt_graph_sizes(shape, 16384, 256)) == [PromptSize(256, 1792)]
     assert largest([]) == []
