@@ -62,10 +62,10 @@ class Binder:
         """As long as its answer is on average, by those that have ended."""
         return self._lengths.mean(ticket.max_tokens, to_the_limit=ticket.to_the_limit)
 
-    def enter_again(self, ticket: Ticket) -> None:
-        """An attempt failed: back to its place."""
-        if not ticket.resumed:
-            # A pace that counted workers' refusals would be the best just where nobody has room.
+    def enter_again(self, ticket: Ticket, *, turned_away: bool = False) -> None:
+        """An attempt failed: back to its place. With `turned_away` by a worker that had no room after all."""
+        if turned_away:
+            # A pace that counted such placements would be the best just where nobody has room.
             self._gate.pace.take_back(self._clock(), ticket.service_s)
         self._push(ticket)
 
@@ -80,6 +80,7 @@ class Binder:
         if self._seen_changes != self._fleet.changes:
             self._seen_changes = self._fleet.changes
             self._queue.bring_back()
+            self._gate.pace.note(now, self._queue.moves)
         while (ticket := self._queue.head()) is not None:
             if ticket.resumed or now - ticket.arrived_s <= ticket.slo.ttft_s:
                 return ticket

@@ -128,8 +128,10 @@ class RequestEnds:
             self._binder.enter_again(each.ticket)
             self._pump()
 
-    def requeue(self, request: RoutedRequest) -> None:
-        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
+    def requeue(self, request: RoutedRequest, *, turned_away: bool = False) -> None:
+        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already.
+        `turned_away` as in `Binder.enter_again`.
+        """
         self._leave_workers(request)
         request.edges.append(EdgeStamp.now(Edge.REQUEUED))
         request.transfer = None
@@ -137,7 +139,7 @@ class RequestEnds:
         request.preempted_at = None
         request.assembler.restart()
         request.ticket.resumed = request.assembler.count > 0
-        self._binder.enter_again(request.ticket)
+        self._binder.enter_again(request.ticket, turned_away=turned_away)
         self._pump()
 
     def _leave_workers(self, request: RoutedRequest) -> None:

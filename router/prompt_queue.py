@@ -58,6 +58,9 @@ class PromptQueue:
         work = self._mine.pop(request_id, _COMPUTED)
         self._untold.pop(request_id, None)
         self._forget_work(work)
+        if work.tokens and not self._tokens:
+            # Its worker may be idle now, and then says nothing more.
+            self._told = None
         return work.tokens > 0
 
     def tell(self, tokens: int) -> bool:
@@ -92,8 +95,15 @@ class PromptQueue:
         return self._told + sum(self._mine[each].tokens for each in self._untold)
 
     def pairs(self, tokens: int) -> float:
-        """Attention pairs of these `tokens`."""
-        return self._pairs * tokens / self._tokens if self._tokens else chunk_pairs(tokens, 0)
+        """Attention pairs of these `tokens`: of a prompt that is partly computed the last ones are left, which attend
+        to the most.
+        """
+        if not self._tokens:
+            return chunk_pairs(tokens, 0)
+        if tokens >= self._tokens:
+            return self._pairs * tokens / self._tokens
+        computed = 1 - tokens / self._tokens
+        return self._pairs * (1 - computed * computed)
 
     def _forget_work(self, work: PromptWork) -> None:
         self._tokens -= work.tokens

@@ -34,7 +34,7 @@ _COME_LATER = (ResourceExhausted, RoleClosed)
 class WalkOwner(Protocol):
     """Who decides what a refused walk means: `RequestEnds`."""
 
-    def requeue(self, request: RoutedRequest) -> None: ...
+    def requeue(self, request: RoutedRequest, *, turned_away: bool = False) -> None: ...
 
     def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None: ...
 
@@ -124,7 +124,7 @@ class Walks:
         if not _current(request, ref):
             return
         if isinstance(error, _COME_LATER):
-            self._owner.requeue(request)
+            self._owner.requeue(request, turned_away=True)
         else:
             self._owner.fail_attempt(request, error, retry=turned_away or None)
 

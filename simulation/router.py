@@ -201,15 +201,15 @@ class VirtualRouter:
             asked.refuse()
             self.clock.after(REFUSAL_PAUSE_S, self.pump)
         if flow.ref == ref:
-            self._again(flow)
+            self._again(flow, turned_away=True)
 
-    def _again(self, flow: Flow) -> None:
+    def _again(self, flow: Flow, *, turned_away: bool = False) -> None:
         """Another attempt, behind the tokens that are out already."""
         self._leave_workers(flow)
         flow.ticket.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
-        self.binder.enter_again(flow.ticket)
+        self.binder.enter_again(flow.ticket, turned_away=turned_away)
         self.pump()
 
     def _leave_workers(self, flow: Flow) -> None:

@@ -322,7 +322,7 @@ def test_the_pace_counts_nothing_that_workers_turn_away() -> None:
         ticket = world.binder.head()
         assert ticket is not None
         assert world.binder.bind(ticket) is not None
-        world.binder.enter_again(ticket)
+        world.binder.enter_again(ticket, turned_away=True)
     assert world.binder._gate.pace.seconds(world.at.clock.now, 2) < 0.5
 
 

@@ -43,8 +43,17 @@ def test_the_worker_knows_how_far_a_prompt_is(queue: PromptQueue, clock: Time) -
     clock.now += 0.05
     assert queue.tell(400)
     assert queue.tokens == 400
-    assert queue.pairs(400) == pytest.approx(0.4 * PromptWork(1000).pairs)
+    assert queue.pairs(400) == pytest.approx(PromptWork(400, cached=600).pairs, rel=1e-2)
     assert not queue.tell(400)
+
+
+def test_a_worker_that_lost_its_last_prompt_has_nothing_left(queue: PromptQueue, clock: Time) -> None:
+    queue.book("a", PromptWork(1000))
+    queue.taken("a")
+    clock.now += 0.05
+    queue.tell(400)
+    assert queue.forget("a")
+    assert queue.tokens == 0, "it may say nothing more"
 
 
 def test_what_it_had_not_taken_then_counts_beside(queue: PromptQueue, clock: Time) -> None:
