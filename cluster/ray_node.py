@@ -15,6 +15,9 @@ import warnings
 import psutil
 
 from cluster.temp_folder import TempFolder, remove_abandoned
+from wire.errors import Unavailable
+
+log = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 80 << 20
 """Request data never goes through Ray; this is about the smallest store it accepts."""
@@ -39,6 +42,9 @@ ENVIRONMENT = {
 }
 """What must be set before Ray is imported: much of it is read then, once."""
 
+_TOO_SLOW = "timed out during startup"
+"""In the words of Ray's plain exception."""
+
 _PREFERENCES = {
     # Transfers stay on this host; otherwise UCX opens a port on every interface too.
     "UCX_NET_DEVICES": "lo",
@@ -54,7 +60,26 @@ class RayNode:
         self._family: list[psutil.Process] = []
 
     def start(self, resources: dict[str, float], processes: int) -> None:
-        """Start Ray for about `processes` actors on a node that offers `resources`. About three seconds."""
+        """Start Ray for about `processes` actors on a node that offers `resources`. About three seconds.
+
+        A part of Ray that dies as it starts is waited for in vain, for half a minute: then all is started once more.
+        Unavailable if that does not help.
+        """
+        try:
+            self._start(resources, processes)
+        except Exception as error:
+            if _TOO_SLOW not in str(error):
+                raise
+            log.warning("Ray did not come up, and is started once more: %s", error)
+            try:
+                self._start(resources, processes)
+            except Exception as again:
+                if _TOO_SLOW not in str(again):
+                    raise
+                text = "Ray did not come up within half a minute, twice; free processors or memory and start again"
+                raise Unavailable(text) from again
+
+    def _start(self, resources: dict[str, float], processes: int) -> None:
         os.environ.update(ENVIRONMENT)
         for name, value in _PREFERENCES.items():
             os.environ.setdefault(name, value)
