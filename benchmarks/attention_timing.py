@@ -13,9 +13,9 @@ from torch import Tensor
 
 from benchmarks.ceilings import graph_seconds
 from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
-from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention
-from engine.kernels.triton_attention_plan import (
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import (
     LARGE_TILE,
     NARROW_TILE,
     ROUNDS_TILE,

@@ -26,11 +26,11 @@ import torch
 from benchmarks.bandwidth import read_bandwidth
 from benchmarks.command_line import errors_in_words, need_gpu
 from benchmarks.results import run_facts, save_result
-from cli.default_model import NAME, find_default_model
+from cli.models.default_model import NAME, find_default_model
 from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.device import parse_device
-from engine.kernels.cpu_pool import usable_cores
+from engine.kernels.cpu.pool import usable_cores
 from engine.model_runner import ModelRunner
 from engine.models.shapes import shape_names
 from engine.weights.gguf import prepare_model

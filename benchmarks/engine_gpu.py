@@ -21,9 +21,8 @@ from benchmarks.gpu_engine import DECODE_STEPS, GpuEngine
 from benchmarks.profile_gpu import profile
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
-from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention_plan import Plan, make_plan
-from engine.layers.attention import attention_shape
+from engine.config.attention import AttentionShape, attention_shape
+from engine.kernels.attention.triton_attention_plan import Plan, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
 from engine.weights.gguf import default_cache

@@ -1,10 +1,15 @@
-"""What runs must hold: by benchmark, hardware and shape, a bound for each figure."""
+"""What runs must hold, and whether the newest ones do: `python -m benchmarks.floors`.
 
-from collections.abc import Mapping
+Floors are bounds of figures, by benchmark, hardware and shape. The command looks at the newest run of each that is
+kept in benchmarks/results/ and ends with 1 if one of them misses a floor or lacks a figure that has one.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-Run = Mapping[str, Any]
+from benchmarks.results import RESULTS, Run, read_results
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ _ENGINE: dict[str, Floors] = {
 }
 """One H200, bfloat16, by shape."""
 _STEPS = Floor(1.03, at_most=True)
+"""A step is at most 3 % longer than without transfers."""
 _KV_TWO_GPUS: Floors = {
     "transfer_bw_ratio_one_page": Floor(0.60),
     "transfer_bw_ratio_2048": Floor(0.90),
@@ -74,6 +80,36 @@ _WEIGHTS: Floors = {"load_gb_per_s": Floor(2)}
 _METRICS: Floors = {"ratio": Floor(0.99), "ratio_standard_error": Floor(0.005, at_most=True)}
 
 
+def main(folder: Path = RESULTS) -> int:
+    """Print a line for each run that is judged; 1 if one of them does not hold its floors, else 0."""
+    judged = list(_judge(folder))
+    print("\n".join(line for _, line in judged))
+    return int(not all(held for held, _ in judged))
+
+
+def _judge(folder: Path) -> Iterator[tuple[bool, str]]:
+    """Of each benchmark, model and hardware that has floors, whether its newest run holds them, and what to print."""
+    newest: dict[tuple[str, ...], tuple[str, Run]] = {}
+    for name, run in read_results(folder):
+        benchmark, model = name.split("-", 1)[0], str(run.get("shape") or run.get("model"))
+        if floors_of(benchmark, run):
+            newest[benchmark, model, run["hardware"]["name"], str(run.get("gpus", ""))] = name, run
+    for (benchmark, *_), (name, run) in sorted(newest.items()):
+        faults = list(_faults(floors_of(benchmark, run), run))
+        yield (
+            not faults,
+            f"{'missed' if faults else 'held  '}  {name}" + "".join(f"\n        {each}" for each in faults),
+        )
+
+
+def _faults(floors: Floors, run: Run) -> Iterator[str]:
+    for name, floor in floors.items():
+        if name not in run:
+            yield f"{name} is not in it, its floor is {floor}"
+        elif floor.missed(run[name], run):
+            yield f"{name} is {run[name]:.3f}, its floor is {floor}"
+
+
 def floors_of(benchmark: str, run: Run) -> Floors:
     """None where nothing is to be held: other shapes, or two workers on one GPU, which wait for each other."""
     if benchmark == "engine":
@@ -87,3 +123,7 @@ def floors_of(benchmark: str, run: Run) -> Floors:
     if benchmark == "weights":
         return _WEIGHTS
     return {}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

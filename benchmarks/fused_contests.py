@@ -14,16 +14,17 @@ from benchmarks.contest import Contest
 from engine import sampler
 from engine.batch import Draw
 from engine.config import GPU_PAGE_TOKENS
-from engine.kernels.base import AttentionShape, Kernels, Linear, StepLayout
+from engine.config.attention import AttentionShape
+from engine.config.model import ModelConfig
+from engine.kernels.base import Kernels, Linear, StepLayout
 from engine.kernels.cuda import CudaKernels
-from engine.kernels.gated_product import FusedGated, PlainGated, choose_gated_product
+from engine.kernels.linear.gated_product import FusedGated, PlainGated, choose_gated_product
+from engine.kernels.linear.triton_activation import silu_mul
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.reference import rms_norm as plain_rms_norm
-from engine.kernels.triton_activation import silu_mul
+from engine.kernels.rowwise.triton_norm import rms_norm
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_norm import rms_norm
 from engine.layers.rope import rope_table
-from engine.models.config import ModelConfig
 from engine.sampler_cuda import DeviceSampler
 from wire.messages import SamplingParams
 

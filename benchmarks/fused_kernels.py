@@ -18,7 +18,7 @@ from benchmarks.ceilings import measure_ceilings
 from benchmarks.command_line import need_gpu
 from benchmarks.contest import Comparison
 from benchmarks.results import run_facts, save_result
-from engine.models.config import ModelConfig, load_model_config
+from engine.config.model import ModelConfig, load_model_config
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.gguf import default_cache
 
@@ -60,7 +60,7 @@ def compare_fused(engine_shape: ModelConfig, tokens: Sequence[int]) -> list[Comp
     """Every operation that `Contests` has for steps of so many tokens, by name."""
     # Triton need not be there where no GPU is.
     from benchmarks.fused_contests import Contests
-    from engine.kernels.triton_linear import reserve_scratch
+    from engine.kernels.linear.triton_linear import reserve_scratch
 
     device = torch.device("cuda", torch.cuda.current_device())
     reserve_scratch(device)

@@ -16,7 +16,7 @@ from benchmarks.kv_settings import Settings
 from benchmarks.met_steps import gaps_meeting_transfers_ms
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 from wire.timeline import Edge
 
 _TIMEOUT_S = 600
@@ -30,7 +30,7 @@ class Client:
     """Requests with arbitrary token ids, every prompt different."""
 
     def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
+        self._channel = open_client_channel(address)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         self._asked = 0
 

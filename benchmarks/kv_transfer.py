@@ -3,13 +3,13 @@
 First two page pools alone, in two processes: the bandwidth of transfers against a plain copy measured in the same run.
 Then a real cluster, one prefill and one decode worker: how long after a prompt's last chunk its first decode step
 begins, how much of that a client could feel, and what transfers cost those who compute meanwhile. With two GPUs each
-worker has its own; with one they share it; `--device cpu` moves host memory. All of it once for each direction: the
-prefill worker writes, or the decode worker reads (figures that end in `_read`). The last line is one JSON object.
+worker has its own; with one they share it; `--device cpu` moves host memory. The last line is one JSON object.
 """
 
 import argparse
 import asyncio
 import json
+import os
 from dataclasses import replace
 
 import torch
@@ -22,20 +22,21 @@ from benchmarks.served_model import add_model_options, choose_model
 from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
-from kv_transfer.base import Direction
+from kv_transfer.ucx_shared_memory import ucx_settings
 
 _GPU_SHAPE = "llama-3-8b"
 """What is measured on GPUs if nothing else is asked for."""
-_SUFFIX = {Direction.WRITE: "", Direction.READ: "_read"}
-_DIRECTIONS = {"write": (Direction.WRITE,), "read": (Direction.READ,), "both": tuple(Direction)}
 
 
 def pools(plan: PoolPlan, settings: Settings) -> Figures:
     """Bandwidth of one page, a chunk and longer transfers as shares of a plain copy's."""
     sizes = sorted({1, *(tokens // plan.page_tokens for tokens in (settings.chunk, *settings.transfers))})
     ceiling = copy_ceiling(plan, sizes)
-    found, wire = asyncio.run(measure_pools(plan, sizes))
+    found, wire, ports = asyncio.run(measure_pools(plan, sizes))
+    opened = ", ".join(ports) or "none"
+    print(f"UCX may use {allowed_transports(plan)}, uses {wire}; open TCP ports: {opened}", flush=True)
     figures: Figures = {"copy_gb_per_s": round(ceiling / 1e9, 2), "transport": wire}
+    figures |= {"ucx_transports": allowed_transports(plan), "tcp_ports": opened}
     for each in found:
         name = "one_page" if each.pages == 1 else str(each.pages * plan.page_tokens)
         figures |= {
@@ -50,20 +51,25 @@ def pools(plan: PoolPlan, settings: Settings) -> Figures:
     return figures
 
 
+def allowed_transports(plan: PoolPlan) -> str:
+    """`UCX_TLS` as UCX is given it, whoever says so."""
+    settings = {**ucx_settings(trusted_network=plan.trusted_network), **os.environ}
+    return settings.get("UCX_TLS", "all")
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv_transfer", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     add_model_options(parser)
-    parser.add_argument("--direction", default="both", choices=tuple(_DIRECTIONS), help="who moves the pages")
+    parser.add_argument("--trusted-network", action="store_true", help="let UCX take TCP and RDMA as well")
     parser.add_argument("--only", choices=("pools", "cluster"), default=None, help="one half of the measurement")
     parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
     return parser.parse_args()
 
 
-def in_one_direction(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterConfig) -> Figures:
-    """Pools first, then the cluster; names of figures end with the direction's suffix."""
-    print(f"direction: {plan.direction}", flush=True)
+def measure(only: str | None, settings: Settings, plan: PoolPlan, config: ClusterConfig) -> Figures:
+    """Pools first, then the cluster, or `only` one of them."""
     found: Figures = {}
     if only != "cluster":
         found |= pools(plan, settings)
@@ -73,11 +79,11 @@ def in_one_direction(only: str | None, settings: Settings, plan: PoolPlan, confi
             found |= asyncio.run(through_the_cluster(cluster.endpoints.grpc, settings))
         finally:
             cluster.stop()
-    return {f"{name}{_SUFFIX[plan.direction]}": value for name, value in found.items()}
+    return found
 
 
 def main() -> None:
-    """Each direction in turn."""
+    """Measure, show and perhaps save."""
     arguments = parse_arguments()
     if arguments.device == "cuda":
         need_gpu()
@@ -89,6 +95,7 @@ def main() -> None:
     gpus = torch.cuda.device_count() if arguments.device == "cuda" else 0
     ends = ("cuda:0", f"cuda:{min(1, gpus - 1)}") if gpus else ("cpu", "cpu")
     plan = PoolPlan(model.folder, settings.page_tokens, getattr(torch, settings.dtype), *ends)
+    plan = replace(plan, trusted_network=arguments.trusted_network)
     config = ClusterConfig(
         model.folder,
         random_weights=model.random_weights,
@@ -100,11 +107,10 @@ def main() -> None:
         grpc_port=0,
         http_port=0,
         prefix_cache=False,
+        trusted_network=arguments.trusted_network,
     )
     result: Figures = {"gpus": gpus}
-    for direction in _DIRECTIONS[arguments.direction]:
-        plan, config = replace(plan, direction=direction), replace(config, kv_direction=direction)
-        result |= in_one_direction(arguments.only, settings, plan, config)
+    result |= measure(arguments.only, settings, plan, config)
     result |= {
         "model": model.name,
         "dtype": settings.dtype,

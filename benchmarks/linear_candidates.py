@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.kernels import triton_linear
-from engine.kernels.triton_linear_plan import TOKEN_TILES, fits_scratch
-from engine.kernels.triton_linear_tiles import Gemv, Skinny, Tile
-from engine.models.config import ModelConfig
+from engine.config.model import ModelConfig
+from engine.kernels.linear import triton_linear
+from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
+from engine.kernels.linear.triton_linear_tiles import Gemv, Skinny, Tile
 
 STORE, GATE_UP, ADD = (int(op.value) for op in (triton_linear.STORE, triton_linear.GATE_UP, triton_linear.ADD))
 

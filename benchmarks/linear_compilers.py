@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.linear_candidates import Product
 from benchmarks.linear_timing import launch, make_inputs
-from engine.kernels.triton_linear_tiles import Tile
+from engine.kernels.linear.triton_linear_tiles import Tile
 
 
 @dataclass(frozen=True)

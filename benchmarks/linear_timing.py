@@ -9,8 +9,8 @@ from torch import Tensor
 
 from benchmarks.ceilings import graph_seconds
 from benchmarks.linear_candidates import Model, Product
-from engine.kernels import triton_linear
-from engine.kernels.triton_linear_tiles import Tile
+from engine.kernels.linear import triton_linear
+from engine.kernels.linear.triton_linear_tiles import Tile
 
 _ROTATED_BYTES = 256 << 20
 """Weights one timed graph goes through at least: five times L2."""

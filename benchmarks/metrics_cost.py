@@ -25,10 +25,10 @@ from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from costs.step_cost import StepWork
 from engine.cache.paged_cache import cache_bytes
 from engine.config import EngineConfig
+from engine.config.model import load_model_config
 from engine.device import parse_device, parse_dtype, parse_page_tokens
 from engine.memory import GIB
 from engine.model_runner import ModelRunner
-from engine.models.config import load_model_config
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
 from telemetry.exposition import Exposition
 from wire.ending import pages_for

@@ -14,8 +14,8 @@ from engine.cache.page_pool import PagePool
 from engine.config import GPU_PAGE_TOKENS
 from engine.cuda_graphs import graph_sizes
 from engine.sampler_cuda import PARAMS, DeviceSampler
+from engine.step_buffer import StepSizes
 from engine.step_packer import StepLimits, StepPacker
-from engine.step_sections import StepSizes
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
 from wire.messages import ModelFacts

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from benchmarks.numbers import at_least
 from benchmarks.results import run_facts, save_result
 from costs.step_cost import CostParameters, StepCost
-from router.cost_placement import CostPlacement
-from router.fleet import Fleet
-from router.placed_work import AnswerWork, PromptWork
-from router.placement import Mode, Need, Pair
+from router.placement.fleet import Fleet
+from router.placement.policy import Placement, PlacementPolicy
+from router.placement.queued_request import QueuedRequest
+from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import DEFAULT_CLASSES
-from router.worker_books import WorkerBooks
 from wire.ending import pages_for
 from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo
+from wire.mode import Mode
 
 PAGE_TOKENS = 16
 PROMPT_TOKENS, ANSWER_TOKENS = 2000, 500
@@ -62,8 +62,8 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
         peer = PeerRef(f"worker-{number}", 1)
         role = roles[number % len(roles)]
         info = WorkerInfo(peer, role, "", MODEL, 4 * pages_each, PAGE_TOKENS, 256, 2048, "cuda:0", "UCX")
-        worker = WorkerBooks(info, time.monotonic)
-        worker.learn(StepCost(COSTS))
+        worker = WorkerState(info, time.monotonic)
+        worker.learn_cost(StepCost(COSTS))
         fleet.join(worker)
         fleet.set_live(worker, live=True)
         fleet.prefixes.store(worker.slot, system)
@@ -74,15 +74,17 @@ def make_fleet(plan: Plan, dice: random.Random) -> tuple[Fleet, list[list[bytes]
     return fleet, held
 
 
-def make_needs(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[Need]:
+def make_requests(plan: Plan, held: list[list[bytes]], dice: random.Random) -> list[QueuedRequest]:
     """Prompts of a conversation: some go on where a held one ended, others share its beginning alone."""
-    needs = []
+    requests = []
     for _ in range(plan.requests):
         known = dice.choice(held) if dice.random() < plan.shared else held[0][:8]
         digests = known + [dice.randbytes(16) for _ in range(PROMPT_TOKENS // PAGE_TOKENS - len(known))]
         slo = dice.choice(DEFAULT_CLASSES)
-        needs.append(Need(PROMPT_TOKENS, PROMPT_TOKENS + ANSWER_TOKENS, True, tuple(digests), slo))
-    return needs
+        request = QueuedRequest("", 0, 0.0, PROMPT_TOKENS, ANSWER_TOKENS, digests=tuple(digests), slo=slo)
+        request.mean_tokens = ANSWER_TOKENS
+        requests.append(request)
+    return requests
 
 
 class Placer:
@@ -90,46 +92,46 @@ class Placer:
 
     def __init__(self, plan: Plan, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._policy = CostPlacement(plan.mode)
+        self._policy = PlacementPolicy(plan.mode)
         self._by_peer = {worker.peer: worker for worker in fleet.live}
-        self._running: deque[tuple[str, Pair]] = deque()
+        self._running: deque[tuple[str, Placement]] = deque()
         self._most = RUNNING * plan.workers
 
-    def place(self, name: str, need: Need) -> bool:
+    def place(self, name: str, request: QueuedRequest) -> bool:
         """One request; whether it was placed."""
         if len(self._running) >= self._most:
             self._end(*self._running.popleft())
-        pair = self._policy.choose(need, self._fleet)
-        if pair is None or pair.decode is None or pair.forecast is None:
+        pair = self._policy.place(request, self._fleet, 0.0)
+        if pair is None or pair.decode is None:
             return False
         prefill, decode = self._by_peer[pair.prefill], self._by_peer[pair.decode]
-        prefill.book_prefill(name, PromptWork(pair.forecast.computed_tokens, pair.forecast.cached_tokens))
-        pages = pages_for(need.kv_tokens, PAGE_TOKENS)
-        decode.book_decode(name, AnswerWork(pages, need.prompt_tokens + ANSWER_TOKENS // 2, need.slo))
+        prefill.add_prompt(name, PromptWork(pair.prediction.computed_tokens, pair.prediction.cached_tokens))
+        pages = pages_for(request.kv_tokens, PAGE_TOKENS)
+        decode.add_answer(name, AnswerWork(pages, request.prompt_tokens + ANSWER_TOKENS // 2, request.slo))
         self._running.append((name, pair))
         return True
 
     def computed(self) -> None:
         """The prompts placed so far have been computed."""
         for name, pair in list(self._running)[-len(self._by_peer) :]:
-            self._by_peer[pair.prefill].unbook_prefill(name)
+            self._by_peer[pair.prefill].remove_prompt(name)
 
-    def _end(self, name: str, pair: Pair) -> None:
+    def _end(self, name: str, pair: Placement) -> None:
         assert pair.decode is not None
-        self._by_peer[pair.prefill].unbook_prefill(name)
-        self._by_peer[pair.decode].unbook_decode(name)
+        self._by_peer[pair.prefill].remove_prompt(name)
+        self._by_peer[pair.decode].remove_answer(name)
 
 
 def measure(plan: Plan) -> dict[str, object]:
     """Seconds of each request, and what they come to."""
     dice = random.Random(1)
     fleet, held = make_fleet(plan, dice)
-    needs = make_needs(plan, held, dice)
+    requests = make_requests(plan, held, dice)
     placer = Placer(plan, fleet)
     gc.collect()
     gc.freeze()  # the load and the index stay: to look for garbage among them is no part of a placement
     seconds, placed = [], 0
-    for number, need in enumerate(needs):
+    for number, need in enumerate(requests):
         started = time.thread_time()
         placed += placer.place(f"request-{number}", need)
         seconds.append(time.thread_time() - started)
@@ -143,7 +145,7 @@ def measure(plan: Plan) -> dict[str, object]:
         "workers": plan.workers,
         "indexed_pages": len(fleet.prefixes),
         "requests": len(settled),
-        "placed": placed / len(needs),
+        "placed": placed / len(requests),
         "placement_us": round(median * 1e6, 2),
         "placement_p99_us": round(settled[int(len(settled) * 0.99)] * 1e6, 2),
         "placement_mean_us": round(statistics.mean(settled) * 1e6, 2),

@@ -10,9 +10,11 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
+Run = Mapping[str, Any]
 RESULTS = Path(__file__).parent / "results"
 _PACKAGES = (
     "torch", "triton", "flash-attn-4", "quack-kernels", "transformers", "numba", "nixl", "nixl-cu13", "ray", "grpcio"
@@ -39,6 +41,20 @@ def save_result(name: str, result: Mapping[str, object], folder: Path = RESULTS)
     file = folder / f"{name}-{_file_name(str(machine))}-{date}-{result['dtype']}.json"
     file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return file
+
+
+def read_results(folder: Path = RESULTS, kind: str = "") -> list[tuple[str, Run]]:
+    """The runs whose file names begin with `kind`, each behind its file's name, oldest first."""
+    found = [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in folder.glob(f"{kind}*.json")]
+    return sorted(found, key=lambda each: (str(each[1]["date"]), each[0]))
+
+
+def newest_result(folder: Path, kind: str, figure: str = "") -> tuple[str, Run]:
+    """The newest run of `kind` that has `figure`, behind its file's name; LookupError if none is kept."""
+    found = [each for each in read_results(folder, kind) if not figure or figure in each[1]]
+    if not found:
+        raise LookupError(f"no run of {kind} with {figure or 'any figure'} is kept in {folder.name}")
+    return found[-1]
 
 
 def _hardware(device: str) -> dict[str, object]:

@@ -36,7 +36,7 @@ from benchmarks.no_engine import MODEL, STEP_TOKENS, NoEngine
 from benchmarks.numbers import above_0, at_least
 from benchmarks.results import RESULTS, run_facts, save_result
 from benchmarks.stopwatch import Stopwatch
-from decode_worker.landed import Landed
+from decode_worker.batch_snapshot import CompletedStep
 from engine.cache.page_pool import PagePool
 from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from kv_transfer.in_memory import InMemoryFabric, InMemoryTransport
@@ -154,7 +154,7 @@ class _Kind(TypedDict, total=False):
 _TIMED = (
     (StepScheduler, "plan", "plan"),
     (StepScheduler, "apply", "applied"),
-    (Landed, "usual", "told"),
+    (CompletedStep, "plain_tokens", "told"),
     (StepMeter, "learn", "learned"),
     (Outbox, "publish", "outbox"),
 )

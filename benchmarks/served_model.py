@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from cli.default_model import NAME, find_default_model
-from cli.random_model import random_model
+from cli.models.default_model import NAME, find_default_model
+from cli.models.random_model import random_model
 from engine.weights.gguf import prepare_model
 
 

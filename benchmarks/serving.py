@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import RequestRef, SamplingParams
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _drawn(token: int | None) -> int:
 
 async def cluster_round(address: str, workload: Workload) -> Round:
     """All requests at once over one connection, from the first byte sent to the last answer's end."""
-    channel = open_channel(address)
+    channel = open_client_channel(address)
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
     started = time.perf_counter()
     answers = await asyncio.gather(*(_ask(stub, prompt, workload.new_tokens) for prompt in workload.prompts))

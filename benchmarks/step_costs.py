@@ -147,7 +147,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", default="0,32,112,240,368,496,624,752,880,1008,1264,1520,1776,2032", help="chunks")
     parser.add_argument("--contexts", default="0,2048,6000,12288", help="tokens of the prompt before the chunk")
     parser.add_argument("--answer-context", type=int, default=1500, help="tokens of each answer and its prompt")
-    parser.add_argument("--split", action="store_true", help="attention of short chunks behind long contexts")
     parser.add_argument("--steps", type=int, default=8, help="of each size")
     parser.add_argument("--rounds", type=int, default=20, help="of learning")
     parser.add_argument("--save", action="store_true", help="keep the result under benchmarks/results/")
@@ -171,7 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 random_weights=model.random_weights,
                 max_step_tokens=max(answers) + max(tokens),
                 max_batch_requests=max(1, *answers),
-                split_attention=parsed.split,
             )
         )
     longest = runner.facts.max_context - 1

@@ -24,11 +24,11 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.results import run_facts, save_result
-from benchmarks.token_source import TokenSource
-from cli.default_model import find_default_model
+from benchmarks.token_source import TOKEN, TokenSource
+from cli.models.default_model import find_default_model
 from engine.weights.gguf import prepare_model
+from router.api.listeners import SERVICE
 from router.config import RouterConfig
-from router.doors import SERVICE
 from router.server import RouterServer
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
@@ -125,6 +125,7 @@ def _run_router(pipe: Connection, controller: str, model: Path, fronts: int) -> 
             model=model,
             model_name="tokens",
             controller_address=controller,
+            token=TOKEN,
             grpc_port=0,
             http_port=0,
             front_processes=fronts,

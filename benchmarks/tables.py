@@ -1,70 +1,72 @@
-"""The tables of docs/performance.md, made from the runs in benchmarks/results/: `python -m benchmarks.tables`.
+"""docs/performance.md, made from the newest runs in benchmarks/results/: `python -m benchmarks.tables`.
 
-One table a benchmark and model, one column a run; only ratios, and what a reader needs beside them, next to the floor
-that a figure must hold. Then decode steps with and without CUDA graphs, and each fused kernel beside its parts, of the
-newest run that has them.
+Each section shows the newest run of its benchmark for each model and hardware, by the few figures that say how good it
+is. Everything else a run measured is in its file; earlier runs are in git.
 """
 
-import json
-from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.floors import Floors, floors_of
-from benchmarks.results import RESULTS
+from benchmarks.results import RESULTS, Run, newest_result, read_results
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-_SHOWN = (
-    "_ratio",
-    "_share_",
-    "_over_without_",
-    "_over_quiet",
-    "meeting_transfers",
-    "handover_ms_",
-    "exposed_of_prefill",
-    "decode_step_ms",
-    "efficiency",
-    "start_seconds",
-    "copy_gb_per_s",
-    "load_gb_per_s",
-    "matrix_tflops",
-    "decode_ms_b",
-    "decode_sampled_ms_b",
-    "wall_",
-    "walls_",
+ENGINE_SHAPES = ("llama-3-8b", "llama-3.2-1b", "qwen3-0.6b")
+CELLS = ("strict", "balanced", "quick")
+PEER_ROWS = {"vllm": "vLLM 0.25.1", "tandem_default_steps": "Tandem", "tandem_chunked_2048": "Tandem, 2,048"}
+"""Rows of the served load of the run beside vLLM, and what the table calls them."""
+_DISAGGREGATED = "disaggregated"
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """Figures of a served load that share a column: one number, or some percentiles of one distribution."""
+
+    title: str
+    figure: str
+    percentiles: tuple[str, ...] = ()
+    form: str = ",.0f"
+    more_is_better: bool = False
+
+    def numbers(self, load: Mapping[str, Any]) -> list[float]:
+        value = load[self.figure]
+        return [float(value[each]) for each in self.percentiles] if self.percentiles else [float(value)]
+
+
+_SERVED = (
+    _Column("tokens/s", "tok_s", more_is_better=True),
+    _Column("TTFT P50, P90, P99 ms", "ttft_ms", ("50", "90", "99")),
+    _Column("ITL P50, P95, P99 ms", "gap_ms", ("50", "95", "99"), ".1f"),
+    _Column("within 1 s, 25 ms", "good_1000_25", form=".0%", more_is_better=True),
+    _Column("within 300 ms, 60 ms", "good_300_60", form=".0%", more_is_better=True),
 )
-_WHOLE = ("tokens_per_s_on", "tokens_per_s_off", "ratio", "ratio_standard_error")
-"""Shown too, by their whole names."""
-_EAGER, _FUSED = "decode_eager_ms_b", "comparisons"
-_ASIDE = ("tune", "fused", "profile")
-"""Files of these benchmarks have no table of their own."""
+
 _HEAD = """# Performance
 
-Made by `python -m benchmarks.tables` from the runs in `benchmarks/results/`, which name command, commit, hardware and
-versions. Ratios compare with ceilings or peers measured in the same run: `bw` to the bandwidth of a device copy,
-`flops` to the rate of an 8192³ product, the others as their benchmark says. Where a figure has a floor to hold, the
-runs that miss it say so.
+The newest run for each model and hardware. `python -m benchmarks.tables` makes this page from the files in
+[benchmarks/results](../benchmarks/results), which name command, commit, hardware and versions of each run and hold all
+of its figures; `python -m benchmarks.floors` says whether the newest runs hold the floors that are set for them, and
+fails if one does not. Earlier runs are in git.
 
-`ratio` of `metrics` is decode tokens a second with metrics over those without; a run whose standard error is above its
-floor says nothing about one percent.
-
-`decode_idle_share` is the share of launched decode steps in which no kernel runs, from the gaps of a trace;
-`decode_idle_between_steps_share` counts those between a step and the next alone. Runs without the latter inferred the
-former as 1 − graph replay ÷ step, not below 0.
-
-In tables of `kv`, figures of 8192 belong to prompts of 8,176 tokens: with their answers they fill a context of 8,192.
-`_read`: the decode worker reads the pages; else the prefill worker writes them. A step meets a transfer while the
-first pages of a prompt or those of its last chunk move. On a CPU the copy that `bw` is told by is a yardstick and no
-bound: it is one process's between two large buffers, and transfers between pools have come out at up to 2.3 times of
-it. Runs before 2026-11-22 04:15 measured prefill without transfers
-after all with them, and the ceiling on a CPU with one size.
+**Method.** A share is a ratio to a ceiling measured in the same run: for decode, the bytes that a step must read (all
+weights, the KV cache of its requests) per second, over the rate of a device copy; for prefill, the floating-point
+operations of the prompt per second, over the rate of an 8,192³ product. Weights are random, which changes no step's
+time. TTFT is the time from sending a request to its first token, ITL the time between two tokens of an answer, both on
+the client's clock. Loads are open: a request leaves when it is due, whether or not earlier ones have been answered.
+Goodput is the highest number of requests per second within the targets of a service class, among loads of which 90 %
+are. Targets are for TTFT and for the 99th percentile of a request's own ITL: strict 2 s and two idle decode steps,
+balanced 1 s and 25 ms, quick 300 ms and 60 ms.
 """
-_ONE_GPU = (
-    "Both processes share the chip: decode steps wait for chunks of prompts, transfers or not, and a copy within its "
-    "memory is the ceiling. What two GPUs must hold is no measure here.\n"
+_OVER_HTTP = (
+    "tandem up --random-weights llama-3-8b; "
+    "python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model llama-3-8b --rates 8,12,16 --save"
 )
+_PICTURES = """
+![Two H200: requests within the targets of each class, by offered load](pictures/strategies-two-h200-balanced.png)
 
-Run = dict[str, Any]
+![One H200: the same](pictures/strategies-one-h200-balanced.png)
+"""
 
 
 def main() -> None:
@@ -74,126 +76,214 @@ def main() -> None:
 
 
 def make_page(folder: Path) -> str:
-    """The page of the runs in `folder`."""
-    groups: dict[str, list[Run]] = defaultdict(list)
-    every: list[Run] = []
-    for file in sorted(folder.glob("*.json")):
-        run: Run = json.loads(file.read_text(encoding="utf-8"))
-        every.append(run)
-        if _shown(run) and not file.name.startswith(_ASIDE):
-            groups[_title(file.name.split("-", 1)[0], run)].append(run)
-    tables = [_table(title, runs) for title, runs in sorted(groups.items())]
-    runs = sorted(every, key=lambda run: str(run.get("date")))
-    tables += [
-        make(run) for make, run in ((_graphs, _newest(runs, _EAGER + "1")), (_fused, _newest(runs, _FUSED))) if run
+    """The page of the runs in `folder`; LookupError if a section has no run there."""
+    sections = (_engine, _served, _handover, _goodput, _peer, _cpu)
+    return _HEAD + "".join(section(folder) for section in sections)
+
+
+def peer_tables(folder: Path) -> tuple[list[str], list[str]]:
+    """Lines of the two tables beside vLLM, which README.md shows as well: decode steps, and served load."""
+    _, run = newest_result(folder, "peer-vllm")
+    ours, theirs = run["engine"]["tandem"]["llama-3-8b"], run["engine"]["vllm"]
+    kinds = {"vLLM 0.25.1, bf16": theirs["llama-3-8b bf16"], "vLLM 0.25.1, fp8": theirs["llama-3-8b fp8"]}
+    batches = (1, 8, 32, 128)
+    steps = _table(
+        ("decode step of llama-3-8b, ms", *(f"batch {batch}" for batch in batches)),
+        (
+            (name, *(f"{figures[f'decode_ms_b{batch}']:.2f}" for batch in batches))
+            for name, figures in ({"Tandem, bf16": ours} | kinds).items()
+        ),
+    )
+    served = [
+        ("requests/s", "server", *(column.title for column in _SERVED)),
+        *(row for rate in _rates(run) for row in _served_rows(run, rate)),
     ]
-    return "\n".join([_HEAD, *tables]) + "\n"
+    return steps, _table(served[0], served[1:])
 
 
-def _title(benchmark: str, run: Run) -> str:
-    hardware = run["hardware"]["name"]
-    if run.get("gpus", 0) > 1:
-        hardware = f"{run['gpus']} x {hardware}"
-    return f"{benchmark}: {run.get('shape') or run['model']}, {hardware}, {run['dtype']}"
+def _rates(run: Run) -> list[float]:
+    """The rates at which every row of the served load was measured."""
+    rates = [{float(load["rate"]) for load in run["serving"][key]} for key in PEER_ROWS]
+    return sorted(set.intersection(*rates))
 
 
-def _table(title: str, runs: list[Run]) -> str:
-    """A column a run, oldest first, behind the floors where there are any."""
-    runs = sorted(runs, key=lambda run: str(run["date"]))
-    names = list(dict.fromkeys(name for run in runs for name in _shown(run)))
-    floors = floors_of(title.split(":", 1)[0], runs[-1])
-    commands = list(dict.fromkeys(str(run["command"]) for run in runs))
-    heads = [_head(run, commands) for run in runs]
-    rows = [[f"`{name}`", *(_judged(name, run, floors) for run in runs)] for name in names]
-    if floors:
-        heads.insert(0, "floor")
-        for name, row in zip(names, rows, strict=True):
-            row.insert(1, str(floors.get(name, "")))
-    lines = [f"\n## {title}\n", *_commands(commands)]
-    lines += [_ONE_GPU] if title.startswith("kv:") and runs[-1].get("gpus") == 1 else []
-    lines += _verdict(names, runs[-1], floors)
-    lines += [_line(["figure", *heads]), _line(["---"] * (len(heads) + 1))]
-    return "\n".join([*lines, *map(_line, rows)])
+def _served_rows(run: Run, rate: float) -> list[list[str]]:
+    """A row for each server at `rate`, with the best figure of each column in bold."""
+    loads = [next(load for load in run["serving"][key] if load["rate"] == rate) for key in PEER_ROWS]
+    rows = [[f"{rate:g}", name] for name in PEER_ROWS.values()]
+    for column in _SERVED:
+        shown = [[f"{number:{column.form}}" for number in column.numbers(load)] for load in loads]
+        for part, values in enumerate(zip(*(column.numbers(load) for load in loads), strict=True)):
+            best = (max if column.more_is_better else min)(range(len(values)), key=values.__getitem__)
+            for each in [each for each in shown if each[part] == shown[best][part]]:
+                each[part] = f"**{each[part]}**"
+        for row, each in zip(rows, shown, strict=True):
+            row.append(", ".join(each))
+    return rows
 
 
-def _head(run: Run, commands: list[str]) -> str:
-    """Date and commit of a column, and the number of its command where there are several."""
-    number = f"<br>({commands.index(run['command']) + 1})" if len(commands) > 1 else ""
-    return f"{str(run['date'])[:16].replace('T', ' ')}<br>{str(run['commit'])[:8]}{number}"
+def _engine(folder: Path) -> str:
+    runs = [newest_result(folder, f"engine-{shape}-", "prefill_flops_ratio_1x2048") for shape in ENGINE_SHAPES]
+    return _section(
+        "Engine",
+        "Decode steps with a context of about 1,024 tokens, prefill of one prompt, bfloat16.",
+        _table(
+            (
+                "model",
+                "hardware",
+                "decode share of bandwidth, batch 1, 32, 128",
+                "decode step, ms",
+                "prefill share of peak, 2,048 and 8,192 tokens",
+                "start, s",
+            ),
+            (
+                (
+                    run["shape"],
+                    run["hardware"]["name"],
+                    _list((run[f"decode_bw_ratio_b{batch}"] for batch in (1, 32, 128)), ".2f"),
+                    _list((run[f"decode_ms_b{batch}"] for batch in (1, 32, 128)), ".2f"),
+                    _list((run[f"prefill_flops_ratio_1x{tokens}"] for tokens in (2048, 8192)), ".2f"),
+                    f"{run['start_seconds']:.0f}",
+                )
+                for _, run in runs
+            ),
+        ),
+        "python -m benchmarks.engine --device cuda --shape MODEL --save",
+        runs,
+    )
 
 
-def _commands(commands: list[str]) -> list[str]:
-    if len(commands) == 1:
-        return [f"`{commands[0]}`\n"]
-    return [*(f"{number}. `{command}`" for number, command in enumerate(commands, start=1)), ""]
+def _served(folder: Path) -> str:
+    name, run = newest_result(folder, "http-")
+    loads = next(iter(run["rows"].values()))
+    text = (
+        "Over HTTP, with all defaults of `tandem up`: one worker that prefills and decodes, `--step-policy "
+        "decode-priority --step-budget 512`. Prompts have 1,480 tokens on average, answers 240."
+    )
+    lines = _table(
+        ("requests/s", "tokens/s", "TTFT P50, P99 ms", "ITL P50, P99 ms", "within 1 s, 25 ms"),
+        (
+            (
+                f"{load['rate']:g}",
+                f"{load['tok_s']:,.0f}",
+                _list(load["ttft_ms"][each] for each in ("50", "99")),
+                _list((load["gap_ms"][each] for each in ("50", "99")), ".1f"),
+                _percent(load["good_1000_25"]),
+            )
+            for load in loads
+        ),
+    )
+    return _section(f"Served: llama-3-8b, {run['hardware']['name']}", text, lines, _OVER_HTTP, [(name, run)])
 
 
-def _misses(name: str, run: Run, floors: Floors) -> bool:
-    return name in floors and floors[name].missed(run.get(name), run)
+def _handover(folder: Path) -> str:
+    name, run = newest_result(folder, "kv-transfer-2-gpus", "handover_ms_8192")
+    text = (
+        f"A prompt of {run['prompt_tokens']:,} tokens, prefilled on one GPU and decoded on another; the prefill worker "
+        "writes the pages, over NVLink. The hand-over is the time from the end of the prompt's last chunk to its first "
+        "decode step, and may wait for the decode step that runs."
+    )
+    shares = (run["transfer_bw_ratio_one_page"], run["transfer_bw_ratio_8192"])
+    rows = (
+        ("hand-over; a decode step", f"{run['handover_ms_8192']:.1f} ms; {run['decode_step_ms']:.1f} ms"),
+        (
+            "share of TTFT and hand-over in which the request waits for its pages",
+            f"{run['exposed_share_8192']:.1%}",
+        ),
+        ("transfer's share of bandwidth, one page and the whole prompt", _list(shares, ".2f")),
+        ("prefill with transfers ÷ without", f"{run['prefill_with_over_without_transfer']:.3f}"),
+        ("decode step with transfers ÷ without", f"{run['decode_step_with_over_without_transfers']:.3f}"),
+    )
+    title = f"Hand-over: {run['model']}, {run['gpus']} × {run['hardware']['name']}"
+    return _section(title, text, _table(("figure", ""), rows), run["command"], [(name, run)])
 
 
-def _verdict(names: list[str], run: Run, floors: Floors) -> list[str]:
-    """One sentence about the newest run."""
-    if not floors:
-        return []
-    missed = [f"`{name}`" for name in names if _misses(name, run, floors)]
-    lacking = [f"`{name}`" for name in floors if name not in run]
-    said = f"misses the floor of {', '.join(missed)}" if missed else "holds every floor"
-    if lacking:
-        said += f", and lacks {', '.join(lacking)}, of which a floor is set"
-    return [f"The newest run {said}.\n"]
+def _goodput(folder: Path) -> str:
+    newest: dict[tuple[str, int], tuple[str, Run]] = {}
+    for name, run in read_results(folder, "strategies-"):
+        for workload, table in run["tables"].items():
+            if {"shared", "adaptive"} <= table["rows"].keys() and isinstance(run["workers"], int):
+                newest[workload, run["workers"]] = name, run
+    text = (
+        "Requests per second within each class, best of the colocated step policies / prefill and decode on a GPU "
+        "each / adaptive, where the router chooses for each request and each request names its class. 0.0: less than "
+        "90 % were within the class at every load; a dash: not measured. The pictures show every load of the balanced "
+        "workload."
+    )
+    lines = _table(
+        ("workload", "GPUs", *CELLS),
+        (
+            (workload, str(workers), *(_of_cell(run["tables"][workload]["rows"], cell) for cell in CELLS))
+            for (workload, workers), (_, run) in sorted(newest.items())
+        ),
+    )
+    command = "python -m benchmarks.strategies --device cuda --shape llama-3-8b --workers N --workloads NAME --save"
+    return _section("Goodput against colocated: llama-3-8b, H200", text, lines, command, newest.values()) + _PICTURES
 
 
-def _judged(name: str, run: Run, floors: Floors) -> str:
-    return _cell(run.get(name)) + (" (missed)" if _misses(name, run, floors) else "")
+def _of_cell(rows: Mapping[str, Any], cell: str) -> str:
+    reached = {name: row["goodput_per_s"][cell] for name, row in rows.items()}
+    apart = [value for name, value in reached.items() if name.startswith(_DISAGGREGATED)]
+    together = [value for name, value in reached.items() if not name.startswith((_DISAGGREGATED, "adaptive"))]
+    return " / ".join(f"{max(each):.1f}" if each else "–" for each in (together, apart, [reached["adaptive"]]))
 
 
-def _newest(runs: list[Run], figure: str) -> Run | None:
-    return next((run for run in reversed(runs) if figure in run), None)
+def _peer(folder: Path) -> str:
+    name, run = newest_result(folder, "peer-vllm")
+    steps, served = peer_tables(folder)
+    conditions = run["conditions"]
+    seconds = run["start_seconds"]
+    text = (
+        f"{run['what']}, {run['date']}. *Steps:* {conditions['engine']}. *Served:* {conditions['serving']}. "
+        f"*Caveats:* {conditions['caveats']} Servers were ready after {seconds['vllm_server']} s (vLLM) and "
+        f"{seconds['tandem_server_all_ready']} s (Tandem).\n\n{run['reading']} Bold is the best at each rate."
+    )
+    return _section("Beside vLLM: llama-3-8b, one H200", text, [*steps, "", *served], _OVER_HTTP, [(name, run)])
 
 
-def _graphs(run: Run) -> str:
-    """Milliseconds of decode steps with and without CUDA graphs, by batch."""
-    batches = [name.removeprefix(_EAGER) for name in run if name.startswith(_EAGER)]
-    lines = [
-        f"\n## CUDA graphs: {run['shape']}, {run['hardware']['name']}, {run['dtype']}, {str(run['commit'])[:8]}\n",
-        f"`{run['command']}`\n",
-        _line(["decode step, batch", "ms with graphs", "ms without", "ratio"]),
-        _line(["---"] * 4),
-    ]
-    for batch in batches:
-        replayed, eager = run[f"decode_ms_b{batch}"], run[f"{_EAGER}{batch}"]
-        lines.append(_line([batch, _cell(replayed), _cell(eager), _cell(eager / replayed)]))
-    return "\n".join(lines)
+def _cpu(folder: Path) -> str:
+    engine = newest_result(folder, "engine-SmolLM2", "decode_ratio_b1")
+    serving = newest_result(folder, "serving-SmolLM2", "cluster_efficiency_b8")
+    handover = newest_result(folder, "kv-transfer-SmolLM2", "handover_ms_1536")
+    step = ("decode_ratio_b1", "decode_ratio_b8", "prefill_ratio_512")
+    rows = (
+        (
+            "speed ÷ transformers: decode of 1 and 8 requests, prefill of 512 tokens",
+            _list((engine[1][each] for each in step), ".1f"),
+        ),
+        ("tokens/s through a cluster of two workers ÷ of its engine", f"{serving[1]['cluster_efficiency_b8']:.2f}"),
+        ("hand-over of 1,536 tokens over shared memory", f"{handover[1]['handover_ms_1536']:.0f} ms"),
+    )
+    text = "The same cluster on two cores; both sides of a ratio ran in turns on one machine."
+    title = f"CPU: {engine[1]['model']}, {engine[1]['hardware']['name']}"
+    found = [engine, serving, handover]
+    return _section(
+        title, text, _table(("figure", ""), rows), "; ".join(str(run["command"]) for _, run in found), found
+    )
 
 
-def _fused(run: Run) -> str:
-    """Microseconds of every fused kernel beside its parts, by tokens of the step."""
-    lines = [
-        f"\n## Fused kernels: {run['shape']}, {run['hardware']['name']}, {run['dtype']}, {str(run['commit'])[:8]}\n",
-        f"`{run['command']}`\n",
-        _line(["operation", "tokens", "fused us", "in parts us", "ratio"]),
-        _line(["---"] * 5),
-    ]
-    for each in run[_FUSED]:
-        figures = (each["fused_us"], each["unfused_us"], each["ratio"])
-        lines.append(_line([each["operation"], str(each["tokens"]), *map(_cell, figures)]))
-    return "\n".join(lines)
+def _section(title: str, text: str, lines: Iterable[str], command: str, runs: Iterable[tuple[str, Run]]) -> str:
+    """A section: what was measured, its table, how to measure it again, and the runs that it shows."""
+    links = ", ".join(
+        f"[{str(run['commit'])[:8]} of {str(run['date'])[:10]}](../benchmarks/results/{name})"
+        for name, run in dict(runs).items()
+    )
+    return "\n".join(
+        [f"\n## {title}\n", f"{text}\n", *lines, "", f"To measure again: `{command}`. Shown: {links}.", ""]
+    )
 
 
-def _shown(run: Run) -> list[str]:
-    def shown(name: str) -> bool:
-        return name in _WHOLE or any(part in name for part in _SHOWN)
-
-    return [name for name in run if shown(name) and not isinstance(run[name], dict | list)]
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    cells = list(head)
+    return [f"| {' | '.join(row)} |" for row in (cells, ["---"] * len(cells), *rows)]
 
 
-def _line(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _list(values: Iterable[float], form: str = ".0f") -> str:
+    return ", ".join(f"{value:{form}}" for value in values)
 
 
-def _cell(value: object) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
 
 
 if __name__ == "__main__":

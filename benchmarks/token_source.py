@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
-from cluster.operator import Operator
-from cluster.registry import Registry
+from cluster.operations.operator import Operator
 from cluster.service import ClusterServicer
+from cluster.supervision.registry import Registry
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
 from wire.messages import (
@@ -27,10 +27,12 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from wire.rpc import open_server
+from wire.rpc import listen, open_server
 from wire.timeline import Edge, EdgeStamp
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
+TOKEN = "of a cluster that answers nothing"
+"""What routers give as the cluster's: the parts of a real one speak to each other encrypted."""
 _PAGES, _PAGE_TOKENS = 1 << 20, 128
 _REQUESTS_MAX = 4096
 _LEASE_S = 3600.0
@@ -55,7 +57,7 @@ class TokenSource(worker_pb2_grpc.WorkerServicer):
         registry = Registry()
         operator = cast(Operator, None)  # nobody asks for changes
         cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, operator), server)
-        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        address = f"127.0.0.1:{listen(server, '127.0.0.1:0', TOKEN)}"
         await server.start()
         self._server = server
         me = PeerRef("source-0", 1)

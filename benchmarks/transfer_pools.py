@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cluster.ray_node import RayNode
-from cluster.ray_process import actor_class
+from cluster.ray_processes.ray_node import RayNode
+from cluster.ray_processes.ray_process import actor_class
 from engine.cache.paged_cache import PagedCache, page_bytes
-from engine.models.config import load_model_config
+from engine.config.model import load_model_config
 from kv_transfer.backends import open_transport
-from kv_transfer.base import Direction, PageWrite, WriteDone
+from kv_transfer.base import PageWrite, WriteDone
 from wire.messages import PeerDescription, PeerRef
 from worker.process import layout_of
 
@@ -33,14 +33,14 @@ _CEILING_ROUNDS, _CEILING_ROUND_S = 5, 0.1
 
 @dataclass(frozen=True, slots=True)
 class PoolPlan:
-    """Whose pages, of how many tokens each, in which dtype, on which devices the two pools lie, and who moves them."""
+    """Whose pages, of how many tokens each, in which dtype, on which devices the two pools lie."""
 
     model: Path
     page_tokens: int
     dtype: torch.dtype
     sender: str
     receiver: str
-    direction: Direction = Direction.WRITE
+    trusted_network: bool = False
 
     @property
     def kind(self) -> str:
@@ -70,7 +70,7 @@ class PoolSide:
         if here.type == "cuda":
             torch.cuda.synchronize()
         me, layout = PeerRef(name, 1), layout_of(self._cache)
-        self._transport = open_transport("nixl", layout, me, lambda _notice: None, plan.direction)
+        self._transport = open_transport("nixl", layout, me, lambda _notice: None, trusted_network=plan.trusted_network)
 
     def describe(self) -> PeerDescription:
         """How the other side reaches this pool."""
@@ -92,8 +92,12 @@ class PoolSide:
         return found
 
     def wire(self) -> str:
-        """The transport in use, with its wire if this is the side that moves the pages."""
+        """The transport in use, with its wire if this is the sender."""
         return self._transport.transport_name()
+
+    def open_ports(self) -> tuple[str, ...]:
+        """Where UCX listens here."""
+        return self._transport.open_ports()
 
     def close(self) -> None:
         """Leave the wire."""
@@ -117,8 +121,8 @@ class PoolSide:
         return done * pages * self._cache.page_bytes / (time.perf_counter() - started)
 
 
-async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str]:
-    """Each size's bandwidth from one process to another, and the wire it took."""
+async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Bandwidth], str, tuple[str, ...]]:
+    """Each size's bandwidth from one process to another, the wire it took, and the TCP ports that UCX opened there."""
     node = RayNode()
     node.start({}, processes=2)
     try:
@@ -128,10 +132,10 @@ async def measure_pools(plan: PoolPlan, sizes: Sequence[int]) -> tuple[list[Band
         await sender.introduce.remote(descriptions[1])
         await receiver.introduce.remote(descriptions[0])
         found = await sender.bandwidth.remote(descriptions[1].peer, sizes)
-        mover = sender if plan.direction is Direction.WRITE else receiver
-        wire = await mover.wire.remote()
+        wire = await sender.wire.remote()
+        ports = await sender.open_ports.remote()
         await asyncio.gather(*(_quietly(side.close.remote()) for side in (sender, receiver)))
-        return found, wire
+        return found, wire, ports
     finally:
         node.stop()
 

@@ -16,8 +16,8 @@ from benchmarks.attention_timing import Size, in_parallel, make_inputs, own_plan
 from benchmarks.ceilings import copy_bandwidth
 from benchmarks.command_line import need_gpu
 from benchmarks.results import run_facts, save_result
-from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention_plan import Plan
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention_plan import Plan
 from engine.models.shapes import shape_config, shape_names
 
 MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")

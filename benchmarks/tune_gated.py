@@ -1,7 +1,8 @@
 """The product of gate and up with SiLU inside, tile by tile, beside cuBLAS and SiLU: `python -m benchmarks.tune_gated`.
 
 All take turns on a chip that was heated first: one that rests while the next kernel compiles runs above the clock that
-its power limit allows for long. The choice it led to stands in engine/kernels/gated_product.py. The last line is JSON.
+its power limit allows for long. The choice it led to stands in engine/kernels/linear/gated_product.py. The last line
+is JSON.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from benchmarks.command_line import need_gpu
 from benchmarks.race import Contestant, race
 from benchmarks.results import run_facts, save_result
 from engine.kernels.base import Linear
-from engine.kernels.gated_product import FusedGated, GatedTile, PlainGated
+from engine.kernels.linear.gated_product import FusedGated, GatedTile, PlainGated
 from engine.kernels.triton_launch import overlaps_launches
 
 SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}

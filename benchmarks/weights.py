@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.ceilings import median_seconds
 from benchmarks.command_line import errors_in_words
 from benchmarks.results import run_facts, save_result
+from engine.config.model import ModelConfig, load_model_config
 from engine.device import parse_device
-from engine.models.config import ModelConfig, load_model_config
 from engine.models.parameters import allocate_parameters, destinations
 from engine.models.shapes import shape_names, write_shape
 from engine.weights.checkpoint import load_weights

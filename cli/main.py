@@ -2,21 +2,21 @@
 
 import typer
 
-from cli.chat import chat
-from cli.doctor import doctor
-from cli.down import down
-from cli.drain import drain
-from cli.generate import generate
-from cli.logs import logs
-from cli.mode import mode
-from cli.plan import plan
-from cli.ready import ready
-from cli.scale import scale
-from cli.status import status
-from cli.top import top
-from cli.trace import trace
-from cli.up import up
-from cli.why import why
+from cli.diagnosis.doctor import doctor
+from cli.observe.logs import logs
+from cli.observe.status import status
+from cli.observe.top import top
+from cli.observe.trace import trace
+from cli.observe.why import why
+from cli.operations.down import down
+from cli.operations.drain import drain
+from cli.operations.mode import mode
+from cli.operations.ready import ready
+from cli.operations.scale import scale
+from cli.planning.plan import plan
+from cli.requests.chat import chat
+from cli.requests.generate import generate
+from cli.start.up import up
 
 app = typer.Typer(
     help="Serve a language model with prefill and decode on workers of their own.",

@@ -3,19 +3,20 @@
 import math
 import re
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
 from cluster.joining import DEFAULT_NAME, check_cluster_name, check_ray_address, namespace_of
 from cluster.limits import check_kv_cache_gib, check_ports
+from cluster.liveness import HANG_DEADLINE_S
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
-from kv_transfer.base import Direction
-from router.otlp import check_endpoint
+from router.observability.otlp import check_endpoint
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.credentials import check_key
+from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import InvalidArgument
-from wire.logs import LogFormat
+from wire.logs import MAX_MIB, LogConfig, LogFormat
+from wire.mode import Mode
 from wire.policy_name import PolicyName
 
 GIB = 1 << 30
@@ -27,17 +28,6 @@ GPU_MEMORY_FRACTION = 0.9
 CPU_BATCH_REQUESTS, GPU_BATCH_REQUESTS = 64, 256
 _MOST_FRONTS = 64
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-class Mode(StrEnum):
-    """Who does what."""
-
-    DISAGGREGATED = "disaggregated"
-    """Prompts are computed by workers of their own, which hand them over to those that decode."""
-    COLOCATED = "colocated"
-    """Every worker computes prompts and decodes, in mixed steps; nothing is handed over."""
-    ADAPTIVE = "adaptive"
-    """Every worker can do both, and each request goes by the cheaper way: one worker, or two with a hand-over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +46,15 @@ class ClusterConfig:
     """Decode workers of a disaggregated cluster, >= 1."""
     workers: int = 1
     """Workers of a colocated or adaptive cluster, >= 1."""
-    step_policy: str = PolicyName.UNCHUNKED
-    """How much of a step may be prompts where requests decode beside them: `unchunked`, as much as fits, `chunked`, as
-    much as `step_budget` leaves, `decode-priority`, as much as `itl_target_s` leaves."""
+    step_policy: str = PolicyName.DECODE_PRIORITY
+    """Prompt tokens of a step beside requests that decode: `unchunked`, as many as fit; `chunked`, `step_budget` less
+    the decode rows; `decode-priority`, the same for the sake of answers without a target. Whatever the policy, no step
+    is longer than the targets of its answers allow."""
     step_budget: int | None = None
-    """Most tokens of a `chunked` step, decoding ones included; None = 512."""
+    """Most tokens of such a step, decode rows included; None = 512."""
     itl_target_s: float | None = None
-    """How far apart the tokens of an answer may be, in seconds, above 0: a batch grows no further. None = no limit, and
-    under `decode-priority` twice an unloaded step."""
+    """Longest time between two tokens of any answer, in seconds, above 0: batches grow no further, and prompts take
+    what decoding leaves of it. None = only the service classes of the answers say."""
     random_weights: bool = False
     """Whether workers draw their weights at random, for performance runs: `model` then needs none."""
     device: str = "cpu"
@@ -90,6 +81,9 @@ class ClusterConfig:
     already, or `auto` for the one this host belongs to. Then workers go where nodes offer the resources `prefill` and
     `decode`, router and controller stay on this host, workers and controller listen on the address of their node, and
     the model lies in the same folder on each. With `cuda`, each worker has a GPU of its node for itself."""
+    trusted_network: bool = False
+    """Whether nobody but workers reaches workers over the network, so that KV pages may cross it: UCX then listens at
+    each worker and writes what a connection asks for into its memory. Workers on several hosts need it."""
     places_timeout_s: float = 0.0
     """How long to wait for that Ray cluster and for its nodes to offer enough, in seconds, 0 or more."""
     workers_outlive_s: float = 0.0
@@ -102,13 +96,23 @@ class ClusterConfig:
     token: str = field(default="", repr=False)
     """The cluster's secret, which opens all doors but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
-    """Address the router listens on."""
+    """Address the router listens on; beyond loopback there have to be `api_keys`, or `insecure`."""
+    insecure: bool = False
+    """Whether whoever reaches `host` may use the cluster without an API key."""
     grpc_port: int = 50051
     """Port of the router's gRPC server; 0 = any free one."""
     http_port: int = 8000
     """Port of the router's HTTP server; 0 = any free one."""
     front_processes: int = 0
     """Processes at these ports that hold clients' connections for the router, 0 to 64; 0 = it holds them itself."""
+    doors: DoorLimits = DEFAULT_LIMITS
+    """What both ports grant to connections and calls."""
+    max_messages: int = 4096
+    """Most messages of a conversation."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages whose scripts may call the router's HTTP port (CORS), `*` = all; none = no other page."""
+    strict_requests: bool = False
+    """Whether HTTP requests with fields that are not known are refused; else such fields are ignored."""
     metrics_port: int = 0
     """Port of the whole cluster's metrics, on the controller's address; 0 = any free one. The router's own are on its
     HTTP port, the workers' on ports that the controller tells (`/sd`)."""
@@ -121,6 +125,8 @@ class ClusterConfig:
     """What requests may name as their `slo_class`: targets, and what happens when they cannot be held."""
     default_slo_class: str = BEST_EFFORT.name
     """The class of requests that name none."""
+    default_max_tokens: int | None = None
+    """Most tokens of an answer whose client names no limit, at least 1; None = what its context leaves."""
     api_keys: tuple[str, ...] = ()
     """Keys clients may present; none = no key is asked for."""
     log_folder: Path | None = None
@@ -128,15 +134,20 @@ class ClusterConfig:
     its cluster."""
     log_format: str = LogFormat.PRETTY
     """`pretty`, for people, or `json`, an object a line."""
+    log_max_mib: int = MAX_MIB
+    """Size of a log file from which on another one is begun, in MiB, at least 1; the last few are kept. Of a Ray of its
+    own, each of its files, too."""
     step_deadline_s: float | None = None
     """How long one step of a worker may take before its engine counts as stuck and the worker is started again, in
     seconds; None = 60 on GPUs, 600 on CPUs."""
+    hang_deadline_s: float = HANG_DEADLINE_S
+    """How long a worker, the router or the controller may live without a sign of life before it is killed and started
+    again, in seconds; 0 = for ever, as for a debugger that stops them. While one starts, at least 120. A step may take
+    longer, up to `step_deadline_s`."""
     prefix_cache: bool = True
     """Whether workers keep full KV pages as long as there is room, for requests that begin alike."""
     kv_checksum_rate: float = 0.05
     """Part of each transfer's KV pages whose checksums are compared, 0 to 1, at least one page a prompt; 0 = none."""
-    kv_direction: str = Direction.WRITE
-    """Who moves KV pages: `write`, the prefill worker, or `read`, the decode worker."""
     kv_lease_s: float = 5.0
     """How long a decode worker keeps a place for a request whose router is silent, in seconds, 1 to 600."""
     kv_transfer_deadline_s: float = 30.0
@@ -170,6 +181,8 @@ class ClusterConfig:
             ("--max-batch-requests", self.batch_requests),
             ("--threads", 1 if self.threads is None else self.threads),
             ("--step-budget", 1 if self.step_budget is None else self.step_budget),
+            ("--log-max-mib", self.log_max_mib),
+            ("--default-max-tokens", 1 if self.default_max_tokens is None else self.default_max_tokens),
         ):
             if number < 1:
                 raise InvalidArgument(option, f"{number} is less than 1")
@@ -203,6 +216,7 @@ class ClusterConfig:
             ("--start-timeout", self.start_timeout_s),
             ("--stop-grace", self.stop_grace_s),
             ("--workers-outlive", self.workers_outlive_s),
+            ("--hang-deadline", self.hang_deadline_s),
         ):
             if not 0 <= seconds < math.inf:
                 raise InvalidArgument(option, f"{seconds:g} is no number of seconds")
@@ -220,7 +234,6 @@ class ClusterConfig:
         for option, name, known in (
             ("--mode", self.mode, Mode),
             ("--step-policy", self.step_policy, PolicyName),
-            ("--kv-direction", self.kv_direction, Direction),
             ("--dtype", self.dtype, DTYPES),
             ("--log-format", self.log_format, LogFormat),
         ):
@@ -250,6 +263,10 @@ class ClusterConfig:
     def log_file(self, name: str) -> Path | None:
         """Where the process called `name` writes what it has to say."""
         return None if self.log_folder is None else self.log_folder / f"{name}.log"
+
+    def log_of(self, name: str) -> LogConfig:
+        """Where and how it does."""
+        return LogConfig(self.log_file(name), LogFormat(self.log_format), self.log_max_mib << 20)
 
     @property
     def ray_namespace(self) -> str | None:

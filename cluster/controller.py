@@ -1,31 +1,30 @@
 """The controller: one Ray actor that keeps the router and every worker alive and knows who serves.
 
 It only ever speaks about processes. Requests and their data never pass through it. Where workers may outlive it there
-may be several, one for each `tandem up`; each keeps its router, and the youngest keeps the workers (`succession.py`).
+may be several, one for each `tandem up`; each keeps its router, and the youngest keeps the workers (`election.py`).
 """
 
 import asyncio
 import os
-import time
 from functools import partial
 
-from cluster.controllers import Controllers, NoControllers, RayControllers
-from cluster.elsewhere import ForwardingServicer
-from cluster.health import ClusterHealth
-from cluster.household import ControllerConfig, Household
-from cluster.inheritance import Handover
-from cluster.keeper import END_S, Keeper
-from cluster.left_workers import LeftWorkers, NoLeftWorkers, RayLeftWorkers
+from cluster.leadership.election import LeaderElection
+from cluster.leadership.forwarding import ForwardingServicer
 from cluster.metrics import ClusterMetrics
-from cluster.ray_process import node_address
-from cluster.registry import Registry
-from cluster.router_actor import RouterProcess
-from cluster.succession import Succession
+from cluster.operations.handover_state import Handover
+from cluster.ray_processes.controllers import Controllers, NoControllers, RayControllers
+from cluster.ray_processes.orphaned_workers import NoOrphanedWorkers, OrphanedWorkers, RayOrphanedWorkers
+from cluster.ray_processes.ray_process import node_address
+from cluster.ray_processes.router_actor import RouterProcess
+from cluster.supervision.health import ClusterHealth
+from cluster.supervision.process_supervisor import END_S, ProcessSupervisor
+from cluster.supervision.registry import Registry
+from cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from wire.address import address_of, is_loopback
 from wire.credentials import reading_keys
 from wire.generated.tandem.v1 import cluster_pb2_grpc
-from wire.logs import LogFormat, begin_log
-from wire.rpc import open_server
+from wire.logs import begin_log
+from wire.rpc import listen, open_server
 
 
 class Controller:
@@ -33,17 +32,19 @@ class Controller:
 
     def __init__(self, config: ControllerConfig) -> None:
         cluster = config.cluster
-        begin_log(cluster.log_file("controller"), LogFormat(cluster.log_format), "controller")
+        begin_log(cluster.log_of("controller"), "controller")
         self._config = config
-        self._registry = Registry(first_revision=time.time_ns())
-        self._server = open_server(tokens=frozenset({config.token}))
+        self._registry = Registry()
+        self._server = open_server()
         self._router = RouterProcess(cluster, config.token)
-        self._router_keeper = Keeper("router", self._router.spawn, self._router_gone)
+        self._router_keeper = ProcessSupervisor(
+            "router", self._router.spawn, self._router_gone, hang_deadline_s=cluster.hang_deadline_s
+        )
         outlive = bool(cluster.workers_outlive_s)
-        left: LeftWorkers = RayLeftWorkers() if outlive else NoLeftWorkers()
-        self._household = Household(config, self._registry, left)
+        left: OrphanedWorkers = RayOrphanedWorkers() if outlive else NoOrphanedWorkers()
+        self._supervisor = WorkerSupervisor(config, self._registry, left)
         others: Controllers = RayControllers() if outlive else NoControllers()
-        self._succession = Succession(config.number, others, self._household)
+        self._election = LeaderElection(config.number, others, self._supervisor)
         self._taking_over: asyncio.Task[None] | None = None
         self._router_run: asyncio.Task[None] | None = None
         self._metrics: ClusterMetrics | None = None
@@ -58,33 +59,34 @@ class Controller:
     async def start(self) -> str:
         """Open the controller's door, begin to start or take over everything at once; the door's host:port."""
         cluster, token = self._config.cluster, self._config.token
-        operator, elsewhere = self._household.operator, self._succession.decided
+        operator, elsewhere = self._supervisor.operator, self._election.decided
         servicer = ForwardingServicer(self._registry, operator, token, elsewhere)
         cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, self._server)
         host = node_address()
-        self._address = address_of(host, self._server.add_insecure_port(address_of(host, cluster.controller_port)))
+        port = listen(self._server, address_of(host, cluster.controller_port), token)
+        self._address = address_of(host, port)
         await self._server.start()
         self._router.controller_address = self._address
         self._metrics = metrics = self._make_metrics(host)
         self._metrics_address = await metrics.open(host, cluster.metrics_port)
-        self._household.open(self._address, metrics)
+        self._supervisor.open(self._address, metrics)
         self._router.on_open = partial(metrics.opened, "router", "router")
         self._router_run = asyncio.create_task(self._router_keeper.run(END_S + cluster.stop_grace_s))
-        self._taking_over = asyncio.create_task(self._succession.begin())
+        self._taking_over = asyncio.create_task(self._election.begin())
         return self._address
 
     async def serves(self) -> None:
         """The whole cluster does: its start is over."""
-        self._household.started.set()
-        self._succession.started()
+        self._supervisor.started.set()
+        self._election.started()
 
     async def let_go(self) -> Handover:
-        """See `Succession.let_go`; for another controller."""
-        return await self._succession.let_go()
+        """See `LeaderElection.let_go`; for another controller."""
+        return await self._election.let_go()
 
     async def settled(self) -> str:
-        """See `Succession.settled`; for another controller, which hears where this one's door is."""
-        await self._succession.settled()
+        """See `LeaderElection.settled`; for another controller, which hears where this one's door is."""
+        await self._election.settled()
         return self._address
 
     def _router_gone(self, _incarnation: int) -> None:
@@ -99,7 +101,7 @@ class Controller:
             reading_keys(cluster.metrics_key, cluster.api_keys, token, loopback=is_loopback(host)),
             lambda: [
                 ("router", self._router_keeper.health()),
-                *((slot.role.value, health) for slot, health in self._household.fleet.health()),
+                *((slot.role.value, health) for slot, health in self._supervisor.fleet.health()),
             ],
             lambda: {each.peer.worker_id: each.role.value for each in self._registry.membership().workers},
         )
@@ -114,11 +116,11 @@ class Controller:
             self._router_keeper.health(),
             self._router.grpc_address,
             self._router.http_address,
-            tuple(health for _, health in self._household.fleet.health()),
+            tuple(health for _, health in self._supervisor.fleet.health()),
             self._metrics_address,
             filled,
-            self._household.taken_over,
-            self._succession.kept_at,
+            self._supervisor.taken_over,
+            self._election.kept_at,
         )
 
     async def run(self) -> None:
@@ -138,9 +140,9 @@ class Controller:
         if self._router_run is not None:
             await self._router_run
         # Not before: another may take over while the router still lets requests end.
-        await self._succession.stop()
+        await self._election.stop()
         leave = await self._leaves_workers(asked=leave_workers)
-        await self._household.stop(end_workers=not leave)
+        await self._supervisor.stop(end_workers=not leave)
         await self._server.stop(grace=0.5)
         if self._metrics is not None:
             await self._metrics.close()
@@ -150,6 +152,6 @@ class Controller:
     async def _leaves_workers(self, *, asked: bool) -> bool:
         if not self._config.cluster.workers_outlive_s:
             return False
-        household, succession = self._household, self._succession
-        others_began = not household.started.is_set() and (bool(household.taken_over) or not succession.keeps)
-        return asked or others_began or not await succession.alone()
+        supervisor, election = self._supervisor, self._election
+        others_began = not supervisor.started.is_set() and (bool(supervisor.taken_over) or not election.keeps)
+        return asked or others_began or not await election.alone()

@@ -1,6 +1,8 @@
 """One cluster, from nothing to serving and back to nothing."""
 
 import contextlib
+import logging
+import os
 import secrets
 import signal
 import threading
@@ -12,15 +14,19 @@ from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
-from cluster.controllers import actor_name, next_number
-from cluster.health import ClusterHealth, Phase
-from cluster.household import ControllerConfig
-from cluster.joined_ray import JoinedRay
-from cluster.keeper import first_line
-from cluster.ray_node import RayNode
-from cluster.ray_process import actor_class, on_this_node
-from cluster.roles import offer, plan, room
+from cluster.liveness import QUESTIONS
+from cluster.ray_processes.controllers import actor_name, next_number
+from cluster.ray_processes.joined_ray import JoinedRay
+from cluster.ray_processes.ray_node import RayNode
+from cluster.ray_processes.ray_process import actor_class, on_this_node
+from cluster.supervision.health import ClusterHealth, Phase
+from cluster.supervision.process_supervisor import first_line
+from cluster.supervision.roles import offer, plan, room
+from cluster.worker_supervisor import ControllerConfig
+from wire.credentials import metrics_key_of
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
+
+log = logging.getLogger(__name__)
 
 SERVICE = "tandem.v1.Inference"
 POLL_S = 0.05
@@ -49,13 +55,18 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the cluster listens, each host:port. `token` opens all doors but the router's."""
+    """Where the cluster listens, each host:port. `token` lets parts and operators in, at all but the router's."""
 
     grpc: str
     http: str
     controller: str
     token: str
     metrics: str
+
+    @property
+    def metrics_key(self) -> str:
+        """Opens all metrics and traces."""
+        return metrics_key_of(self.token)
 
 
 class Cluster:
@@ -79,14 +90,21 @@ class Cluster:
         self._ready: Future[Endpoints] = Future()
         self._failure: TandemError | None = None
         self._node = (
-            JoinedRay(config.ray_address, config.places_timeout_s, self._stopping, config.ray_namespace)
+            JoinedRay(
+                config.ray_address,
+                config.places_timeout_s,
+                self._stopping,
+                config.ray_namespace,
+                trusted_network=config.trusted_network,
+            )
             if config.ray_address
-            else RayNode()
+            else RayNode(config.log_max_mib << 20)
         )
         self._leave_workers = False
         self.left_workers = False
         """Whether workers lived on when it stopped."""
         self._controller: Any = None
+        self._controller_pid = 0
         self._thread = threading.Thread(target=self._live, name="tandem-cluster", daemon=True)
 
     @classmethod
@@ -177,6 +195,7 @@ class Cluster:
         options = {"name": actor_name(number), "num_cpus": 0, "scheduling_strategy": on_this_node()}
         self._controller = actor_class(Controller).options(**options).remote(config)
         life = self._controller.run.remote()
+        self._controller_pid = _ask(self._controller.pid.remote(), timeout_s=60.0)
         address = _ask(self._controller.start.remote(), timeout_s=60.0)
         health = self._await_serving(life)
         if health is None:
@@ -191,7 +210,7 @@ class Cluster:
         before, kept_at = {one.name: one.phase for one in health.all}, health.kept_at
         while not self._stopping.wait(WATCH_S):
             _raise_if_over(life)
-            health = self.health()
+            health = self._health_in_time()
             if health.kept_at != kept_at:
                 kept_at = health.kept_at
                 self._progress(Progress("workers", True, note=_who_keeps(kept_at)))
@@ -207,7 +226,7 @@ class Cluster:
         give_up = time.monotonic() + self._config.start_timeout_s
         while not self._stopping.wait(POLL_S):
             _raise_if_over(life)
-            health = self.health()
+            health = self._health_in_time()
             for one in health.all:
                 if one.restarts and not (health.taken_over and one in health.workers):
                     raise Unavailable(f"{one.name} did not start: {one.error}")
@@ -220,12 +239,36 @@ class Cluster:
                 raise DeadlineExceeded(f"{late} did not start within {self._config.start_timeout_s:g} s")
         return None
 
+    def _health_in_time(self) -> ClusterHealth:
+        """As `health`, for whoever keeps the controller: one that lives and does not answer is killed. Waits are
+        counted: while this process itself stands still, only one passes.
+        """
+        import ray
+
+        reply, deadline_s = self._controller.health.remote(), self._config.hang_deadline_s
+        waits = 0
+        while not ray.wait([reply], timeout=(deadline_s or ANSWER_TIMEOUT_S) / QUESTIONS)[0]:
+            waits += 1
+            if deadline_s and waits == QUESTIONS:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._controller_pid, signal.SIGKILL)  # Ray alone would ask it first, and wait
+                raise Unavailable(
+                    f"the controller gave no sign of life for {deadline_s:g} s and was killed, and the router with it; "
+                    "start them again with `tandem up`"
+                )
+        health: ClusterHealth = _ask(reply)
+        return health
+
     def _stop_controller(self) -> None:
         """Let it end what it keeps, for a bounded time beside the grace; what remains dies with Ray."""
         self.left_workers = bool(self._config.workers_outlive_s)  # those of one that is dead or silent
-        with contextlib.suppress(Unavailable):
+        try:
             left = self._controller.stop.remote(leave_workers=self._leave_workers)
             self.left_workers = _ask(left, timeout_s=self._config.stop_grace_s + STOP_TIMEOUT_S)
+        except Unavailable:
+            pass
+        except Exception as error:  # Ray itself was killed meanwhile, as `stop` does when its time is over
+            log.warning("the controller could not be asked to stop: %s", first_line(error))
 
     def _fail(self, error: Exception) -> None:
         """Hand `error` to whoever waits for the start, or, after it, to `wait`."""

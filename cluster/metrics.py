@@ -10,11 +10,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.health import Health, Phase
+from cluster.supervision.health import Health, Phase
 from telemetry import families as f
 from telemetry.board import Board, Facts
 from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import TEXT, Exposition, merge
+from wire.credentials import metrics_key_of
 from wire.errors import Unavailable
 
 _ME = "controller"
@@ -42,10 +43,10 @@ class ClusterMetrics:
         health: Callable[[], Iterable[tuple[str, Health]]],
         roles: Callable[[], Mapping[str, str]],
     ) -> None:
-        """`token` opens the processes' doors, `keys` this one. `health` tells of each kept process, with the role that
-        it was started for; `roles` those that workers have now.
+        """The processes' pages are opened by the key that comes from `token`, this one's by `keys`. `health` tells of
+        each kept process, with the role that it was started for; `roles` those that workers have now.
         """
-        self._token = token
+        self._key = metrics_key_of(token)
         self._health = health
         self._roles = roles
         self._targets: dict[str, Target] = {}
@@ -86,7 +87,7 @@ class ClusterMetrics:
 
     async def _ask(self, name: str, target: Target) -> str:
         try:
-            text = await fetch(target.address, METRICS_PATH, self._token, _TARGET_S)
+            text = await fetch(target.address, METRICS_PATH, self._key, _TARGET_S)
         except Unavailable:
             text = ""
         if name in self._targets:

@@ -12,10 +12,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
-from cluster.config import Mode
-from cluster.modes import ModeChange
 from cluster.planner_config import PlannerConfig, PlannerMode
-from cluster.size import SizeChange
+from cluster.supervision.modes import ModeChange
+from cluster.supervision.size import SizeChange
+from costs.step_cost import StepCost
 from planner.decision import Decision, Direction, State
 from planner.demand import Promise
 from planner.policy import plan
@@ -27,6 +27,7 @@ from telemetry.family import Family
 from telemetry.scrape import Scrape, Stretch
 from wire.errors import TandemError
 from wire.messages import Membership, Role, WorkerInfo
+from wire.mode import Mode
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Planning:
 
     def _promises(self, idle_step_s: float) -> Mapping[str, Promise]:
         classes = (each for each in self._classes if each.has_targets)
-        return {each.name: Promise(each.ttft_s, each.step_target(idle_step_s)) for each in classes}
+        return {each.name: Promise(each.ttft_s, each.tolerates(idle_step_s) / StepCost().margin) for each in classes}
 
     def _facts(self) -> Facts:
         facts: dict[Family, float | Reading] = {

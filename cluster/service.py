@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc.aio
 
-from cluster.modes import ModeChange
-from cluster.operator import Operator
-from cluster.registry import Registry
-from cluster.size import SizeChange
+from cluster.operations.operator import Operator
+from cluster.supervision.modes import ModeChange
+from cluster.supervision.registry import Registry
+from cluster.supervision.size import SizeChange
 from wire import convert
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import PeerRef

@@ -12,7 +12,10 @@ from dataclasses import dataclass, field
 QUANTILE = 0.8
 """Part of the answers that do not exceed their forecast."""
 SEEN_MIN = 16
-"""Answers of a class before it is believed; until then each is taken for as long as it may be."""
+"""Answers of a class before it is believed."""
+UNSEEN_TOKENS = 512
+"""Until then each is taken for as long as it may be, at most so many tokens: clients that name no limit may have the
+whole context, and a worker's pool has room for few of these."""
 WINDOW = 256
 """Newest answers of a class that count."""
 BEYOND = 2
@@ -50,18 +53,24 @@ class AnswerLengths:
         self._classes.setdefault(limit.bit_length(), _Class()).add(tokens)
 
     def mean(self, limit: int, *, to_the_limit: bool = False) -> float:
-        """Of the newest answers with such a limit; the limit itself as long as none has ended."""
+        """Of the newest answers with such a limit; as long as none has ended the limit itself, at most
+        `UNSEEN_TOKENS`.
+        """
         seen = self._classes.get(limit.bit_length())
-        return float(limit) if to_the_limit or seen is None else min(limit, seen.total / len(seen.ordered))
+        if to_the_limit:
+            return float(limit)
+        return float(min(limit, UNSEEN_TOKENS if seen is None else seen.total / len(seen.ordered)))
 
     def expect(self, limit: int, so_far: int = 0, *, to_the_limit: bool = False) -> int:
         """Tokens of an answer that has `so_far` already: more than these unless they are all, at most `limit`.
 
         `to_the_limit`: nothing else ends it, as far as anybody knows.
         """
-        seen = self._classes.get(limit.bit_length())
-        if to_the_limit or seen is None or len(seen.ordered) < SEEN_MIN:
+        if to_the_limit:
             return limit
+        seen = self._classes.get(limit.bit_length())
+        if seen is None or len(seen.ordered) < SEEN_MIN:
+            return min(limit, max(UNSEEN_TOKENS, BEYOND * so_far))
         first = bisect_right(seen.ordered, so_far)
         rest = len(seen.ordered) - first
         if rest < REST_MIN:

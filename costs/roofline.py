@@ -97,5 +97,4 @@ def guess(sizes: ModelSizes, device: Ceilings, grid: StepGrid = EACH_TOKEN) -> C
         free_tokens=int(weights_s / token_s),
         tile_tokens=grid.tile_tokens,
         wave_tokens=grid.wave_tokens,
-        window_tokens=grid.window_tokens,
     )

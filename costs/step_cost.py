@@ -6,23 +6,24 @@ A step reads the weights once, whatever it computes; beside that every part of i
             + token · prompt tokens beyond the free ones + pair · attention pairs of prompts
             + row · decode rows                          + context · tokens of decode context
 
-Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`); where attention is split, as if a
-whole wave of tokens attended to one window at least. The free tokens are the knee of the roofline: as long as a step
-has fewer tokens than the device can multiply while it reads the weights, a token more costs nothing. Where steps fill
-tiles, whole tiles are charged.
+Prompts attend as if they had a whole wave of tokens at least (`costs/step_grid.py`). The free tokens are the knee of
+the roofline: as long as a step has fewer tokens than the device can multiply while it reads the weights, a token more
+costs nothing. Where steps fill tiles, whole tiles are charged.
 Piecewise linear: fitted in microseconds (`costs/step_fit.py`), and solved for the number of tokens that
 fit into a given time.
 """
 
 from dataclasses import dataclass
 
-from costs.step_grid import most_split, padded_prompts, splits_attention, unpadded_prompts
+from costs.step_grid import padded_prompts, unpadded_prompts
 from wire.cost_parameters import UNMEASURED, CostParameters
 
 __all__ = ["NOTHING", "CostParameters", "StepCost", "StepWork"]
 
 _CHUNK_TOKENS = 2048
 _TOKEN_MIN_S = 1e-9
+_DELIVERY = 0.05
+"""The part of a gap between tokens that its delivery to the client adds, at the 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,13 @@ class StepCost:
     """Predicts seconds from parameters, of this worker or of another."""
 
     parameters: CostParameters = UNMEASURED
+
+    @property
+    def margin(self) -> float:
+        """The time between two tokens at a client / the predicted step, at the 99th percentile: what the worker has
+        observed of its steps, and the delivery. A step that must keep a target is planned so much shorter.
+        """
+        return self.parameters.mixed_noise + _DELIVERY
 
     def seconds(self, work: StepWork) -> float:
         """Of one step, >= 0; 0 for a step with nothing in it."""
@@ -100,12 +108,8 @@ class StepCost:
 
     def charged_pairs(self, tokens: int, pairs: float) -> float:
         """The attention pairs of so many prompt tokens in one step, as many as take `pair_s` each."""
-        wave, window = self.parameters.wave_tokens, self.parameters.window_tokens
-        if not 0 < tokens < wave:
-            return pairs
-        if splits_attention(tokens, pairs / tokens, wave, window):
-            return max(pairs, float(wave * window))
-        return pairs * wave / tokens
+        wave = self.parameters.wave_tokens
+        return pairs * wave / tokens if 0 < tokens < wave else pairs
 
     def tokens_within(self, target_s: float, rows: int, context_tokens: int, pairs_per_token: float) -> int:
         """Most prompt tokens, each with so many attention pairs, beside `rows` decode rows in a step of `target_s`."""
@@ -118,11 +122,7 @@ class StepCost:
         most = self._tokens_in(spare_s, rows, each_s)
         if most >= wave or wave <= 1:
             return most
-        whole = self._tokens_beside(wave * each_s, spare_s, rows, wave)
-        if not splits_attention(1, pairs_per_token, wave, p.window_tokens):
-            return whole
-        split = self._tokens_beside(wave * p.window_tokens * p.pair_s, spare_s, rows, most_split(wave))
-        return max(whole, min(most, split))
+        return self._tokens_beside(wave * each_s, spare_s, rows, wave)
 
     def _tokens_beside(self, attention_s: float, spare_s: float, rows: int, tokens: int) -> int:
         """Most of `tokens` prompt tokens beside `rows` decode rows in `spare_s`, if attention of all takes so long."""

@@ -7,19 +7,6 @@ TILE_TOKENS = 128
 _FEWEST_SLOTS = 16
 _FINE, _MOST = 8, 16
 """Tiles up to which steps are captured for each number of them, and for every second one; beyond, none is."""
-WINDOW_TOKENS = 2048
-"""Of context that attention of a short chunk gives to one multiprocessor, where it is split: a tile of 32 heads behind
-8,192 tokens is work for 128 of an H200's 132. Smaller windows would fill them behind less context, but each costs a
-copy of the queries and a partial result that has to be merged.
-"""
-_MOST_WINDOWS = 64
-"""Of a context: beyond, copies and partial results would take more memory than steps of 2,048 tokens do."""
-_SPLIT_TILES = 2
-"""Most tiles of such chunks. Where heads are few more of them would leave multiprocessors idle as well, but half of
-these at most, and each size takes a graph.
-"""
-_WINDOWS_RATIO = 4
-"""Of the most windows of one graph to those of the next smaller one: work is launched for as many, needed or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +17,6 @@ class StepGrid:
     """A step has a multiple of so many tokens."""
     wave_tokens: int = 1
     """Attention of so many of them takes as long as that of one."""
-    window_tokens: int = 0
-    """Unless their context is cut into windows of so many tokens (`splits_attention`); 0 = it never is."""
 
 
 EACH_TOKEN = StepGrid()
@@ -39,36 +24,12 @@ EACH_TOKEN = StepGrid()
 H200_MULTIPROCESSORS = 132
 
 
-def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS, *, split: bool = False) -> StepGrid:
+def gpu_grid(attention_heads: int, multiprocessors: int = H200_MULTIPROCESSORS) -> StepGrid:
     """Attention of prompts gives each multiprocessor a tile of tokens of one head, with all that it attends to: a chunk
-    of fewer tokens than fill all of them leaves the others idle for as long. Or, with `split`, if it leaves half of
-    them, it attends to windows of its context side by side.
+    of fewer tokens than fill all of them leaves the others idle for as long.
     """
     wave = max(1, multiprocessors // attention_heads) * TILE_TOKENS
-    return StepGrid(TILE_TOKENS, wave, WINDOW_TOKENS if split else 0)
-
-
-def most_split(wave: int) -> int:
-    """Most prompt tokens of a step whose attention may be split: those that leave half of a wave, or more, idle."""
-    return min(_SPLIT_TILES, wave // (2 * TILE_TOKENS)) * TILE_TOKENS
-
-
-def splits_attention(tokens: int, context: float, wave: int, window: int) -> bool:
-    """Whether a step of so many prompt tokens, of which one attends to so much context, attends to windows of it side
-    by side.
-    """
-    return bool(window) and 2 * window <= context <= _MOST_WINDOWS * window and 0 < tokens <= most_split(wave)
-
-
-def window_counts(most_context: int, window: int) -> list[int]:
-    """Most windows of a context that steps are captured for, rising; none if no context is long enough."""
-    if not window or most_context < 2 * window:
-        return []
-    most = min(_MOST_WINDOWS, -(-most_context // window))
-    counts = [_WINDOWS_RATIO]
-    while counts[-1] < most:
-        counts.append(counts[-1] * _WINDOWS_RATIO)
-    return [*counts[:-1], most]
+    return StepGrid(TILE_TOKENS, wave)
 
 
 def slots_of(answers: int) -> int:

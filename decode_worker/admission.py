@@ -1,12 +1,12 @@
-"""Who may come into the decode half: reservations, leases, and what arrives under them.
+"""Admission to the decode half: reservations, leases, and the KV that arrives under them.
 
 The path of a request, by its queues (`decode_worker/request.py`):
-  1. `reserve`  promises pages for prompt and expected answer (`room.py`), less those of the prompt that are cached
-                here; `allot` turns the prompt's share into pages that one prefill worker may write
+  1. `reserve`  promises pages for prompt and expected answer (`page_budget.py`), less those of the prompt that are
+                cached here; `allot` turns the prompt's share into pages that one prefill worker may write
   2. `notice`   the KV has arrived: the pages change owner, the notice is checked, and in the background the bytes
-                (`intake.py`, `arrival.py`)
-  3.            all is right: the request is ready (`holdings.py`)
-  4.            the running batch takes it (`running_requests.py`); it ends there, before its answer is complete if an
+                (`kv_arrival.py`)
+  3.            all is right: the request is ready (`requests.py`)
+  4.            the running batch takes it (`requests.py`); it ends there, before its answer is complete if an
                 older one has no page to grow into (`preemption.py`)
 Anything else that can happen to it (abort, expiry, a dead prefill worker, a released lease) goes through the lease
 table, which says what to do with the pages (`leased.py`).
@@ -18,14 +18,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from decode_worker.arrival import ArrivalCheck
 from decode_worker.config import DecodeConfig
-from decode_worker.holdings import Holdings
-from decode_worker.intake import Intake
+from decode_worker.kv_arrival import ArrivalCheck, ArrivalHandler
 from decode_worker.leased import LeasedRequests
+from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.room import Room
-from decode_worker.running_requests import RunningRequests
+from decode_worker.requests import DecodeRequests, RunningRequests
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.checksums import PageChecks
 from kv_transfer.fence import Fence, Lives, nobody_knows
@@ -48,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeAdmission:
-    """The door by which requests come into this half, and owner of their leases."""
+    """Admits requests to this half, and owns their leases."""
 
     def __init__(
         self,
@@ -87,13 +85,15 @@ class DecodeAdmission:
         )
         self._leases: LeaseTable = LeaseTable(clock, config.lease_s, fence)
         self._lock = threading.Lock()
-        self._room = Room(config, me.worker_id, cache, self._leases, model=model, clock=clock)
-        self._held = Holdings(cache, self._room, emit)
-        self._leased = LeasedRequests(self._leases, cache, self._room, self._held)
+        self._budget = PageBudget(config, me.worker_id, cache, self._leases, model=model, clock=clock)
+        self._requests = DecodeRequests(cache, self._budget, emit)
+        self._leased = LeasedRequests(self._leases, cache, self._budget, self._requests)
         self.arrival = ArrivalCheck(me, model, checks)
-        self._intake = Intake(self._held, self.arrival, self._lock, self._changed, config.check_deadline_s)
-        self.running = RunningRequests(self._held, self._lock)
-        """The running batch's way to its requests."""
+        self._arrivals = ArrivalHandler(
+            self._requests, self.arrival, self._lock, self._changed, config.check_deadline_s
+        )
+        self.running = RunningRequests(self._requests, self._lock)
+        """The access of the running batch to its requests."""
         self._stale_attempts = 0
         self.expired_leases = 0
         """Leases that ended because nobody renewed them."""
@@ -119,13 +119,13 @@ class DecodeAdmission:
         """Keep these leases alive; returns those that are lost. One that has become a request is not lost."""
         unknown = self._leases.renew(leases)
         with self._lock:
-            return tuple(lease for lease in unknown if not self._held.has_arrived(lease))
+            return tuple(lease for lease in unknown if not self._requests.has_arrived(lease))
 
     def abort(self, router_id: str, refs: Iterable[RequestRef]) -> None:
         """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         with self._lock:
             for ref in refs:
-                request = self._held.find(router_id, ref.request_id)
+                request = self._requests.find(router_id, ref.request_id)
                 if request is not None and request.reservation.ref.attempt <= ref.attempt:
                     self._abort(request)
         self._changed()
@@ -139,22 +139,22 @@ class DecodeAdmission:
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not over, with its router."""
         with self._lock:
-            return self._held.refs()
+            return self._requests.refs()
 
     def close(self, why: str) -> None:
         """Promise nothing new until `open`; what is here goes on."""
         with self._lock:
-            self._room.close(why)
+            self._budget.close(why)
 
     def open(self) -> None:
         """Promise."""
         with self._lock:
-            self._room.open()
+            self._budget.open()
 
     def limit(self, max_pages: int | None) -> None:
-        """See `Room.limit`."""
+        """See `PageBudget.limit`."""
         with self._lock:
-            self._room.limit(max_pages)
+            self._budget.limit(max_pages)
 
     # ---- prefill workers ----
 
@@ -204,7 +204,7 @@ class DecodeAdmission:
             arrived = self._leased.settle(change)
             if arrived is not None:
                 arrived.edges.append(seen)
-                self._intake.take_in(arrived, notice, self._clock())
+                self._arrivals.handle(arrived, notice, self._clock())
             checking = arrived is not None and arrived.stage is Stage.CHECKING
         self._changed(work=not checking)
 
@@ -229,7 +229,7 @@ class DecodeAdmission:
             changes = self._leases.expire()
             self.expired_leases += sum(change.action is not PageAction.FREE for change in changes)
             self._leased.follow_all(changes, reason)
-            late = self._held.end_late_checks(self._clock())
+            late = self._requests.end_late_checks(self._clock())
         if changes or late:
             self._changed()
 
@@ -238,7 +238,7 @@ class DecodeAdmission:
     @property
     def open_requests(self) -> int:
         """Requests that are not over."""
-        return len(self._held)
+        return len(self._requests)
 
     @property
     def write_window_s(self) -> float:
@@ -253,7 +253,7 @@ class DecodeAdmission:
     @property
     def pages_left(self) -> int:
         """Pages that requests may hold beside those that they do, if the pool has them."""
-        return self._room.left
+        return self._budget.left
 
     @property
     def fenced(self) -> int:
@@ -263,7 +263,7 @@ class DecodeAdmission:
     @property
     def not_ready(self) -> str:
         """Why nothing is promised for now, in words; empty = promises are made."""
-        return self._room.not_ready
+        return self._budget.not_ready
 
     def _changed(self, *, work: bool = True) -> None:
         """Outside the lock: leases may have ended and pages become free. `work`: that, or a request that is ready, may
@@ -271,7 +271,7 @@ class DecodeAdmission:
         """
         with self._lock:
             self._expect(self._leases.open_leases)
-            self._room.look()
+            self._budget.update_lost()
         if work:
             self._wake()
 
@@ -279,7 +279,7 @@ class DecodeAdmission:
 
     def _known(self, reservation: Reservation) -> DecodeRequest | None:
         """This very reservation, if it was made before; an earlier attempt of it ends here."""
-        known = self._held.find(reservation.router_id, reservation.ref.request_id)
+        known = self._requests.find(reservation.router_id, reservation.ref.request_id)
         if known is None or known.reservation == reservation:
             return known
         if known.reservation.ref.attempt >= reservation.ref.attempt:
@@ -292,4 +292,4 @@ class DecodeAdmission:
         if request.stage is Stage.LEASED:
             self._leased.revoke(request)
         else:
-            self._held.cancel(request)
+            self._requests.cancel(request)

@@ -12,20 +12,24 @@ The path of a request, by its queues (`decode_worker/request.py`):
 Engine thread only. What all requests need in a step is columns (`decode_worker/running_batch.py`).
 """
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import cast
 
-from decode_worker.landed import Landed
-from decode_worker.news import NO_NEWS, StepNews
+from decode_worker.batch_snapshot import NO_OUTPUT, CompletedStep, StepOutput
 from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
+from decode_worker.requests import RunningRequests
 from decode_worker.running_batch import RunningBatch
-from decode_worker.running_requests import RunningRequests
 from engine.batch import History, TokenRows
-from wire.ending import Ending
+from wire.ending import Ending, failure_event
+from wire.errors import Internal
+from wire.logs import about
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
 from wire.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
 
 NO_ROWS = TokenRows.of(())
 
@@ -59,18 +63,18 @@ class DecodeHalf:
             self._give_pages()
         return self._batch.launch() or NO_ROWS
 
-    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> StepNews:
+    def apply(self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()) -> StepOutput:
         """Results of the rows of the oldest `schedule` that gave any, in its order → what the routers must hear.
 
         `logprobs` is empty or has an entry for each row.
         """
         if not token_ids:
-            return NO_NEWS
+            return NO_OUTPUT
         self._notice_cancelled()
-        landed = self._batch.land(cast("Sequence[int]", token_ids))
-        events = [self._tell(landed, row, logprobs[row] if logprobs else None) for row in landed.special]
+        completed = self._batch.complete(cast("Sequence[int]", token_ids))
+        events = [self._tell_or_fail(completed, row, logprobs[row] if logprobs else None) for row in completed.special]
         self._let_go()
-        return StepNews(events, landed)
+        return StepOutput(events, completed)
 
     def limit(self, max_batch_requests: int) -> None:
         """Let so many requests run at most; those that run go on. From any thread."""
@@ -87,8 +91,8 @@ class DecodeHalf:
 
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: the whole batch leaves. Returns those of launched steps, each with its router."""
-        computed = {seat.request: None for _, cohort in self._batch.flying for seat in cohort.seats}
-        self._batch.flying.clear()
+        computed = {slot.request: None for _, snapshot in self._batch.in_flight_steps for slot in snapshot.slots}
+        self._batch.in_flight_steps.clear()
         for request in list(self._batch.requests):
             self._leave(request)
         return [(request.reservation.router_id, request.reservation.ref) for request in computed]
@@ -96,7 +100,7 @@ class DecodeHalf:
     def _take_ready(self, budget: int) -> bool:
         """Into the batch, if there is room; whether there was anybody."""
         # Who becomes ready behind this look is in the next step.
-        if not self._requests.ready or self._batch.is_short:
+        if not self._requests.ready or self._batch.waits_for_pages:
             return False
         joining = self._requests.join(min(self._max_batch, budget) - len(self._batch))
         for request in joining:
@@ -128,14 +132,14 @@ class DecodeHalf:
         staying = [request for request in needy if request.stage is Stage.RUNNING and not request.leaving]
         if not staying or self._requests.grow_all(staying):
             for request in staying:
-                self._batch.grown(request)
+                self._batch.page_added(request)
             return
         preemptions, short = self._requests.preemptions, False
         for request in needy:
             if request.stage is not Stage.RUNNING or request.leaving:
                 continue
             if self._requests.grow(request, self._batch.requests):
-                self._batch.grown(request)
+                self._batch.page_added(request)
             else:
                 short = True
         if short or self._requests.preemptions != preemptions:
@@ -150,7 +154,7 @@ class DecodeHalf:
 
     def _let_go(self) -> None:
         """Of those that get no more rows, once no launched step writes to their pages."""
-        for request in self._batch.gone():
+        for request in self._batch.drained():
             if request.yielding and not request.cancelled and not request.ended:
                 self._part(request)
                 self._requests.preempt(request)
@@ -166,15 +170,28 @@ class DecodeHalf:
         self._batch.leave(request)
         del self.gap_targets[bisect_left(self.gap_targets, request.reservation.gap_target_s)]
 
-    def _tell(self, landed: Landed, row: int, score: TokenLogprobs | None) -> RoutedEvent:
+    def _tell_or_fail(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
+        """A request whose result cannot be handled leaves the batch alone, with Internal."""
+        try:
+            return self._tell(completed, row, score)
+        except Exception:
+            request = completed.token(row)[0]
+            reservation = request.reservation
+            ref, reason = reservation.ref, Internal("a token of the request could not be handled; see the worker's log")
+            log.exception("request %s met a defect", ref.request_id, extra=about(ref.request_id))
+            request.ended = True
+            self._batch.drop(request)
+            return RoutedEvent(reservation.router_id, failure_event(ref, reason))
+
+    def _tell(self, completed: CompletedStep, row: int, score: TokenLogprobs | None) -> RoutedEvent:
         """A token of which there may be more to tell: that it is the last, say."""
-        request, index, token_id = landed.token(row)
+        request, index, token_id = completed.token(row)
         edges, request.edges = tuple(request.edges), []
         reason = request.ending.reason(token_id, index)
         if reason is not None:
             request.ended = True
             self._batch.drop(request)
-        self._batch.told(request)
+        self._batch.event_sent(request)
         reservation = request.reservation
         scores = () if score is None else (score,)
         event = RequestEvent(reservation.ref, index, (token_id,), reason, edges=edges, logprobs=scores)

@@ -5,9 +5,9 @@ lease, which is the arrival or anything else that the lease table knows of.
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from decode_worker.holdings import Holdings
+from decode_worker.page_budget import PageBudget
 from decode_worker.request import DecodeRequest
-from decode_worker.room import Room
+from decode_worker.requests import DecodeRequests
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
@@ -23,34 +23,34 @@ class LeasedRequests:
     exactly the requests whose lease the table holds and has not revoked.
     """
 
-    def __init__(self, table: LeaseTable, cache: PrefixCache, room: Room, held: Holdings) -> None:
+    def __init__(self, table: LeaseTable, cache: PrefixCache, budget: PageBudget, requests: DecodeRequests) -> None:
         self._table = table
         self._cache = cache
         self._pool = cache.pool
         self._page_tokens = cache.page_tokens
-        self._room = room
-        self._held = held
+        self._budget = budget
+        self._requests = requests
         self._by_epoch: dict[int, DecodeRequest] = {}
 
     def __iter__(self) -> Iterator[DecodeRequest]:
         return iter(self._by_epoch.values())
 
     def grant(self, reservation: Reservation, prefix: Prefix) -> DecodeRequest:
-        """A new one, with what it is promised beside the cached pages of `prefix`; refuses as `Room.take` and
+        """A new one, with what it is promised beside the cached pages of `prefix`; refuses as `PageBudget.promise` and
         `LeaseTable.grant` do, and has taken nothing then.
         """
-        pages, promised = self._room.take(reservation, prefix)
+        pages, promised = self._budget.promise(reservation, prefix)
         prompt_pages, skipped = pages_for(len(reservation.prompt_token_ids), self._page_tokens), len(prefix.pages)
         try:
             lease = self._table.grant(reservation.ref, reservation.prefill)
         except TandemError:
             self._cache.let_go(prefix)
-            self._room.take_back(pages, promised, prompt_pages, skipped)
+            self._budget.withdraw(pages, promised, prompt_pages, skipped)
             raise
         token_hash = hash_token_ids(reservation.prompt_token_ids)
         request = DecodeRequest(reservation, lease, prompt_pages, pages, promised, token_hash, prefix, skipped)
         self._by_epoch[lease.epoch] = request
-        self._held.add(request)
+        self._requests.add(request)
         return request
 
     def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> Sequence[int]:
@@ -63,7 +63,7 @@ class LeasedRequests:
             raise InvalidArgument("pages", f"{pages} asked for, the prompt of this lease fills {request.prompt_pages}")
         missing = self._pool.advertise(lease, pages - request.skipped)
         request.pages = [*request.prefix.pages, *missing]
-        self._room.spend_on_prompt(request, len(missing))
+        self._budget.spend_on_prompt(request, len(missing))
         self._table.advertise(lease, prefill, missing)
         return tuple(missing)
 
@@ -98,4 +98,4 @@ class LeasedRequests:
         elif change.action is PageAction.FREE:
             self._pool.free_quarantined(change.lease)
         if request is not None:
-            self._held.end(request, failure)
+            self._requests.end(request, failure)

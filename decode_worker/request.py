@@ -46,7 +46,7 @@ class DecodeRequest:
     committed: int
     """Pages that prompt and answer are expected to fill, counted against the worker's limit until it is over."""
     promised: int
-    """The part of them not yet taken from the pool: its claim (`credits.py`)."""
+    """The part of them not yet taken from the pool: its claim (`page_budget.py`)."""
     token_hash: bytes
     """Of the tokens that are prefilled: made when there is time, compared when there is none."""
     prefix: Prefix
@@ -84,7 +84,7 @@ class DecodeRequest:
     def token_ids(self) -> list[int]:
         """The answer so far: what earlier attempts brought, one token that came with the notice, what follows."""
         if self.batch is not None:
-            self.batch.hear(self)
+            self.batch.flush_tokens(self)
         return self.answer
 
     @property
@@ -112,8 +112,8 @@ class DecodeRequest:
 class Batch(Protocol):
     """What a running request asks of the batch it is in."""
 
-    def hear(self, request: DecodeRequest) -> None:
-        """Make the tokens that are here part of its `answer`."""
+    def flush_tokens(self, request: DecodeRequest) -> None:
+        """Append the tokens that have arrived to the request's `answer`."""
 
     def in_flight(self, request: DecodeRequest) -> int:
         """Launched steps with a row of it whose tokens are not here yet."""

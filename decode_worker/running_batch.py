@@ -1,8 +1,8 @@
-"""The running batch: who has a row of the next launch, and what becomes of the tokens of those before.
+"""The running batch: which requests have a row in the next step, and what becomes of the tokens of earlier steps.
 
-A request takes a seat when it joins and leaves it when it is over (`seat.py`). Its rows, tokens and pages follow from
-the number of the launch, so nothing is counted from step to step: that a request ends, or needs a page, is noted under
-the number of the launch in which it will, and a step of hundreds of requests that all go on looks at none of them.
+A request takes a slot when it joins and gives it back when it leaves (`batch_slots.py`). Its rows, tokens and pages
+follow from the number of the step, so nothing is counted from step to step: that a request ends, or needs a page, is
+noted under the number of the step in which it will. A step of hundreds of requests that all go on looks at none.
 """
 
 from collections import deque
@@ -10,260 +10,261 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from decode_worker.cohort import Cohort
-from decode_worker.columns import Columns
-from decode_worker.landed import Landed
+from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns, TokenBuffer
+from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
 from decode_worker.request import DecodeRequest
-from decode_worker.seat import NEVER, Seat
-from decode_worker.unheard import Unheard
-from engine.token_rows import TokenRows
+from engine.batch import TokenRows
 
 
 class RunningBatch:
-    """Engine thread only. The requests' pages are theirs."""
+    """Engine thread only. The pages belong to the requests."""
 
-    def __init__(self, places: int, page_tokens: int) -> None:
-        """`places` is how many requests run at first; more make it larger."""
+    def __init__(self, slots: int, page_tokens: int) -> None:
+        """`slots` is how many requests may run before the batch has to grow."""
         self.page_tokens = page_tokens
-        self._columns = Columns()
-        self._unheard = Unheard()
+        self._columns = SlotColumns()
+        self._tokens = TokenBuffer()
         self._free: list[int] = []
-        self._seats: dict[DecodeRequest, Seat] = {}
-        self._going = 0
-        self._launches = 0
-        self.flying: deque[tuple[int, Cohort]] = deque()
-        """Launches whose tokens are not here yet, oldest first, each with its number."""
-        self._cohort: Cohort | None = None
-        """Of the next launch, if nobody comes or goes before."""
-        self._lasts: dict[int, list[Seat]] = {}
-        """Whose last launch that is, by its number; here and below some may have stopped since."""
-        self._turns: dict[int, list[Seat]] = {}
-        """Who needs one more page then."""
-        self._short: list[Seat] = []
-        """Who needs one now."""
-        self._stopping: list[Seat] = []
-        """Who stopped and has not left."""
-        self._untold: list[Seat] = []
-        """Of whom there is more to tell than the next token."""
-        self._looking_back: list[Seat] = []
-        """Who has penalties: its answer is whole after each step."""
-        self._stops: dict[frozenset[int], int] = {}
+        self._slots: dict[DecodeRequest, BatchSlot] = {}
+        self._unstopped = 0
+        self._next_step = 0
+        self.in_flight_steps: deque[tuple[int, BatchSnapshot]] = deque()
+        """Launched steps whose tokens have not arrived, oldest first, each with its number."""
+        self._snapshot: BatchSnapshot | None = None
+        """The snapshot of the next step, if nobody joins or leaves before."""
+        self._last_steps: dict[int, list[BatchSlot]] = {}
+        """Slots by their last step; in this and the next one, some may have been stopped since."""
+        self._page_steps: dict[int, list[BatchSlot]] = {}
+        """Slots by the step for which they need one more page."""
+        self._without_page: list[BatchSlot] = []
+        """Slots that need a page for the next step."""
+        self._stopped: list[BatchSlot] = []
+        """Slots that were stopped and not given back."""
+        self._with_events: list[BatchSlot] = []
+        """Slots of which there is more to tell than the next token."""
+        self._with_history: list[BatchSlot] = []
+        """Slots of requests with penalties, whose answer has to be complete after each step."""
+        self._stop_sets: dict[frozenset[int], int] = {}
         """Sets of tokens that end an answer, and how many of the requests have each."""
-        self._ending: frozenset[int] = frozenset()
+        self._stop_tokens: frozenset[int] = frozenset()
         """All of these tokens."""
-        self._make_places(places)
+        self._grow(slots)
 
     def __len__(self) -> int:
-        """Requests that go on."""
-        return self._going
+        """Requests that were not stopped."""
+        return self._unstopped
 
     @property
     def requests(self) -> Collection[DecodeRequest]:
-        """All of them, those that stopped and are in a launched step included."""
-        return self._seats.keys()
+        """All of them, including those that were stopped and are in a step in flight."""
+        return self._slots.keys()
 
     def join(self, request: DecodeRequest) -> None:
-        """It has `token_ids`, `pages`, `ending` and, if need be, a `history`."""
+        """Give a slot to a request that has `token_ids`, `pages`, `ending` and, with penalties, a `history`."""
         if not self._free:
-            self._make_places(max(1, len(self._columns)))
-        ending, now = request.ending, self._launches
+            self._grow(max(1, len(self._columns)))
+        ending, now = request.ending, self._next_step
         position = request.prompt_tokens + len(request.answer) - 1
         last = now + request.prompt_tokens + ending.limit - 2 - position
-        seat = self._seats[request] = Seat(request, self._free.pop(), now, position - now, last, now)
+        slot = self._slots[request] = BatchSlot(request, self._free.pop(), now, position - now, last, now)
         request.batch = self
-        self._going += 1
-        self._cohort = None
-        self._columns.enter(seat)
-        self._lasts.setdefault(last, []).append(seat)
+        self._unstopped += 1
+        self._snapshot = None
+        self._columns.enter(slot)
+        self._last_steps.setdefault(last, []).append(slot)
         if ending.stops:
-            self._stops[ending.stops] = self._stops.get(ending.stops, 0) + 1
-            self._ending |= ending.stops
+            self._stop_sets[ending.stops] = self._stop_sets.get(ending.stops, 0) + 1
+            self._stop_tokens |= ending.stops
         if request.edges or request.reservation.sampling.logprobs is not None:
-            self._untold.append(seat)
+            self._with_events.append(slot)
         if request.history is not None:
-            self._looking_back.append(seat)
-        self._copy_pages(seat)
+            self._with_history.append(slot)
+        self._copy_pages(slot)
 
-    def grown(self, request: DecodeRequest) -> None:
-        """It has a page for its next row now."""
-        seat = self._seats[request]
-        self._short.remove(seat)
-        self._copy_pages(seat)
+    def page_added(self, request: DecodeRequest) -> None:
+        """The request has a page for its next row now."""
+        slot = self._slots[request]
+        self._without_page.remove(slot)
+        self._copy_pages(slot)
 
     def stop(self, request: DecodeRequest) -> None:
-        """No more rows for it; the tokens of launched steps are still its own."""
-        seat = self._seats[request]
-        if seat.stopped:
+        """Give the request no more rows; it still gets the tokens of steps in flight."""
+        slot = self._slots[request]
+        if slot.stopped:
             return
-        self._going -= 1
-        seat.stopped = True
-        self._stopping.append(seat)
-        if seat.last >= self._launches:
-            seat.last = self._launches - 1
-            self._columns.move(seat)
-            self._cohort = None
+        self._unstopped -= 1
+        slot.stopped = True
+        self._stopped.append(slot)
+        if slot.last_step >= self._next_step:
+            slot.last_step = self._next_step - 1
+            self._columns.reschedule(slot)
+            self._snapshot = None
 
     def drop(self, request: DecodeRequest) -> None:
-        """No more rows for it, and what is drawn for it in launched steps counts no more."""
+        """Give the request no more rows, and discard what is drawn for it in steps in flight."""
         self.stop(request)
-        self.hear(request)
-        self._seats[request].over = True
+        self.flush_tokens(request)
+        self._slots[request].dropped = True
 
-    def gone(self) -> list[DecodeRequest]:
-        """Who was stopped or dropped and is in no launched step any more."""
-        return [seat.request for seat in self._stopping if not self.in_flight(seat.request)]
+    def drained(self) -> list[DecodeRequest]:
+        """Requests that were stopped or dropped and are in no step in flight any more."""
+        return [slot.request for slot in self._stopped if not self.in_flight(slot.request)]
 
     def leave(self, request: DecodeRequest) -> None:
-        """Its place is free; it is in no launched step."""
+        """Free the slot of a request that is in no step in flight."""
         self.stop(request)
-        self.hear(request)
-        seat, stops = self._seats.pop(request), request.ending.stops
+        self.flush_tokens(request)
+        slot, stops = self._slots.pop(request), request.ending.stops
         request.batch = None
-        self._columns.leave(seat)
-        self._free.append(seat.place)
-        for some in (self._stopping, self._short, self._untold, self._looking_back):
-            if seat in some:
-                some.remove(seat)
+        self._columns.leave(slot)
+        self._free.append(slot.index)
+        for some in (self._stopped, self._without_page, self._with_events, self._with_history):
+            if slot in some:
+                some.remove(slot)
         if stops:
-            self._stops[stops] -= 1
-            if not self._stops[stops]:
-                del self._stops[stops]
-                self._ending = frozenset().union(*self._stops)
+            self._stop_sets[stops] -= 1
+            if not self._stop_sets[stops]:
+                del self._stop_sets[stops]
+                self._stop_tokens = frozenset().union(*self._stop_sets)
 
-    def hear(self, request: DecodeRequest) -> None:
-        """Make the tokens that are here part of its `answer`."""
-        self._unheard.hear(self._seats[request])
+    def flush_tokens(self, request: DecodeRequest) -> None:
+        """Append the tokens that have arrived to the request's `answer`."""
+        self._tokens.flush(self._slots[request])
 
     def in_flight(self, request: DecodeRequest) -> int:
-        """Launched steps with a row of it whose tokens are not here yet."""
-        seat = self._seats[request]
-        return sum(seat.in_launch(number) for number, _ in self.flying)
+        """Launched steps with a row of the request whose tokens have not arrived."""
+        slot = self._slots[request]
+        return sum(slot.has_row_in(step) for step, _ in self.in_flight_steps)
 
     @property
-    def is_short(self) -> bool:
-        """Whether somebody who was without a page still is."""
-        return bool(self._short)
+    def waits_for_pages(self) -> bool:
+        """Whether a request that had no page for its row still has none."""
+        return bool(self._without_page)
 
     def without_page(self) -> list[DecodeRequest]:
-        """Who has no page for a row of the next launch."""
-        now, turns = self._launches, self._turns
-        if now in turns:
-            self._short += [seat for seat in turns.pop(now) if not seat.stopped]
-        if not self._short:
+        """Requests that have no page for a row of the next step."""
+        step, page_steps = self._next_step, self._page_steps
+        if step in page_steps:
+            self._without_page += [slot for slot in page_steps.pop(step) if not slot.stopped]
+        if not self._without_page:
             return []
-        due = sorted((seat for seat in self._short if seat.last >= now), key=_place)
-        return [seat.request for seat in due]
+        due = sorted((slot for slot in self._without_page if slot.last_step >= step), key=_index)
+        return [slot.request for slot in due]
 
     def launch(self) -> TokenRows | None:
-        """One row for each that is due and has a page: its newest token, here or on its way, takes the position after
-        those before it. Not for those that end with a token that is on its way. None if there is nobody.
+        """The rows of the next step, None if there are none: one for each request that is due and has a page. Its
+        newest token, which may still be in flight, takes the position behind those before it. A request that ends with
+        a token in flight has no row.
         """
-        number = self._launches
-        cohort = self._together(number)
-        if cohort is None:
+        step = self._next_step
+        snapshot = self._snapshot_of(step)
+        if snapshot is None:
             return None
-        for seat in self._short:
-            self._miss(seat, number)
-        before = self.flying[-1][1] if self.flying else None
-        self.flying.append((number, cohort))
-        self._launches = number + 1
-        if number in self._lasts or self._short:
-            self._cohort = None
-        return TokenRows(len(cohort), cohort.context_tokens(number), lambda: cohort.rows(number, before))
+        for slot in self._without_page:
+            self._skip_step(slot, step)
+        before = self.in_flight_steps[-1][1] if self.in_flight_steps else None
+        self.in_flight_steps.append((step, snapshot))
+        self._next_step = step + 1
+        if step in self._last_steps or self._without_page:
+            self._snapshot = None
+        return TokenRows(len(snapshot), snapshot.context_tokens(step), lambda: snapshot.rows(step, before))
 
-    def land(self, token_ids: Sequence[int]) -> Landed:
-        """The tokens of the oldest launched step are here, one for each of its rows; those of requests that are over
-        are dropped.
+    def complete(self, token_ids: Sequence[int]) -> CompletedStep:
+        """Take the tokens of the oldest step in flight, one for each of its rows; those of dropped requests are
+        discarded.
         """
-        number, cohort = self.flying.popleft()
+        step, snapshot = self.in_flight_steps.popleft()
         tokens = np.array(token_ids, dtype=np.int64)
-        self._columns.newest[cohort.places] = tokens
-        self._unheard.land(number, cohort.places, tokens, self._seats.values())
-        for seat in self._looking_back:
-            self._unheard.hear(seat)
-        over, special = self._not_usual(number, cohort, token_ids)
-        return Landed(number, cohort, token_ids, sorted(special), over | special)
+        self._columns.newest_token[snapshot.indices] = tokens
+        self._tokens.store(step, snapshot.indices, tokens, self._slots.values())
+        for slot in self._with_history:
+            self._tokens.flush(slot)
+        over, special = self._rows_with_events(step, snapshot, token_ids)
+        return CompletedStep(step, snapshot, token_ids, sorted(special), over | special)
 
-    def told(self, request: DecodeRequest) -> None:
-        """What there was to tell of it is told; log probabilities come with every token."""
-        seat = self._seats[request]
-        if seat in self._untold and request.reservation.sampling.logprobs is None:
-            self._untold.remove(seat)
+    def event_sent(self, request: DecodeRequest) -> None:
+        """What there was to tell of the request is told; log probabilities come with every token."""
+        slot = self._slots[request]
+        if slot in self._with_events and request.reservation.sampling.logprobs is None:
+            self._with_events.remove(slot)
 
-    def alike(self) -> int:
-        """How many more steps have a row of everybody and end nobody; 0 if anybody has more to tell than a token. Pages
-        are another question.
+    def identical_steps(self) -> int:
+        """How many more steps have a row of every request and end none; 0 if there is more to tell of any of them than
+        a token. Whether pages are free is another question.
         """
-        cohort = self._cohort
-        if self._untold or self._stopping or cohort is None or len(cohort) < len(self._seats):
+        snapshot = self._snapshot
+        if self._with_events or self._stopped or snapshot is None or len(snapshot) < len(self._slots):
             return 0
-        return cohort.first_end + 1 - self._launches
+        return snapshot.first_end + 1 - self._next_step
 
-    def paged(self) -> int:
-        """How many more steps need no more pages, at least."""
-        return 0 if self._short else min(self._turns, default=NEVER) - self._launches
+    def steps_without_new_page(self) -> int:
+        """How many more steps, at least, need no more pages."""
+        return 0 if self._without_page else min(self._page_steps, default=NEVER) - self._next_step
 
     def skip(self, steps: int) -> None:
-        """As if so many steps, `alike` and `paged`, had been launched behind those in flight, and as many had landed,
-        with tokens 0. For whoever has no device.
+        """Act as if so many steps, `identical_steps` and `steps_without_new_page`, had been launched behind those in
+        flight, and as many had completed with tokens 0. For a simulation, which has no device.
         """
-        self._unheard.skip(steps, self._seats.values())
-        self._columns.newest[:] = 0
-        self._launches += steps
-        if self._launches - 1 in self._lasts:
-            self._cohort = None
-        self.flying = deque((number + steps, cohort) for number, cohort in self.flying)
+        self._tokens.skip(steps, self._slots.values())
+        self._columns.newest_token[:] = 0
+        self._next_step += steps
+        if self._next_step - 1 in self._last_steps:
+            self._snapshot = None
+        self.in_flight_steps = deque((step + steps, snapshot) for step, snapshot in self.in_flight_steps)
 
-    def _together(self, number: int) -> Cohort | None:
-        """Who is in this launch."""
-        if self._cohort is None or self._short:
-            places = np.flatnonzero(self._columns.last >= number)
-            if self._short:
-                places = np.setdiff1d(places, [seat.place for seat in self._short])
-            if not len(places):
+    def _snapshot_of(self, step: int) -> BatchSnapshot | None:
+        """Who has a row in this step; None if nobody has."""
+        if self._snapshot is None or self._without_page:
+            indices = np.flatnonzero(self._columns.last_step >= step)
+            if self._without_page:
+                indices = np.setdiff1d(indices, [slot.index for slot in self._without_page])
+            if not len(indices):
                 return None
-            self._cohort = Cohort(self._columns, places)
-        return self._cohort
+            self._snapshot = BatchSnapshot(self._columns, indices)
+        return self._snapshot
 
-    def _miss(self, seat: Seat, number: int) -> None:
-        """A launch without a row of somebody who is due: all of its rows come one launch later."""
-        if seat.last < number:
+    def _skip_step(self, slot: BatchSlot, step: int) -> None:
+        """A step is launched without a row of a request that is due: all of its rows come one step later."""
+        if slot.last_step < step:
             return
-        if seat.first == number:
-            seat.first = seat.heard = number + 1
+        if slot.first_step == step:
+            slot.first_step = slot.buffered_from = step + 1
         else:
-            seat.absent = (*seat.absent, number)
-        seat.shift -= 1
-        seat.last += 1
-        self._lasts.setdefault(seat.last, []).append(seat)
-        self._columns.move(seat)
+            slot.skipped_steps = (*slot.skipped_steps, step)
+        slot.position_offset -= 1
+        slot.last_step += 1
+        self._last_steps.setdefault(slot.last_step, []).append(slot)
+        self._columns.reschedule(slot)
 
-    def _not_usual(self, number: int, cohort: Cohort, token_ids: Sequence[int]) -> tuple[set[int], set[int]]:
-        """Rows of requests that are over, and others that need a look."""
+    def _rows_with_events(
+        self, step: int, snapshot: BatchSnapshot, token_ids: Sequence[int]
+    ) -> tuple[set[int], set[int]]:
+        """Rows of requests that are over, and other rows that need an event."""
         over: set[int] = set()
-        if self._stopping:
-            over = {row for row, seat in enumerate(cohort.seats) if seat.over}
-        seats = [seat for seat in self._lasts.pop(number, ()) if seat.last == number and seat.in_launch(number)]
-        if self._untold:
-            seats += [seat for seat in self._untold if seat.in_launch(number)]
-        special = {cohort.seats.index(seat) for seat in seats} if seats else set()
-        if self._ending and not self._ending.isdisjoint(token_ids):
-            ends = enumerate(zip(token_ids, cohort.seats, strict=True))
-            special |= {row for row, (token, seat) in ends if token in seat.request.ending.stops}
+        if self._stopped:
+            over = {row for row, slot in enumerate(snapshot.slots) if slot.dropped}
+        ending = self._last_steps.pop(step, ())
+        slots = [slot for slot in ending if slot.last_step == step and slot.has_row_in(step)]
+        if self._with_events:
+            slots += [slot for slot in self._with_events if slot.has_row_in(step)]
+        special = {snapshot.slots.index(slot) for slot in slots} if slots else set()
+        if self._stop_tokens and not self._stop_tokens.isdisjoint(token_ids):
+            drawn = enumerate(zip(token_ids, snapshot.slots, strict=True))
+            special |= {row for row, (token, slot) in drawn if token in slot.request.ending.stops}
         return over, special - over
 
-    def _copy_pages(self, seat: Seat) -> None:
-        self._columns.copy_pages(seat)
-        turn = len(seat.request.pages) * self.page_tokens - seat.shift
-        if turn <= self._launches:
-            self._short.append(seat)
-        elif turn <= seat.last:
-            self._turns.setdefault(turn, []).append(seat)
+    def _copy_pages(self, slot: BatchSlot) -> None:
+        self._columns.copy_pages(slot)
+        step = len(slot.request.pages) * self.page_tokens - slot.position_offset
+        if step <= self._next_step:
+            self._without_page.append(slot)
+        elif step <= slot.last_step:
+            self._page_steps.setdefault(step, []).append(slot)
 
-    def _make_places(self, more: int) -> None:
-        self._free.extend(reversed(self._columns.widen(more)))
-        self._unheard.widen(more)
+    def _grow(self, more: int) -> None:
+        self._free.extend(reversed(self._columns.grow(more)))
+        self._tokens.grow(more)
 
 
-def _place(seat: Seat) -> int:
-    return seat.place
+def _index(slot: BatchSlot) -> int:
+    return slot.index

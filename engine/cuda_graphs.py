@@ -10,9 +10,9 @@ from engine.batch import StepBatch
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.sampler_cuda import PARAMS, DeviceSampler
+from engine.step_buffer import StepSizes
 from engine.step_graph import Pool, StepGraph, capture_step, empty_step
 from engine.step_packer import StepPacker
-from engine.step_sections import StepSizes
 from engine.weights.checkpoint import Progress
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)

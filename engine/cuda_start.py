@@ -19,7 +19,6 @@ from engine.cuda_stepper import CudaStepper
 from engine.host_stepper import forward_over
 from engine.kernels.triton_launch import overlaps_launches
 from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
-from engine.model_sizes import step_grid
 from engine.models.llama import LlamaModel
 from engine.penalty_counts import PenaltyCounts
 from engine.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
@@ -79,7 +78,7 @@ def start_on_gpu(
             capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
         # Outside of inference mode: the transfer and tests write into the cache as well.
         cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
-        stepper = _make_stepper(config, model, cache, _every_size(config, model, device), progress)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
     log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
     return cache, stepper
 
@@ -113,7 +112,7 @@ def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -
     row_tokens, device = min(config.max_step_tokens, model.config.max_context), probe.tensor.device
 
     def run() -> CudaStepper:
-        stepper = _make_stepper(config, model, probe, _every_size(config, model, device).largest, None)
+        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
         with torch.inference_mode():
             stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
         return stepper
@@ -133,9 +132,6 @@ def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None
     trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
     for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
         trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
-    if config.cuda_graphs and config.split_attention:
-        # One trial, as no launch may be left out before one that goes by what it writes.
-        trials["prompts' windows"] = lambda: stepper.prompts.run_split(_every_size(config, model, device).prompts)
     run_side_by_side(trials, device)
     model.end_trials()
 
@@ -152,14 +148,13 @@ def _beside(answers: int, probe: PagedCache) -> StepBatch:
     return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
 
 
-def _every_size(config: EngineConfig, model: LlamaModel, device: torch.device) -> _Sizes:
+def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
     if not config.cuda_graphs:
         return _Sizes([], [])
     rows = graph_sizes(config.max_batch_requests)
     if not model.prompts_capturable:
         return _Sizes(rows, [])
-    grid = step_grid(model.config, device, split=config.split_attention)
-    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests, grid))
+    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests))
 
 
 def _make_stepper(
@@ -173,11 +168,10 @@ def _make_stepper(
     sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
     with torch.inference_mode():
         pool = torch.cuda.graph_pool_handle()
-        grid = step_grid(model.config, device, split=config.split_attention)
-        prompts = PromptGraphs(packer, forward, drawn, pool, grid)
+        prompts = PromptGraphs(packer, forward, drawn, pool)
         prompts.capture(sizes.prompts, progress)
         graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
         graphs.capture(sizes.rows, progress)
         counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
-        draws = TokenDraws(sampler, counts, drawn, pdl=overlaps_launches())
+        draws = TokenDraws(sampler, counts, drawn, model.config.eos_token_ids, pdl=overlaps_launches())
     return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)

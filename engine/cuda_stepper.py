@@ -12,8 +12,8 @@ from engine.graph_use import GraphUse
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.prompt_graphs import PromptGraphs
+from engine.step_buffer import StepSizes
 from engine.step_packer import StepPacker, unpack
-from engine.step_sections import StepSizes
 from engine.token_draws import DrawMemory, TokenDraws
 
 _WORDS_AT_FIRST = 1 << 16
@@ -59,11 +59,6 @@ class CudaStepper:
         self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
         self._draw_of_row: list[int] = []
         """Of the newest step; empty if every row has the draw of its own number."""
-
-    @property
-    def splits_attention(self) -> bool:
-        """See `costs.step_grid.splits_attention`."""
-        return self.prompts.splits_attention
 
     def launch(self, batch: StepBatch) -> PendingStep:
         """See `ModelRunner.launch`."""

@@ -1,13 +1,14 @@
 """What the settings mean on this machine: device, dtype, page size and kernels."""
 
+import importlib.util
 import logging
 
 import torch
 
 from engine.config import CPU_PAGE_TOKENS, GPU_PAGE_TOKENS, EngineConfig
+from engine.config.model import ModelConfig
 from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels
-from engine.models.config import ModelConfig
 from engine.weights.checkpoint import stored_dtype
 from wire.errors import InvalidArgument
 
@@ -18,8 +19,22 @@ _CAPABILITY = (8, 0)
 """Oldest GPUs served: bfloat16 and asynchronous copies begin here."""
 
 
+def usable_gpus() -> int:
+    """The number of GPUs, in the order of their indices, before the first that `parse_device` refuses."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    too_old = (index for index in range(count) if torch.cuda.get_device_capability(index) < _CAPABILITY)
+    return next(too_old, count)
+
+
+def why_no_gpu_kernels() -> str | None:
+    """What is missing for the kernels of GPUs and how to get it; None if nothing is."""
+    if importlib.util.find_spec("triton") is not None:
+        return None
+    return "its kernels need triton, which is not installed; pip install '.[gpu]' in Tandem's folder, or use cpu."
+
+
 def parse_device(name: str) -> torch.device:
-    """InvalidArgument for a device that is not known, not there or too old."""
+    """InvalidArgument for a device that is not known, not there or too old, or whose kernels are not installed."""
     kind, _, ordinal = name.partition(":")
     if kind not in {"cpu", "cuda"} or (ordinal and not (kind == "cuda" and ordinal.isdecimal())):
         raise InvalidArgument("device", f"{name!r} is not known; use cpu, cuda or cuda:N.")
@@ -35,6 +50,8 @@ def parse_device(name: str) -> torch.device:
         raise InvalidArgument(
             "device", f"{name!r} has compute capability {has}; the kernels need {needs} or newer; use cpu."
         )
+    if (missing := why_no_gpu_kernels()) is not None:
+        raise InvalidArgument("device", f"{name!r}: {missing}")
     return torch.device("cuda", index)
 
 
@@ -66,12 +83,10 @@ def choose_kernels(
     if device.type == "cuda":
         from engine.kernels.cuda import CudaKernels
 
-        return CudaKernels(
-            model, device, dtype, page_tokens, config.max_batch_requests, split_attention=config.split_attention
-        )
+        return CudaKernels(model, device, dtype, page_tokens, config.max_batch_requests)
     if dtype in {torch.float32, torch.bfloat16}:
         # Compiling takes seconds; processes on GPUs need none of it.
-        from engine.kernels.cpu import CpuKernels
+        from engine.kernels.cpu.kernels import CpuKernels
 
         # The kernels bring their own threads; PyTorch's would spin on the same cores after every operation.
         torch.set_num_threads(1)

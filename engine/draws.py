@@ -60,6 +60,8 @@ class Draws(Sequence[Draw]):
     """Whether any has penalties."""
     scored: bool
     """Whether any wants log probabilities."""
+    may_not_end: bool = False
+    """Whether any answer is shorter than its `min_tokens` (`engine/least_lengths.py`)."""
 
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> "Draws":
@@ -78,6 +80,7 @@ class Draws(Sequence[Draw]):
             all_greedy(settings),
             any(history is not None for history in histories),
             any(each.logprobs is not None for each in samplings),
+            any(draw.index < draw.sampling.min_tokens for draw in draws),
         )
 
     def numbers(self) -> NDArray[np.float64]:
@@ -98,6 +101,7 @@ class Draws(Sequence[Draw]):
             self.greedy and more.greedy,
             self.penalized or more.penalized,
             self.scored or more.scored,
+            self.may_not_end or more.may_not_end,
         )
 
     def __len__(self) -> int:
@@ -118,6 +122,7 @@ class Draws(Sequence[Draw]):
                 all_greedy(self.settings[at]),
                 self.penalized,
                 self.scored,
+                self.may_not_end,
             )
         return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
 

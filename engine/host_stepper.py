@@ -1,6 +1,6 @@
 """Steps on the CPU, or on any device in the plainest way: each is computed when it is launched."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ class HostStepper:
     """Keeps one buffer: tensors of a step are good until the next one is packed."""
 
     asynchronous = False
-    splits_attention = False
 
-    def __init__(self, packer: StepPacker, forward: Forward, device: torch.device) -> None:
+    def __init__(
+        self, packer: StepPacker, forward: Forward, device: torch.device, eos_token_ids: Sequence[int]
+    ) -> None:
         self._packer = packer
         self._forward = forward
         self._device = device
+        self._eos_token_ids = eos_token_ids
         self.graph_use = GraphUse()
         self._words = torch.empty(_WORDS_AT_FIRST, dtype=torch.int64)
 
@@ -49,7 +51,7 @@ class HostStepper:
             result = rows_of([], batch)
         else:
             draws = list(batch.draws)
-            tokens = sample(logits, draws)
+            tokens = sample(logits, draws, self._eos_token_ids)
             result = rows_of(tokens.tolist(), batch, score(logits, draws, tokens))
         return lambda: result
 

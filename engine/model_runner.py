@@ -1,8 +1,6 @@
 """The engine: one model, one paged cache, one step at a time, on whatever device it was loaded on."""
 
-import os
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,40 +11,17 @@ from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
 from engine.ceilings import measure_ceilings
 from engine.config import EngineConfig
-from engine.device import choose_kernels, device_name, parse_device, parse_dtype, parse_page_tokens
+from engine.config.model import ModelConfig
+from engine.device import device_name
 from engine.graph_use import GraphUse
-from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
-from engine.memory import GIB, check_host_room, naming_the_setting, ran_out_of_memory
+from engine.load_engine import Stepper, load_parts
+from engine.memory import naming_the_setting
 from engine.model_sizes import cost_guess, roofline
-from engine.models.config import ModelConfig, load_model_config
-from engine.models.llama import LlamaModel
-from engine.models.parameters import allocate_parameters, destinations, weight_bytes
-from engine.step_packer import StepPacker, step_limits
-from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
-from engine.weights.random_weights import fill_randomly, random_revision
-from wire.errors import InvalidArgument
+from engine.weights.checkpoint import Progress
 from wire.messages import ModelFacts, SamplingParams
 
-_CPU_CACHE_BYTES = 1 << 30
 _WARM_UP_TOKENS = 64
-
-
-class Stepper(Protocol):
-    """How steps are run on one kind of device."""
-
-    @property
-    def asynchronous(self) -> bool: ...
-
-    @property
-    def splits_attention(self) -> bool: ...
-
-    @property
-    def graph_use(self) -> GraphUse: ...
-
-    def launch(self, batch: StepBatch) -> PendingStep: ...
-
-    def logits(self, batch: StepBatch) -> Tensor | None: ...
 
 
 class ModelRunner:
@@ -62,7 +37,7 @@ class ModelRunner:
         self.pool = PagePool(cache.pages)
         self.page_tokens = cache.page_tokens
         self.page_sums = page_checksums(cache.tensor)
-        self.cost_guess = cost_guess(config, cache, splits_attention=stepper.splits_attention)
+        self.cost_guess = cost_guess(config, cache)
         self.roofline = roofline(config, cache)
         self.device_name = device_name(cache.tensor.device)
         self._revision = revision
@@ -83,38 +58,9 @@ class ModelRunner:
 
         Raises ModelError for a model that cannot be served, InvalidArgument for a setting that cannot be met.
         """
-        device = parse_device(config.device)
-        page_tokens = parse_page_tokens(config, device)
-        shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
-        dtype = parse_dtype(config, device, shape)
-        if device.type == "cpu":
-            check_host_room(weight_bytes(shape, dtype))
-            torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
-        else:
-            torch.cuda.set_device(device)
-        chosen = kernels or choose_kernels(config, shape, device, dtype, page_tokens)
-        model = _load_model(config, shape, chosen, dtype, device, progress=progress)
-
-        stepper: Stepper
-        if device.type == "cuda" and kernels is None:
-            from engine.cuda_start import start_on_gpu
-
-            cache, stepper = start_on_gpu(config, model, page_tokens, dtype, device, progress=progress)
-        else:
-            # Outside of inference mode: the transfer and tests write into the cache as well.
-            capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
-            cache = PagedCache(shape, page_tokens, capacity, dtype, device)
-            stepper = HostStepper(StepPacker(step_limits(shape, cache)), forward_over(model, cache), device)
-        facts = ModelFacts(
-            name=name or config.model.resolve().name,
-            vocab_size=shape.vocab_size,
-            max_context=step_limits(shape, cache).max_context,
-            eos_token_ids=shape.eos_token_ids,
-            dtype=cache.dtype,
-        )
-        revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
-        runner = cls(shape, cache, facts, revision, stepper)
-        with naming_the_setting(device):
+        loaded = load_parts(config, progress, name=name, kernels=kernels)
+        runner = cls(loaded.shape, loaded.cache, loaded.facts, loaded.revision, loaded.stepper)
+        with naming_the_setting(loaded.cache.tensor.device):
             runner._warm_up(progress)
         return runner
 
@@ -182,30 +128,3 @@ class ModelRunner:
         self.cache.tensor[0].zero_()
         if progress is not None:
             progress("compiling kernels", 1.0)
-
-
-def _load_model(
-    config: EngineConfig,
-    shape: ModelConfig,
-    kernels: Kernels,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    progress: Progress | None,
-) -> LlamaModel:
-    try:
-        with torch.inference_mode():
-            parameters = allocate_parameters(shape, dtype, device)
-            if config.random_weights:
-                fill_randomly(parameters)
-            else:
-                load_weights(config.model, shape, destinations(parameters, shape), progress)
-            return LlamaModel(shape, parameters, kernels, shape.max_context)
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        raise InvalidArgument(
-            "device",
-            f"{device} has no room for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
-            " serve a smaller model.",
-        ) from error

@@ -6,7 +6,7 @@ from costs.roofline import CPU, GPU, ModelSizes, Roofline, guess
 from costs.step_cost import CostParameters
 from costs.step_grid import EACH_TOKEN, StepGrid, gpu_grid
 from engine.cache.paged_cache import PagedCache
-from engine.models.config import ModelConfig
+from engine.config.model import ModelConfig
 
 _ATTENTION_FLOP = 4
 """Of a query and a key in one dimension: the score, and the weighted value; each a product and a sum."""
@@ -36,15 +36,15 @@ def roofline(config: ModelConfig, cache: PagedCache) -> Roofline:
     return Roofline(model_sizes(config, cache), GPU if cache.tensor.is_cuda else CPU)
 
 
-def cost_guess(config: ModelConfig, cache: PagedCache, *, splits_attention: bool) -> CostParameters:
-    """What steps should take there, before one was measured; `splits_attention`: whether any does."""
-    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device, split=splits_attention)
+def cost_guess(config: ModelConfig, cache: PagedCache) -> CostParameters:
+    """What steps should take there, before one was measured."""
+    limits, grid = roofline(config, cache), step_grid(config, cache.tensor.device)
     return guess(limits.sizes, limits.ceilings, grid)
 
 
-def step_grid(config: ModelConfig, device: torch.device, *, split: bool) -> StepGrid:
-    """The pieces in which `device` computes steps of prompts; `split`: their attention, too, if it can be."""
+def step_grid(config: ModelConfig, device: torch.device) -> StepGrid:
+    """The pieces in which `device` computes steps of prompts."""
     if device.type != "cuda":
         return EACH_TOKEN
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return gpu_grid(config.heads, multiprocessors, split=split and None in config.windows)
+    return gpu_grid(config.heads, multiprocessors)

@@ -3,28 +3,19 @@ more slowly than the device computes them, or with gaps that count: short steps,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from costs.step_grid import (
-    EACH_TOKEN,
-    TILE_TOKENS,
-    StepGrid,
-    answer_slots,
-    most_split,
-    splits_attention,
-    step_sizes,
-    window_counts,
-)
+from costs.step_grid import TILE_TOKENS, answer_slots, step_sizes
 from engine.batch import StepBatch
+from engine.config.model import ModelConfig
 from engine.host_stepper import Forward
 from engine.kernels.base import Feed
 from engine.model_sizes import layer_weights
-from engine.models.config import ModelConfig
+from engine.step_buffer import StepSizes
 from engine.step_graph import Pool, StepGraph, capture_step, empty_step
 from engine.step_packer import StepPacker
-from engine.step_sections import StepSizes
 from engine.weights.checkpoint import Progress
 
 _HALF_TILES = range(TILE_TOKENS // 2, 4 * TILE_TOKENS, TILE_TOKENS)
@@ -46,17 +37,15 @@ _DEVICE_FLOPS = 600e12
 
 @dataclass(frozen=True, slots=True)
 class PromptSize:
-    """Most answers and most tokens of prompts of a step, and what its prompts' attention is split into."""
+    """Most answers and most tokens of prompts of a step."""
 
     answers: int
     tokens: int
-    windows: int = 0
-    """See `StepLayout`."""
 
     @property
-    def _memory(self) -> int:
-        """That rises with what the step takes: of queries and results there are as many as windows."""
-        return (self.answers + self.tokens) * max(1, self.windows)
+    def _total(self) -> int:
+        """Tokens of the step in all: the memory it takes rises with them."""
+        return self.answers + self.tokens
 
 
 class PromptGraphs:
@@ -65,14 +54,9 @@ class PromptGraphs:
     stored.
     """
 
-    def __init__(
-        self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool, grid: StepGrid = EACH_TOKEN
-    ) -> None:
-        """`drawn` as in `DecodeGraphs`; `pool`: of memory that all graphs share, as one runs at a time; `grid`: which
-        says when attention is split.
-        """
+    def __init__(self, packer: StepPacker, forward: Forward, drawn: Tensor, pool: Pool) -> None:
+        """`drawn` as in `DecodeGraphs`; `pool`: of memory that all graphs share, as one runs at a time."""
         self._packer = packer
-        self._grid = grid
         self._forward = forward
         self._drawn = drawn
         self._pool = pool
@@ -80,17 +64,12 @@ class PromptGraphs:
 
     def capture(self, sizes: Sequence[PromptSize], progress: Progress | None = None) -> None:
         """Capture steps of these sizes, the largest first, so that the others fit into its memory."""
-        ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens, size.windows))
-        for done, size in enumerate(sorted(ordered, key=lambda size: -size._memory)):
+        ordered = sorted(sizes, key=lambda size: (size.answers, size.tokens))
+        for done, size in enumerate(sorted(ordered, key=lambda size: -size._total)):
             self._graphs[size] = self._capture(size)
             if progress is not None:
                 progress("capturing CUDA graphs of prompts", (done + 1) / len(sizes))
         self._graphs = {size: self._graphs[size] for size in ordered}
-
-    @property
-    def splits_attention(self) -> bool:
-        """Whether any was captured with windows."""
-        return any(size.windows for size in self._graphs)
 
     def fitting(self, batch: StepBatch, sizes: StepSizes) -> StepGraph | None:
         """The graph of the fewest answers, then of the fewest tokens, that computes `batch`, which needs `sizes`; None:
@@ -100,35 +79,12 @@ class PromptGraphs:
         if not batch.chunks or sizes.rows - answers > _ROWS:
             return None
         tokens = sizes.tokens - answers
-        whole = (size for size in self._graphs if not size.windows)
-        size = next((size for size in whole if size.answers >= answers and size.tokens >= tokens), None)
+        size = next((size for size in self._graphs if size.answers >= answers and size.tokens >= tokens), None)
         if size is None:
             return None
-        graph = self._graphs[self._split(size, self._windows(batch, tokens))]
+        graph = self._graphs[size]
         # Graphs of more answers have no longer rows.
         return graph if graph.sizes.width >= sizes.width else None
-
-    def _windows(self, batch: StepBatch, tokens: int) -> int:
-        """That attention of its prompts, of so many tokens in all, is split into; 0 = it is not."""
-        contexts = [row.start + len(row.token_ids) for row in batch.chunks]
-        window = self._grid.window_tokens
-        if not splits_attention(tokens, max(contexts), self._grid.wave_tokens, window):
-            return 0
-        cuts = [-(-context // window) for context in contexts]
-        return max(*cuts, sum(cuts) - _ROWS)
-
-    def _split(self, whole: PromptSize, windows: int) -> PromptSize:
-        """The same with the fewest windows that are as many; as it is if there are none."""
-        if not windows:
-            return whole
-        same = (size for size in self._graphs if (size.answers, size.tokens) == (whole.answers, whole.tokens))
-        return next((size for size in same if size.windows >= windows), whole)
-
-    def run_split(self, sizes: Sequence[PromptSize]) -> None:
-        """The smallest of these steps for each number of windows, which compiles what only they need."""
-        split = sorted((size for size in sizes if size.windows), key=lambda size: -size._memory)
-        for size in {size.windows: size for size in split}.values():
-            self._step(size)[1]()
 
     def step_sizes(self, size: PromptSize) -> StepSizes:
         """Of the step that the graph of `size` is captured from."""
@@ -150,7 +106,6 @@ class PromptGraphs:
             singles=size.answers,
             max_row_tokens=size.tokens,
             context=min(limits.max_context, sizes.width * limits.page_tokens),
-            windows=size.windows,
         )
 
         def compute() -> Tensor:
@@ -161,23 +116,15 @@ class PromptGraphs:
         return words, compute, sizes
 
 
-def prompt_graph_sizes(
-    config: ModelConfig, max_step_tokens: int, max_answers: int, grid: StepGrid = EACH_TOKEN
-) -> list[PromptSize]:
-    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`. The
-    shortest once more for each number of windows, where a context may be long enough.
-    """
+def prompt_graph_sizes(config: ModelConfig, max_step_tokens: int, max_answers: int) -> list[PromptSize]:
+    """Steps that are worth a graph, of more tokens the narrower the layers are; beside answers up to `max_answers`."""
     most = min(_LONGEST_LAYER_S * _DEVICE_FLOPS / (2 * layer_weights(config)), max_step_tokens)
     totals = step_sizes(max_step_tokens)
     alone = [PromptSize(0, tokens) for tokens in sorted((*_HALF_TILES, *totals)) if tokens <= most]
     beside = [PromptSize(slots, total - slots) for slots in answer_slots(max_answers) for total in totals]
-    sizes = alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]
-    short = [size for size in sizes if size.tokens <= most_split(grid.wave_tokens)]
-    counts = window_counts(config.max_context, grid.window_tokens)
-    return sizes + [replace(size, windows=windows) for windows in counts for size in short]
+    return alone + [size for size in beside if _LEAST_PROMPT <= size.tokens <= most]
 
 
 def largest(sizes: Sequence[PromptSize]) -> list[PromptSize]:
-    """In whose memory the others have room: of those with windows and of those without."""
-    kinds = ([size for size in sizes if bool(size.windows) == split] for split in (False, True))
-    return [max(kind, key=lambda size: (size._memory, size.answers)) for kind in kinds if kind]
+    """The size in whose memory the others have room, if there is any."""
+    return [max(sizes, key=lambda size: (size._total, size.answers))] if sizes else []

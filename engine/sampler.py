@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engine.batch import Draw, History, scores_of, wants_logprobs
+from engine.least_lengths import without_early_ends
 from engine.seeded import uniform
 from wire.messages import SamplingParams, TokenLogprobs
 
@@ -21,9 +22,11 @@ _CANDIDATES = (128, 1024)
 """Filters look at so many best tokens, then at more, and sort a vocabulary only where these do not settle them."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """One token id for each row of logits [rows, vocab] → [rows] int64; greedy rows take the lowest of equal ids."""
-    logits = penalize(logits, draws)
+def sample(logits: Tensor, draws: Sequence[Draw], eos_token_ids: Sequence[int] = ()) -> Tensor:
+    """One token id for each row of logits [rows, vocab] → [rows] int64; greedy rows take the lowest of equal ids. None
+    of `eos_token_ids` where an answer may not end yet.
+    """
+    logits = without_early_ends(penalize(logits, draws), draws, eos_token_ids)
     random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     tokens = (
         _argmax(logits) if len(random) < len(draws) else torch.empty(len(draws), dtype=torch.int64).to(logits.device)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.draws import NUMBER, SETTINGS, Draw, Draws
-from engine.kernels import triton_choice, triton_sampling
+from engine.kernels.sampling import triton_choice, triton_sampling
 
 PARAMS: int = triton_sampling.PARAMS.value
 ALIGNED: int = triton_sampling.ALIGNED.value

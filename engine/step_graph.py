@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.batch import StepBatch
+from engine.step_buffer import StepSizes
 from engine.step_packer import PackedStep, StepPacker, view_step
-from engine.step_sections import StepSizes
 
 Pool = Any
 """What `torch.cuda.graph_pool_handle` returns: memory that graphs share."""
@@ -45,18 +45,15 @@ def empty_step(
     singles: int,
     max_row_tokens: int,
     context: int,
-    windows: int = 0,
 ) -> tuple[Tensor, PackedStep]:
     """A step of `sizes` with nothing in it: the words on `device` that it reads, and its tensors, which lie in them.
 
-    Its first `singles` rows have one token each, the others up to `max_row_tokens`; `windows` as in `StepLayout`.
+    Its first `singles` rows have one token each, the others up to `max_row_tokens`.
     """
     host = torch.empty(sizes.words, dtype=torch.int64)
     packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=singles)
     words = host.to(device)
-    return words, view_step(
-        words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles, windows=windows
-    )
+    return words, view_step(words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
 
 
 def capture_step(

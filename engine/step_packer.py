@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.batch import StepBatch, StepRow
+from engine.batch import FROM_HOST, RowColumns, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache
+from engine.config.model import ModelConfig
 from engine.kernels.base import StepLayout
-from engine.models.config import ModelConfig
-from engine.packed_rows import FINE, WRONG_PAGE, WRONG_TOKEN, fault_of, fill_rows
-from engine.step_sections import Narrow, Sections, StepSizes, Words
-from engine.token_rows import FROM_HOST, RowColumns
+from engine.step_buffer import FINE, WRONG_PAGE, WRONG_TOKEN, Narrow, Sections, StepSizes, Words, fault_of, fill_rows
 from wire.errors import Internal
 
 _NOWHERE = -1
@@ -216,7 +214,7 @@ def unpack(words: Tensor, sizes: StepSizes, batch: StepBatch) -> PackedStep:
 
 
 def view_step(
-    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int, windows: int = 0
+    words: Tensor, sizes: StepSizes, *, max_row_tokens: int, max_context: int, single_rows: int
 ) -> PackedStep:
     """As `unpack`, for any batch of these bounds."""
     wide = sum(sizes.wide_room)
@@ -232,7 +230,6 @@ def view_step(
         max_row_tokens=max_row_tokens,
         max_context=max_context,
         single_rows=single_rows,
-        windows=windows,
     )
     return PackedStep(token_ids, sources, layout, None if sizes.drawn == sizes.tokens else drawn)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from engine.batch import Draw, History, scores_of, wants_logprobs
 from engine.draws import Draws
-from engine.kernels.triton_logprobs import MOST_TOP, logprobs
+from engine.kernels.sampling.triton_logprobs import MOST_TOP, logprobs
+from engine.least_lengths import HeldLogits
 from engine.penalty_counts import PenaltyCounts
 from engine.sampler_cuda import MANY_ROWS, PARAMS, DeviceSampler
 from wire.messages import SamplingParams, TokenLogprobs
@@ -51,11 +52,22 @@ class DrawMemory:
 class TokenDraws:
     """Draws every step's tokens into `drawn`, where the next step finds them."""
 
-    def __init__(self, sampler: DeviceSampler, counts: PenaltyCounts, drawn: Tensor, *, pdl: bool) -> None:
-        """`drawn` [most draws of a step] int64; `counts` has as many rows as `sampler` samples at once."""
+    def __init__(
+        self,
+        sampler: DeviceSampler,
+        counts: PenaltyCounts,
+        drawn: Tensor,
+        eos_token_ids: Sequence[int] = (),
+        *,
+        pdl: bool,
+    ) -> None:
+        """`drawn` [most draws of a step] int64; `counts` has as many rows as `sampler` samples at once. None of
+        `eos_token_ids` is drawn where an answer may not end yet.
+        """
         self._sampler = sampler
         self._counts = counts
         self._drawn = drawn
+        self._eos_token_ids = eos_token_ids
         self._pdl = pdl
 
     def make_memory(self) -> DrawMemory:
@@ -89,7 +101,11 @@ class TokenDraws:
         Returns what reads the result out of `memory`, once the device is through.
         """
         draws = Draws.of(draws)
-        if not (greedy_is_drawn and draws.greedy and not draws.penalized):
+        if draws.may_not_end:
+            held = HeldLogits(logits, draws, self._eos_token_ids)
+            self._sample(logits, draws, late, memory)
+            held.let_go()
+        elif not (greedy_is_drawn and draws.greedy and not draws.penalized):
             self._sample(logits, draws, late, memory)
         count = len(draws)
         memory.tokens[:count].copy_(self._drawn[:count], non_blocking=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kv_transfer.base import Direction, NoticeHandler, Transport
+from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import load_nixl
 from kv_transfer.nixl_transport import NixlTransport
@@ -27,16 +27,22 @@ class BackendReport:
 
 
 def open_transport(
-    kind: str, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler, direction: Direction = Direction.WRITE
+    kind: str,
+    layout: KVLayout,
+    me: PeerRef,
+    on_notice: NoticeHandler,
+    *,
+    trusted_network: bool = False,
 ) -> Transport:
-    """A transport over the pool at `layout`; the caller closes it before the pool's memory goes.
+    """A transport over the pool at `layout`; the caller closes it before the pool's memory goes. Peers are on this
+    host, and nothing listens to a network, unless that is a `trusted_network`.
 
-    InvalidArgument for an unknown kind; FailedPrecondition when its package cannot be imported; TransferFailed when
-    the pool cannot be registered.
+    InvalidArgument for an unknown kind, or a UCX_TLS that asks for a network all the same; FailedPrecondition when its
+    package cannot be imported; TransferFailed when the pool cannot be registered.
     """
     if kind != "nixl":
         raise InvalidArgument("transfer", f"`{kind}` is unknown; the one back end is `nixl`")
-    return NixlTransport(layout, me, on_notice, Direction(direction))
+    return NixlTransport(layout, me, on_notice, trusted_network=trusted_network)
 
 
 def available_backends() -> BackendReport:

@@ -3,9 +3,7 @@
 Ownership: the sender only reads its own pages and writes the peer's pages it was allotted; it never frees. Local pages
 must stay untouched until the write is settled (`done` or `failed` — and quiet: no byte of them is read any more). The
 peer's pages are quiet, too, when it is done; of one that failed, bytes may lie in the peer's buffers and land later,
-so the sender says that one has failed and the peer keeps its pages apart for a while (`fence.py`). A write is the
-sender's either way: which of the two processes moves the bytes, the `Direction`, is the transport's own affair and a
-setting.
+so the sender says that one has failed and the peer keeps its pages apart for a while (`fence.py`).
 
 Threads: every method may be called from any thread and returns without waiting for the network, except `close`.
 Callbacks run on the transport's own thread and must return at once.
@@ -16,20 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import StrEnum
 
 from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 NoticeHandler = Callable[[TransferNotice], None]
-
-
-class Direction(StrEnum):
-    """Who moves the bytes of a write; both ends must agree."""
-
-    WRITE = "write"
-    """The sender writes into the receiver's memory."""
-    READ = "read"
-    """The receiver reads from the sender's memory, when it is told to."""
 
 
 def whenever() -> float:
@@ -60,9 +48,7 @@ class PageWrite:
     It begins once those `behind` which it goes have landed, and never if one of them has not; they are this sender's,
     too. The notice arrives after every byte of all of these. A write that has not begun by `begin_by`
     (`time.monotonic`) never does: that is for how long the peer has given its pages. It is asked when the write could
-    begin, on any thread. Where the peer moves the bytes (`Direction.READ`) this end asks for none past it, and the peer
-    begins nothing that may have waited at its door for longer than a few seconds, as after it stood still: then the
-    write fails.
+    begin, on any thread.
     """
 
     peer: PeerRef
@@ -131,7 +117,7 @@ class Transport(Sender, Receiver):
 
     @abstractmethod
     def transport_name(self) -> str:
-        """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX write (cma)`."""
+        """Back end and the wires it found to its peers, for logs and `tandem status`, e.g. `UCX (cma)`."""
 
     def transport_kinds(self) -> str:
         """The same without any peer's name, for metrics: it has few values, however many peers come and go."""
@@ -139,6 +125,10 @@ class Transport(Sender, Receiver):
 
     def facts(self) -> tuple[tuple[str, str], ...]:
         """For the handshake, (name, value) in words: what the transports of two workers must share."""
+        return ()
+
+    def open_ports(self) -> tuple[str, ...]:
+        """host:port of each TCP socket at which the transport listens, to whoever reaches it."""
         return ()
 
     def warnings(self) -> tuple[str, ...]:

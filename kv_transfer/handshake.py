@@ -12,7 +12,7 @@ from kv_transfer.layout import KVLayout
 from wire.errors import FailedPrecondition
 from wire.messages import Handshake, PeerDescription
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 7
 """Grows with each change of meaning in the messages or bytes two workers exchange."""
 
 Facts = tuple[tuple[str, str], ...]
@@ -26,7 +26,6 @@ def layout_facts(layout: KVLayout) -> Facts:
         ("item_bytes", str(layout.item_bytes)),
         ("layers", str(layout.layers)),
         ("kv_heads", str(layout.kv_heads)),
-        ("first_head", str(layout.first_head)),
         ("head_dim", str(layout.head_dim)),
         ("page_tokens", str(layout.page_tokens)),
     )

@@ -111,6 +111,11 @@ class InMemoryFabric:
             if not self._wake.wait_for(lambda: not self._flights and not self._carrying, timeout_s):
                 raise TimeoutError(f"{len(self._flights)} writes have not landed in {timeout_s} s")
 
+    def in_flight(self) -> int:
+        """Writes that were posted and have not landed."""
+        with self._wake:
+            return len(self._flights)
+
     def close(self) -> None:
         """Stop the thread; what is on the way fails."""
         with self._wake:

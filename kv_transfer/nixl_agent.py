@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import UCX_LOG
-from kv_transfer.processes import this_process
+from kv_transfer.processes import lives, this_process
+from kv_transfer.ucx_shared_memory import check_transports, listening, ucx_settings
 from kv_transfer.wires import host_id
 from wire.errors import FailedPrecondition
 from wire.messages import PeerDescription, PeerRef
@@ -28,6 +28,8 @@ from wire.messages import PeerDescription, PeerRef
 log = logging.getLogger(__name__)
 
 UCX = "UCX"
+PROBE_BYTES = 4096
+"""Enough for UCX to have the kernel copy it from process to process."""
 
 
 class TransferState(Enum):
@@ -35,7 +37,7 @@ class TransferState(Enum):
 
     MOVING = "moving"
     DONE = "done"
-    """Every byte is in place (after puts NIXL flushes the endpoint) and the notice, if any, has left after them."""
+    """Every byte is in place (NIXL flushes the endpoint after puts) and the notice, if any, has left after them."""
     FAILED = "failed"
     """The endpoint has failed: UCX has completed everything on it with an error and posts nothing more there."""
 
@@ -79,19 +81,27 @@ class PoolAgent:
     NIXL's own errors leave these methods as they are; the caller makes them typed.
     """
 
-    def __init__(self, layout: KVLayout, me: PeerRef, direction: Direction = Direction.WRITE) -> None:
+    def __init__(self, layout: KVLayout, me: PeerRef, *, trusted_network: bool = False) -> None:
+        check_transports(os.environ, trusted_network=trusted_network)
         nixl = load_nixl()
         self.name, self.me = agent_name(me), me
-        self._layout, self._operation = layout, direction.upper()
+        self._layout, self._trusted_network = layout, trusted_network
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[UCX])
-        with UCX_LOG.captured(_ucx_settings(layout, direction)):
+        before = listening()
+        with UCX_LOG.captured(ucx_settings(trusted_network=trusted_network)):
             self._agent: Any = nixl.nixl_agent(self.name, config)
+        self.open_ports = tuple(sorted(listening() - before))
+        """host:port of each TCP socket that UCX has opened."""
         if UCX not in self._agent.backends:
             raise FailedPrecondition("NIXL has no UCX plug-in here; `tandem doctor` lists what it has")
         pool = [(layout.base_address, layout.total_bytes, layout.device_id, "")]
         self._registration = self._agent.register_memory(pool, layout.memory)
         own = _page_list(layout.base_address, layout.page_bytes, layout.pages, layout.device_id)
         self._local_pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, layout.memory)
+        self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        probe = (self._probe.ctypes.data, PROBE_BYTES, 0)
+        self._probe_registration = self._agent.register_memory([(*probe, "")], "DRAM")
+        self._local_probe = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [probe], "DRAM")
 
     def describe(self) -> PeerDescription:
         """How peers reach the pool."""
@@ -107,6 +117,7 @@ class PoolAgent:
             layout.memory,
             host_id(),
             this_process(),
+            self._probe.ctypes.data,
         )
 
     def connect(self, peer: PeerDescription) -> Connection:
@@ -128,12 +139,30 @@ class PoolAgent:
         connection.remote_pages.release()
         self._agent.remove_remote_agent(connection.agent)
 
+    def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
+        """Whether the peer's process has ended and UCX knows it now: it has failed all that waits for that peer.
+
+        UCX notices by itself only when it copies pages, not while notices wait in a segment that nobody reads. Here
+        it is made to copy: the kernel refuses, and the endpoint fails. On a trusted network UCX watches its peers.
+        """
+        if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
+            return False
+        try:
+            there = self._agent.prep_xfer_dlist(connection.agent, [(peer.probe_address, PROBE_BYTES, 0)], "DRAM")
+            handle = self._agent.make_prepped_xfer("READ", self._local_probe, [0], there, [0], b"", [UCX])
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            log.info("the process of %s has ended: %r", connection.agent, error)
+            return True
+        log.warning("the process of %s has ended, but its memory could be read: %s", connection.agent, state)
+        return False
+
     def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
         """A handle for `start`, `state` and `release`. The notice, which goes to the peer once all bytes are in place,
         may be empty, the pages not; both are in range.
         """
         return self._agent.make_prepped_xfer(
-            self._operation,
+            "WRITE",
             self._local_pages,
             np.asarray(local, dtype=np.int32),
             connection.remote_pages,
@@ -151,7 +180,7 @@ class PoolAgent:
         return self._seen(lambda: self._agent.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Free a handle. This stops nothing: UCX cannot cancel a put or a get, so one in flight goes on, unwatched."""
+        """Free a handle. This stops nothing: UCX cannot cancel a put, so one in flight goes on, unwatched."""
         try:
             handle.release()
         except Exception as error:
@@ -168,8 +197,10 @@ class PoolAgent:
     def close(self) -> None:
         """Deregister the pool and destroy the agent. No transfer may be in flight."""
         self._local_pages.release()
+        self._local_probe.release()
         self._agent.deregister_memory(self._registration)
-        self._local_pages = self._registration = self._agent = None
+        self._agent.deregister_memory(self._probe_registration)
+        self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
 
     def strand(self, handles: list[Any]) -> None:
         """Instead of `close` with transfers in flight that never end: nothing is freed, not even when Python exits.
@@ -186,12 +217,6 @@ class PoolAgent:
             log.info("NIXL says of a transfer: %r", error)
             return TransferState.FAILED
         return {"DONE": TransferState.DONE, "PROC": TransferState.MOVING}.get(state, TransferState.FAILED)
-
-
-def _ucx_settings(layout: KVLayout, direction: Direction) -> dict[str, str]:
-    """UCX does not read another process's GPU memory over CUDA IPC where it finds no NVLink, and falls to TCP."""
-    reads_gpu = direction is Direction.READ and layout.memory == "VRAM"
-    return {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"} if reads_gpu else {}
 
 
 def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:

@@ -1,8 +1,8 @@
-"""NIXL transfers in flight, writes or reads, and when each is known to be quiet.
+"""NIXL transfers in flight, and when each is known to be quiet.
 
-A put or a get of UCX cannot be taken back: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent
+A put of UCX cannot be taken back: `release_xfer_handle` frees NIXL's bookkeeping, and even removing the agent
 closes the endpoint with a flush. So one is quiet only
-- when NIXL says DONE: every byte is in its place (after puts NIXL flushes the endpoint);
+- when NIXL says DONE: every byte is in its place (NIXL flushes the endpoint after puts);
 - here, `ERROR_REST_S` after it failed: UCX ends everything on a failed endpoint and posts no more; what a network card
   or a copy engine had begun to read ends within microseconds. There nothing is proven: what TCP had taken lies in the
   peer's socket buffers and lands when that looks. So whoever hears that one failed may use its own pages again, and
@@ -39,7 +39,7 @@ class _Move:
 
 
 class Moves:
-    """All transfers that this agent has posted, in its direction. For the transport's thread alone."""
+    """All transfers that this agent has posted. For the transport's thread alone."""
 
     def __init__(self, agent: PoolAgent, links: Links, page_bytes: int) -> None:
         self._agent, self._links, self._page_bytes = agent, links, page_bytes
@@ -55,11 +55,6 @@ class Moves:
     @property
     def waited_for(self) -> bool:
         return any(not move.abandoned for move in self._moves)
-
-    @property
-    def abandoned(self) -> bool:
-        """Whether any moves that nobody wants to hear of."""
-        return any(move.abandoned for move in self._moves)
 
     @property
     def handles(self) -> list[Any]:
@@ -115,11 +110,6 @@ class Moves:
         if others:
             self._turn += 1
             yield others[self._turn % len(others)]
-
-    def abandon(self, link: Link) -> None:
-        """Nobody wants to hear of those over `link`."""
-        for move in self._moves:
-            move.abandoned |= move.link is link
 
     def abandon_all(self) -> None:
         """Nobody wants to hear of any."""

@@ -1,13 +1,17 @@
-"""The peers a NIXL transport moves pages to or from: one link a worker id, the latest incarnation only."""
+"""The peers a NIXL transport moves pages to: one link a worker id, the latest incarnation only."""
 
 import logging
+import time
 from dataclasses import dataclass
 
-from kv_transfer.nixl_agent import Connection, PoolAgent, agent_name
+from kv_transfer.nixl_agent import Connection, PoolAgent
 from wire.errors import TandemError, TransferFailed
 from wire.messages import PeerDescription, PeerRef
 
 log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""How often to ask whether peers' processes live."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,16 +33,12 @@ class Links:
         self._agent = agent
         self._links: dict[str, Link] = {}
         self._leaving: list[Link] = []
+        self._watch_at = 0.0
 
     def find(self, peer: PeerRef) -> Link | None:
         """The link to exactly this incarnation."""
         link = self._links.get(peer.worker_id)
         return link if link is not None and link.description.peer == peer else None
-
-    def find_agent(self, name: str) -> Link | None:
-        """The link to the agent of this name (`agent_name`)."""
-        link = self._links.get(name.rpartition("/")[0])
-        return link if link is not None and agent_name(link.description.peer) == name else None
 
     def find_until(self, peer: PeerRef) -> Link | None:
         """The link to this incarnation or to an earlier one."""
@@ -98,12 +98,26 @@ class Links:
             self._leaving.remove(link)
             self._disconnect(link)
 
+    def watch(self) -> None:
+        """Break the links to peers whose processes have ended; asked each `WATCH_S`."""
+        now = time.monotonic()
+        if now < self._watch_at:
+            return
+        self._watch_at = now + WATCH_S
+        for link in [*self._links.values(), *self._leaving]:
+            self._break_if_dead(link)
+
+    def _break_if_dead(self, link: Link) -> None:
+        if link.connection is not None and not link.broken:
+            link.broken = self._agent.fail_if_dead(link.description, link.connection)
+
     def drop_all(self) -> None:
         """Forget everybody."""
         for link in list(self._links.values()):
             self.drop(link)
 
     def _disconnect(self, link: Link) -> None:
+        self._break_if_dead(link)  # else UCX waits for the dead to read their notices
         connection, link.connection, link.broken, link.reached = link.connection, None, False, False
         if connection is not None:
             try:

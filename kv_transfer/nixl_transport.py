@@ -18,14 +18,13 @@ from functools import partial
 
 from google.protobuf.message import DecodeError
 
-from kv_transfer.base import Direction, NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
 from kv_transfer.behind import hold
 from kv_transfer.layout import KVLayout
 from kv_transfer.listening import Listening
 from kv_transfer.nixl_agent import UCX, PoolAgent, agent_name
-from kv_transfer.nixl_mover import Flight, Mover
+from kv_transfer.nixl_flight import Flight
 from kv_transfer.nixl_peers import Links
-from kv_transfer.nixl_reads import Reads
 from kv_transfer.nixl_wire import UCX_LOG
 from kv_transfer.nixl_writes import Writes
 from kv_transfer.pace import wait_precisely
@@ -42,11 +41,10 @@ CONNECT_ATTENTION_S = 1.0
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 _CLOSED = "this worker's transport is closed"
-_MOVERS: dict[Direction, type[Writes] | type[Reads]] = {Direction.WRITE: Writes, Direction.READ: Reads}
 
 
 class NixlTransport(Transport):
-    """A registered pool, its agent, and what moves pages in its direction. The pool's memory stays the engine's and
+    """A registered pool, its agent, and the writes of its pages. The pool's memory stays the engine's and
     must outlive `close`.
 
     FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered, or not in time.
@@ -55,14 +53,21 @@ class NixlTransport(Transport):
     backend = UCX
 
     def __init__(
-        self, layout: KVLayout, me: PeerRef, on_notice: NoticeHandler, direction: Direction = Direction.WRITE
+        self,
+        layout: KVLayout,
+        me: PeerRef,
+        on_notice: NoticeHandler,
+        *,
+        trusted_network: bool = False,
     ) -> None:
-        self._layout, self._me, self._on_notice, self._direction = layout, me, on_notice, direction
+        self._layout, self._me, self._on_notice = layout, me, on_notice
+        self._trusted_network = trusted_network
+        self._open_ports: tuple[str, ...] = ()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._expected = 0
         self._listening = Listening()
         self._attentive_until = 0.0
-        self._wires = Wires(UCX, agent_name(me), layout, host_id(), direction)
+        self._wires = Wires(UCX, agent_name(me), layout, host_id())
         self._closing = self._left = False
         self._gate = threading.Lock()
         started: Future[PeerDescription] = Future()
@@ -83,6 +88,11 @@ class NixlTransport(Transport):
             raise FailedPrecondition(
                 f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
                 f" {self._layout.page_bytes}; start both workers with the same model and page settings"
+            )
+        if description.host and description.host != host_id() and not self._trusted_network:
+            raise FailedPrecondition(
+                f"{description.peer.worker_id} is on another host, and KV pages cross no network that is not declared"
+                " trusted; start the cluster with --trusted-network if nobody but workers reaches workers there"
             )
         self._command(partial(self._add_peer, description))
 
@@ -117,7 +127,11 @@ class NixlTransport(Transport):
         return self._wires.kinds
 
     def facts(self) -> tuple[tuple[str, str], ...]:
-        return (("kv_direction", str(self._direction)),)
+        network = "trusted" if self._trusted_network else "none"
+        return (("kv_network", network),)
+
+    def open_ports(self) -> tuple[str, ...]:
+        return self._open_ports
 
     def warnings(self) -> tuple[str, ...]:
         return self._wires.warnings
@@ -143,7 +157,7 @@ class NixlTransport(Transport):
     def _take(self, flight: Flight) -> None:
         write = flight.write
         if write.notice is not None and not all(other.done() for other in write.behind):
-            self._mover.announce(write.peer)
+            self._writes.announce(write.peer)
         hold(write.behind, partial(self._begin, flight))
 
     def _begin(self, flight: Flight, why_not: str) -> None:
@@ -152,14 +166,16 @@ class NixlTransport(Transport):
             flight.fail(why_not or _CLOSED)
             return
         flight.begun_at = time.monotonic()
-        self._guarded(partial(self._mover.post, flight))
+        self._guarded(partial(self._writes.post, flight))
 
     def _run(self, started: "Future[PeerDescription]") -> None:
         wait_precisely()
         try:
-            self._agent = PoolAgent(self._layout, self._me, self._direction)
+            trusted = self._trusted_network
+            self._agent = PoolAgent(self._layout, self._me, trusted_network=trusted)
+            self._open_ports = self._agent.open_ports
             self._links = Links(self._agent)
-            self._mover: Mover = _MOVERS[self._direction](self._agent, self._links, self._layout, self._deliver)
+            self._writes = Writes(self._agent, self._links, self._layout, self._deliver)
             started.set_result(self._agent.describe())
         except TandemError as error:
             started.set_exception(error)
@@ -167,23 +183,25 @@ class NixlTransport(Transport):
         except Exception as error:
             started.set_exception(TransferFailed(f"NIXL could not take the page pool: {error!r}; try `tandem doctor`"))
             return
+        pause_s = LISTEN_S
         while not self._closing:
-            self._guarded(self._step)
+            pause_s = LISTEN_S if self._guarded(self._step, pause_s) else min(2 * pause_s, REST_S)
         self._guarded(self._finish)
 
     def _step(self) -> None:
         self._obey(self._patience_s())
-        self._mover.poll()
+        self._writes.poll()
+        self._links.watch()
         self._links.sweep()
         self._hear()
-        while self._mover.reached:
-            self._wires.learn(self._mover.reached.pop(), UCX_LOG.text())
+        while self._writes.reached:
+            self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
 
     def _patience_s(self) -> float:
-        if self._mover.notice_due:
+        if self._writes.notice_due:
             return DUE_LISTEN_S
-        if self._mover.waited_for:
-            return self._mover.next_look_s
+        if self._writes.waited_for:
+            return self._writes.next_look_s
         if self._expected or time.monotonic() < self._attentive_until:
             return LISTEN_S
         return REST_S
@@ -199,16 +217,13 @@ class NixlTransport(Transport):
             return
 
     def _hear(self) -> None:
-        # Time does not count in which this end itself still reads for somebody who is taken for dead.
-        self._listening.look(counts=not self._mover.reads_in_vain)
-        notices = self._agent.notices()
-        for sender, data in notices:
+        self._listening.look()
+        for sender, data in self._agent.notices():
             self._guarded(partial(self._hear_one, sender, data))
-        self._mover.act(self._listening.found(len(notices)))
 
     def _hear_one(self, sender: str, data: bytes) -> None:
         try:
-            self._mover.hear(sender, data)
+            self._writes.hear(sender, data)
         except DecodeError:
             log.warning("a notice from %s cannot be read; it was dropped", sender)
 
@@ -221,7 +236,7 @@ class NixlTransport(Transport):
     def _add_peer(self, description: PeerDescription) -> None:
         replaced = self._links.replaced_by(description)
         if replaced is not None:
-            self._mover.abandon(replaced, "the worker was restarted")
+            self._writes.abandon(replaced, "the worker was restarted")
             self._links.drop(replaced)
             self._wires.forget(replaced.description.peer)
         self._links.add(description)
@@ -230,7 +245,7 @@ class NixlTransport(Transport):
     def _remove_peer(self, peer: PeerRef) -> None:
         link = self._links.find_until(peer)
         if link is not None:
-            self._mover.abandon(link, "the worker is gone")
+            self._writes.abandon(link, "the worker is gone")
             self._links.drop(link)
             self._wires.forget(link.description.peer)
 
@@ -238,14 +253,14 @@ class NixlTransport(Transport):
         """Wait for what is unfinished, bounded; then leave."""
         self._obey(0)
         self._left = True
-        self._mover.leave()
         give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._mover.unfinished and time.monotonic() < give_up_at:
-            time.sleep(self._mover.next_look_s)
-            self._mover.poll()
+        while self._writes.unfinished and time.monotonic() < give_up_at:
+            time.sleep(self._writes.next_look_s)
+            self._links.watch()
+            self._writes.poll()
             self._hear()
-        self._mover.abandon_all("this worker is closing")
-        handles = self._mover.handles
+        self._writes.abandon_all("this worker is closing")
+        handles = self._writes.handles
         if handles:
             log.warning("%d transfers of %s never came to rest", len(handles), agent_name(self._me))
             self._agent.strand([self._links, *handles])
@@ -253,10 +268,14 @@ class NixlTransport(Transport):
         self._links.drop_all()
         self._agent.close()
 
-    def _guarded(self, act: Callable[[], None]) -> None:
-        """The thread outlives every error; one that comes back with every step does not become a busy loop."""
+    def _guarded(self, act: Callable[[], None], pause_s: float = LISTEN_S) -> bool:
+        """Whether it went well. The thread outlives every error; one that comes back with every step does not become a
+        busy loop.
+        """
         try:
             act()
         except Exception:
             log.exception("the transfer thread of %s goes on after an error", agent_name(self._me))
-            time.sleep(LISTEN_S)
+            time.sleep(pause_s)
+            return False
+        return True

@@ -8,7 +8,7 @@ With `UCX_PROTO_INFO=y` UCX prints, at the first use of a peer, tables of the pr
     | 0..inf | zero-copy   | cma/memory                               |
 
 NIXL posts its writes with the `multi` flag, so that table, for our agent's name, is the truth about pages that it
-writes (and `remote memory read by ucp_get*(multi)` about those it reads); tables of other operations (tcp carries the
+writes; tables of other operations (tcp carries the
 notices even where cma carries the pages) are not. The log goes to an anonymous
 file in memory, which also keeps UCX's chatter off the terminal. When the user has set these variables, or nothing
 that fits is found, the wire is unknown, and is not guessed.
@@ -21,33 +21,25 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from kv_transfer.base import Direction
-
 _TABLE = re.compile(r"\[[^]]*\] \[[^]]*\]\s+[|+]")
 _ROW = re.compile(r"\|\s*(\d+)([KMGT]?)(?:\.\.(?:(\d+)([KMGT]?)|(inf)))?\s*\|([^|]*)\|([^|]*)\|")
 _WIRE = re.compile(r"([a-z][a-z0-9_]*)/[\w:.\-]+")
 _NEAR, _FAR = ("intra-node", "self"), ("inter-node",)
-_OPERATIONS = {
-    Direction.WRITE: "remote memory write by ucp_put*(multi)",
-    Direction.READ: "remote memory read by ucp_get*(multi)",
-}
+_OPERATION = "remote memory write by ucp_put*(multi)"
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def find_wire(
-    log: str, agent: str, page_bytes: int, *, near: bool | None = None, direction: Direction = Direction.WRITE
-) -> str | None:
-    """Transports in the newest table for writes, or reads, of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if
-    unknown.
+def find_wire(log: str, agent: str, page_bytes: int, *, near: bool | None = None) -> str | None:
+    """Transports in the newest table for writes of `page_bytes` by `agent`, e.g. `cma`, `rc_mlx5`; None if unknown.
 
     Tables for peers on this host count if `near`, those for other hosts if not; any if None, or if there is no other.
     """
     places = () if near is None else _NEAR if near else _FAR
     heads = [*(f"| {agent} {place} " for place in places), f"| {agent} "]
-    return next((wire for head in heads if (wire := _newest(log, head, _OPERATIONS[direction], page_bytes))), None)
+    return next((wire for head in heads if (wire := _newest(log, head, page_bytes))), None)
 
 
-def _newest(log: str, head: str, operation: str, page_bytes: int) -> str | None:
+def _newest(log: str, head: str, page_bytes: int) -> str | None:
     found = None
     owner = ours = False
     for line in log.splitlines():
@@ -55,7 +47,7 @@ def _newest(log: str, head: str, operation: str, page_bytes: int) -> str | None:
             owner = ours = False
         owner = head in line or (owner and " cfg#" not in line)
         if " by ucp_" in line:
-            ours = owner and operation in line
+            ours = owner and _OPERATION in line
         row = _ROW.search(line) if ours else None
         if row is not None and _covers(row, page_bytes):
             found = "+".join(dict.fromkeys(_WIRE.findall(row[7]))) or found

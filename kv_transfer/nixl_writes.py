@@ -1,4 +1,4 @@
-"""Direction `write`: this worker's NIXL puts its pages into the peer's pool, and sends the notice behind them.
+"""This worker's NIXL puts its pages into the peer's pool, and sends the notice behind them.
 
 While a write with a notice is held behind others, its receiver is told that the notice is due, and listens closely. It
 only saves time: what is lost of it, or comes late, does no harm.
@@ -6,28 +6,33 @@ only saves time: what is lost of it, or comes late, does no harm.
 
 import logging
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import PoolAgent
-from kv_transfer.nixl_mover import Deliver, Flight, Mover
+from kv_transfer.nixl_flight import Flight
 from kv_transfer.nixl_moves import Moves
 from kv_transfer.nixl_peers import Link, Links
 from wire.convert import decode_notice, encode_notice
 from wire.errors import TransferFailed
-from wire.messages import PeerDescription, PeerRef
+from wire.messages import PeerDescription, PeerRef, TransferNotice
 
 log = logging.getLogger(__name__)
 
+Deliver = Callable[[str, TransferNotice], None]
+"""(agent name of the sender, its notice): hands it to the worker, or drops one that is not that sender's."""
 NOTICE_DUE = b"\0"
 """In the place of a notice: one follows soon. No TransferNotice is encoded like this."""
 DUE_S = 5e-3
 """For how long to listen closely: the last pages of most prompts take less."""
 
 
-class Writes(Mover):
-    """A write is one transfer of this agent. What is heard are the notices of others' writes into this pool."""
+class Writes:
+    """Carries writes out: each is one transfer of this agent. What is heard are the notices of others' writes into this
+    pool. For the transport's thread alone.
+    """
 
     def __init__(self, agent: PoolAgent, links: Links, layout: KVLayout, deliver: Deliver) -> None:
         self._links, self._layout, self._deliver = links, layout, deliver
@@ -38,25 +43,31 @@ class Writes(Mover):
 
     @property
     def unfinished(self) -> bool:
+        """Whether anything has not come to rest."""
         return bool(self._moves)
 
     @property
     def waited_for(self) -> bool:
+        """Whether somebody waits for any of that."""
         return self._moves.waited_for
 
     @property
     def handles(self) -> list[Any]:
+        """NIXL's handles of all that has not come to rest."""
         return self._moves.handles
 
     @property
     def next_look_s(self) -> float:
+        """How long to wait before the next `poll`."""
         return self._moves.next_look_s
 
     @property
     def reached(self) -> list[PeerDescription]:
+        """Peers of connections whose first transfer has ended well, for whoever takes them off."""
         return self._moves.reached
 
     def post(self, flight: Flight) -> None:
+        """Begin a write, or fail it when it is late, impossible or its peer is out of reach: nothing moved then."""
         write, link = flight.write, self._links.find(flight.write.peer)
         wrong = flight.wrong(link, self._layout.pages)
         if wrong or link is None:
@@ -75,9 +86,11 @@ class Writes(Mover):
             flight.future.set_exception(error)
 
     def poll(self) -> None:
+        """Make progress and end what has come to rest."""
         self._moves.poll()
 
     def hear(self, sender: str, data: bytes) -> None:
+        """A notification from the agent `sender`. google.protobuf.message.DecodeError when it cannot be read."""
         if data == NOTICE_DUE:
             self._due[sender] = time.monotonic() + DUE_S
             return
@@ -85,6 +98,7 @@ class Writes(Mover):
         self._deliver(sender, decode_notice(data))
 
     def announce(self, peer: PeerRef) -> None:
+        """A notice for this peer waits for writes in flight: let it listen closely."""
         link = self._links.find(peer)
         if link is None or not link.reached:
             return
@@ -95,6 +109,7 @@ class Writes(Mover):
 
     @property
     def notice_due(self) -> bool:
+        """Whether a peer has said that its notice comes soon."""
         if not self._due:
             return False
         now = time.monotonic()
@@ -102,21 +117,16 @@ class Writes(Mover):
         return bool(self._due)
 
     def abandon(self, link: Link, why: str) -> None:
+        """Fail every write to a peer that is taken for dead, each when it is quiet; tell that peer nothing."""
         for flight in [flight for flight, its_link in self._flights.items() if its_link is link]:
             flight.doomed = why
 
-    @property
-    def reads_in_vain(self) -> bool:
-        return False
-
     def abandon_all(self, why: str) -> None:
+        """Fail every write: the transport ends."""
         self._moves.abandon_all()
         for flight in self._flights:
             flight.fail(why)
         self._flights.clear()
-
-    def leave(self) -> None:
-        """What is in flight is waited for; nothing more is asked of this end."""
 
     def _ended(self, flight: Flight, whole: bool) -> None:
         del self._flights[flight]

@@ -1,6 +1,6 @@
-"""The wire that pages take to or from each peer, once it is known: said once, and loudly if it is the slow one.
+"""The wire that pages take to each peer, once it is known: said once, and loudly if it is the slow one.
 
-A wire is known to whoever moves the bytes, after the first of them, from UCX's own tables (`nixl_wire.py`). These do
+A wire is known to the sender, after the first of them, from UCX's own tables (`nixl_wire.py`). These do
 not name peers, but say whether they speak of this host or of others, so where a peer lives decides which table is its
 own.
 """
@@ -11,7 +11,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_wire import find_wire
 from wire.messages import PeerDescription, PeerRef
@@ -20,7 +19,6 @@ log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 TCP = "tcp"
-_GO = {Direction.WRITE: ("go", "to"), Direction.READ: ("come", "from")}
 
 
 def host_id() -> str:
@@ -34,35 +32,30 @@ def host_id() -> str:
 class Wires:
     """The wires of one transport. `learn` and `forget` belong to its thread; the rest may be read from any."""
 
-    def __init__(
-        self, backend: str, agent: str, layout: KVLayout, host: str, direction: Direction = Direction.WRITE
-    ) -> None:
-        self._backend = f"{backend} {direction}"
-        self._direction = direction
+    def __init__(self, backend: str, agent: str, layout: KVLayout, host: str) -> None:
+        self._backend = backend
         self._agent = agent
         self._layout = layout
         self._host = host
-        self._known: dict[PeerRef, tuple[str, tuple[str, ...]]] = {}
+        self._known: dict[PeerRef, tuple[str, str]] = {}
         self.name = self._backend
-        """Back end, direction and wires, e.g. `UCX write (cma)`, with the peers where they differ."""
+        """Back end and wires, e.g. `UCX (cma)`, with the peers where they differ."""
         self.kinds = self._backend
-        """The same without peers, e.g. `UCX write (cma, tcp)`: there are as many as combinations of wires."""
+        """The same without peers, e.g. `UCX (cma, tcp)`: there are as many as combinations of wires."""
         self.warnings: tuple[str, ...] = ()
-        """What is slower or more fragile than it could be, with each peer, and what to do."""
+        """What is slower than it could be, with each peer, and what to do."""
 
     def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
-        """First pages have moved to or from `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
+        """First pages have moved to `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
         near = bool(self._host) and peer.host == self._host
         place = near if peer.host else None
-        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place, direction=self._direction) or ""
-        go, to = _GO[self._direction]
-        way, on_gpu = f"{go} {to} {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
+        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
+        way, on_gpu = f"go to {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
         slow = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
-        found = tuple(filter(None, (slow, fragile_wire(wire, way, self._direction))))
         log.info("KV pages %s by %s (%s)", way, self._backend, wire or "UCX does not say which wire")
-        for warning in found:
-            log.warning("%s", warning)
-        self._known[peer.peer] = (wire, found)
+        if slow:
+            log.warning("%s", slow)
+        self._known[peer.peer] = (wire, slow)
         self._sum_up()
 
     def forget(self, peer: PeerRef) -> None:
@@ -73,11 +66,10 @@ class Wires:
     def _sum_up(self) -> None:
         wires = sorted((peer.worker_id, wire) for peer, (wire, _) in self._known.items() if wire)
         kinds = sorted({wire for _, wire in wires})
-        _, to = _GO[self._direction]
-        named = kinds if len(kinds) < 2 else [f"{wire} {to} {worker_id}" for worker_id, wire in wires]
+        named = kinds if len(kinds) < 2 else [f"{wire} to {worker_id}" for worker_id, wire in wires]
         self.name = self._naming(named)
         self.kinds = self._naming(kinds)
-        self.warnings = tuple(warning for _, warnings in self._known.values() for warning in warnings)
+        self.warnings = tuple(slow for _, slow in self._known.values() if slow)
 
     def _naming(self, wires: Sequence[str]) -> str:
         return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
@@ -92,7 +84,7 @@ def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Map
     """
     if not wire and on_gpu:
         return f"KV pages {way} by a wire that UCX does not name: it may be TCP; unset UCX_LOG_FILE and UCX_LOG_LEVEL"
-    if not _has_tcp(wire) or not (near or on_gpu):
+    if TCP not in wire.split("+") or not (near or on_gpu):
         return ""
     if near and on_gpu:
         why, better = "both workers are on this host and pages on a GPU", "CUDA IPC: both GPUs visible to both workers"
@@ -103,18 +95,3 @@ def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Map
     chosen = environment.get("UCX_TLS", "")
     advice = f"UCX_TLS={chosen} asks for it: unset it for {better}" if chosen else f"give it {better}"
     return f"KV pages {way} over TCP though {why}, many times slower than they could: {advice}"
-
-
-def fragile_wire(wire: str, way: str, direction: Direction) -> str:
-    """What to tell people of reads over TCP; "" = nothing.
-
-    TCP cannot read remote memory. UCX asks the sender's process for the bytes instead, and aborts that process when it
-    cannot answer because the reader has died.
-    """
-    if direction is Direction.WRITE or not _has_tcp(wire):
-        return ""
-    return f"KV pages {way} over TCP, where a reader's death may take the sender's process along: --kv-direction write"
-
-
-def _has_tcp(wire: str) -> bool:
-    return TCP in wire.split("+")

@@ -1,20 +1,21 @@
 """The prefill half: which prompts are computed in the next step, and what becomes of the results.
 
 The path of a request, by its queues (`prefill_worker/request.py`):
-  1. `submit`    puts it at the end of the line and starts its handoff
-  2. `schedule`  the line (`line.py`) says who is computed, the shortest first, up to the step's token budget; pages for
-                 the whole prompt (`prompt_pages.py`) as late as now, so that it finds what those before it have left
-                 in the cache
+  1. `submit`    appends it to the queue and starts its hand-over
+  2. `schedule`  the queue (`queue.py`) says which prompts are computed, the shortest first, up to the step's token
+                 budget. Pages for the whole prompt (`prompt_pages.py`) are taken as late as this, so that it finds
+                 what earlier prompts have left in the cache
   3. `apply`     counts what was computed; with the last chunk, the first token. The step after may be launched by then.
                  A local prompt is the decode half's before this returns, and is in the next step that is planned
-  4. `take_news` tells the handoffs, which write the pages of all others, end the request and call `forget`
+  4. `take_updates` tells the handoffs, which write the pages of all others, end the request and call `forget`
 
-Threads: `schedule`, `apply`, `take_news` and `announce` belong to the engine thread, everything else to the event
-loop; one lock guards both, and no call waits for more than it.
+`schedule`, `apply`, `take_updates` and `deliver_updates` are called on the engine thread, everything else on the event
+loop. One lock guards both, and no call waits for anything but this lock.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -23,18 +24,15 @@ from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
-from prefill_worker.destination import LocalDecode
-from prefill_worker.launched import LaunchedSteps
-from prefill_worker.line import NOTHING_WAITS, PromptLine, Start, Waiting
-from prefill_worker.news import EventThread, News
-from prefill_worker.notice import make_notice
-from prefill_worker.progress import Progress
+from prefill_worker.decode_peers import LocalDecode
+from prefill_worker.progress import EventThread, Progress, ProgressUpdates
 from prefill_worker.prompt_pages import PromptPages
-from prefill_worker.register import PromptRegister
-from prefill_worker.request import Abortable, PrefillRequest
-from prefill_worker.restless import Restless
+from prefill_worker.queue import NO_PROMPTS, InFlightSteps, PromptQueue, StartResult, WaitingPrompts
+from prefill_worker.registry import PendingTransfers, RequestRegistry
+from prefill_worker.request import Abortable, PrefillRequest, make_notice
 from wire.ending import pages_for, reason_to_end
-from wire.errors import InvalidArgument, TandemError
+from wire.errors import Internal, InvalidArgument, TandemError
+from wire.logs import about
 from wire.messages import (
     ModelFacts,
     PeerRef,
@@ -47,6 +45,8 @@ from wire.messages import (
     hash_token_ids,
 )
 from wire.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
 
 
 class PrefillHalf:
@@ -71,20 +71,23 @@ class PrefillHalf:
         self._local = local
         self._pages = PromptPages(cache, me, local)
         self._pages_total = cache.pool.counts().total
-        self._restless = Restless(LostPages(me.worker_id, config.quarantine_share_max), self._pages_total)
+        self._pending_transfers = PendingTransfers(
+            LostPages(me.worker_id, config.quarantine_share_max), self._pages_total
+        )
         self._model = model
         self._hand_over = hand_over
         self._wake = wake
         self._lock = threading.Lock()
-        self._register = PromptRegister(me, config.max_requests)
-        self._line = PromptLine()
-        self._steps = LaunchedSteps()
-        self._news = News(events)
+        self._registry = RequestRegistry(me, config.max_requests)
+        self.queue = PromptQueue()
+        """The prompts that are not computed to their end. Guarded by the half's lock, but for its `length`."""
+        self._steps = InFlightSteps()
+        self._updates = ProgressUpdates(events)
 
     @property
     def fenced(self) -> int:
         """Attempts that came after newer ones."""
-        return self._register.fenced
+        return self._registry.fenced
 
     # ---- event loop: requests come and go ----
 
@@ -96,11 +99,11 @@ class PrefillHalf:
         """
         request = self._make(task)
         with self._lock:
-            if self._register.knows(task):
+            if self._registry.knows(task):
                 return
-            self._register.check_room(task, self._restless.not_ready)
-            replaced = self._register.enter(request)
-            self._line.add(request)
+            self._registry.check_accepts(task, self._pending_transfers.not_ready)
+            replaced = self._registry.add(request)
+            self.queue.add(request)
         if replaced is not None and replaced.handoff is not None:
             replaced.handoff.abort()
         request.handoff = self._hand_over(request, self)
@@ -110,29 +113,29 @@ class PrefillHalf:
         """Forget these requests, every attempt up to the one named; unknown ones are ignored. No event is sent."""
         for ref in refs:
             with self._lock:
-                request = self._register.find(router_id, ref)
+                request = self._registry.find(router_id, ref)
             if request is not None and request.handoff is not None:
                 request.handoff.abort()
 
     def abort_router(self, router_id: str) -> list[RequestRef]:
         """Forget every request of a router; returns them."""
         with self._lock:
-            refs = [request.task.ref for owner, request in self._register if owner == router_id]
+            refs = [request.task.ref for owner, request in self._registry if owner == router_id]
         self.abort(router_id, refs)
         return refs
 
     def refs(self) -> list[tuple[str, RequestRef]]:
         """Every request that is not leaving, with its router."""
         with self._lock:
-            return [(router_id, request.task.ref) for router_id, request in self._register]
+            return [(router_id, request.task.ref) for router_id, request in self._registry]
 
     def close(self, why: str) -> None:
         """Take nothing new until `open`; what is here goes on."""
-        self._register.closed = why
+        self._registry.closed = why
 
     def open(self) -> None:
         """Take work."""
-        self._register.closed = ""
+        self._registry.closed = ""
 
     def withdraw(self, request: PrefillRequest) -> None:
         """Compute no more of this request; its progress says when the engine has let go of it."""
@@ -140,19 +143,19 @@ class PrefillHalf:
             request.withdrawn = True
             if request.in_flight:
                 return
-            self._line.leave(request)
+            self.queue.remove(request)
         request.progress.release()
 
     def outlived(self, request: PrefillRequest) -> None:
         """It is over and released by the engine, and its writes move on: its pages are lost until `forget`."""
         with self._lock:
-            self._restless.add(request)
+            self._pending_transfers.add(request)
 
     def forget(self, request: PrefillRequest) -> None:
         """The last of a request: released by the engine, its writes quiet. Gives its pages back."""
         with self._lock:
-            self._register.leave(request)
-            self._restless.discard(request)
+            self._registry.remove(request)
+            self._pending_transfers.discard(request)
             self._pages.give_back(request)
         # They know each other: with the knot they and all their writes would wait for the garbage collector.
         request.handoff = None
@@ -161,7 +164,7 @@ class PrefillHalf:
     def abandon(self) -> list[tuple[str, RequestRef]]:
         """The engine is lost: what it computed is released. Returns the requests of launched steps, with routers."""
         with self._lock:
-            left = self._steps.give_up()
+            left = self._steps.abandon()
         for request in left:
             self.withdraw(request)
         return [(request.task.router_id, request.task.ref) for request in left]
@@ -171,16 +174,11 @@ class PrefillHalf:
     def schedule(self, budget: int) -> list[StepRow]:
         """Rows of the next step with at most `budget` tokens in all; the pages stay this half's."""
         with self._lock:
-            step = self._line.plan(budget, self._config.max_rows, self._start)
-            self.announce()
+            step = self.queue.plan(budget, self._config.max_rows, self._start)
+            self.deliver_updates()
             if step:
-                self._steps.launch(step)
+                self._steps.add(step)
             return [request.next_chunk(tokens) for request, tokens in step]
-
-    @property
-    def first_gap_s(self) -> float:
-        """The tightest that local prompts bear which end in the newest step with any rows; infinite = none does."""
-        return self._steps.first_gap_s
 
     def apply(
         self, token_ids: Sequence[int | None], logprobs: Sequence[TokenLogprobs | None] = ()
@@ -190,72 +188,85 @@ class PrefillHalf:
         `logprobs` is empty or has an entry for each row.
         """
         events: list[RoutedEvent] = []
-        arrived: list[TransferNotice] = []
+        arrived: list[tuple[PrefillRequest, TransferNotice]] = []
         scores = logprobs or (None,) * len(token_ids)
         with self._lock:
-            step = self._steps.land() if token_ids else ()
+            step = self._steps.complete() if token_ids else ()
             for (request, chunk), token_id, score in zip(step, token_ids, scores, strict=True):
                 request.computed += chunk
                 request.in_flight -= 1
                 if request.withdrawn:
                     if not request.in_flight:
-                        self._line.leave(request)
-                        self._news.add(request.progress.release)
+                        self.queue.remove(request)
+                        self._updates.add(request.progress.release)
                 elif token_id is None:
-                    self._news.add(partial(request.progress.advance, request.computed))
+                    self._updates.add(partial(request.progress.advance, request.computed))
                 else:
-                    self._line.leave(request)
-                    event = self._finish(request, token_id, () if score is None else (score,))
-                    events.append(event)
-                    if request.local and event.event.finish_reason is None:
-                        arrived.append(self._local_notice(request, token_id))
-        for notice in arrived:
-            self._local.notice(notice)
+                    self.queue.remove(request)
+                    try:
+                        event = self._finish(request, token_id, () if score is None else (score,))
+                        if request.local and event.event.finish_reason is None:
+                            arrived.append((request, self._local_notice(request, token_id)))
+                        events.append(event)
+                    except Exception as error:
+                        self._break_off(request, error)
+        for request, notice in arrived:
+            try:
+                self._local.notice(notice)
+            except Exception as error:
+                self._break_off(request, error)
         return events
 
-    def take_news(self) -> Sequence[Callable[[], None]]:
-        """What the last step did, for the handoffs; behind the step's events, so that none overtakes."""
-        return self._news.take()
+    def _break_off(self, request: PrefillRequest, error: Exception) -> None:
+        """A prompt whose result cannot be handled fails alone: its handoff tells the router."""
+        request_id = request.task.ref.request_id
+        log.error("request %s met a defect", request_id, exc_info=error, extra=about(request_id))
+        reason = Internal("the result of the request's prompt could not be handled; see the worker's log")
+        self._updates.add(partial(request.progress.release, reason))
 
-    def announce(self) -> None:
+    def take_updates(self) -> Sequence[Callable[[], None]]:
+        """What the last step did, for the handoffs; behind the step's events, so that none overtakes."""
+        return self._updates.take()
+
+    def deliver_updates(self) -> None:
         """Have the event loop told by itself."""
-        self._news.announce()
+        self._updates.deliver()
 
     # ---- facts ----
 
     def waiting_requests(self) -> int:
         """Requests whose prompt is not wholly computed."""
         with self._lock:
-            return len(self._line)
+            return len(self.queue)
 
     def waiting_tokens(self) -> int:
         """Prompt tokens not yet computed."""
-        if not len(self._line):
+        if not len(self.queue):
             return 0
         with self._lock:
-            return sum(request.prompt_tokens - request.computed for request in self._line)
+            return sum(request.prompt_tokens - request.computed for request in self.queue)
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> WaitingPrompts:
         """What the next step could compute."""
-        if not len(self._line):
-            return NOTHING_WAITS
+        if not len(self.queue):
+            return NO_PROMPTS
         with self._lock:
-            return self._line.waiting()
+            return self.queue.waiting()
 
     @property
     def not_ready(self) -> str:
         """Why no prompts are taken for now, in words; empty = they are."""
-        return self._restless.not_ready
+        return self._pending_transfers.not_ready
 
-    def restless_pages(self) -> int:
+    def pending_transfer_pages(self) -> int:
         """KV pages of prompts that are over, which writes still read."""
         with self._lock:
-            return self._restless.pages
+            return self._pending_transfers.pages
 
     def known_requests(self) -> int:
         """Requests whose handoff has not ended."""
         with self._lock:
-            return len(self._register)
+            return len(self._registry)
 
     # ---- inside ----
 
@@ -271,17 +282,17 @@ class PrefillHalf:
         edges = [EdgeStamp.now(Edge.PREFILL_QUEUED)]
         return PrefillRequest(task, pages, local, Progress(), prefix, token_hash, edges=edges)
 
-    def _start(self, request: PrefillRequest) -> Start:
+    def _start(self, request: PrefillRequest) -> StartResult:
         """Give it its pages, if there is room."""
         try:
             if not self._pages.take(request):
-                return Start.NO_ROOM
+                return StartResult.NO_PAGES
         except TandemError as error:
-            self._news.add(partial(request.progress.release, error))
-            return Start.FAILED
+            self._updates.add(partial(request.progress.release, error))
+            return StartResult.FAILED
         if request.cached:
-            self._news.add(partial(request.progress.advance, request.cached))
-        return Start.STARTED
+            self._updates.add(partial(request.progress.advance, request.cached))
+        return StartResult.STARTED
 
     def _finish(self, request: PrefillRequest, token_id: int, logprobs: tuple[TokenLogprobs, ...]) -> RoutedEvent:
         task = request.task
@@ -289,7 +300,7 @@ class PrefillHalf:
         reason = reason_to_end(token_id, index, task.question_tokens, task.sampling, self._model)
         self._pages.publish(request)
         request.edges.append(EdgeStamp.now(Edge.PREFILL_FINISHED))
-        self._news.add(partial(request.progress.finish, token_id, reason))
+        self._updates.add(partial(request.progress.finish, token_id, reason))
         edges = tuple(request.edges)
         event = RequestEvent(
             task.ref, index, (token_id,), reason, edges=edges, logprobs=logprobs, cached_tokens=request.cached

@@ -3,13 +3,13 @@
 1. connect      while the request waits for its first chunk
 2. allot        the lease's promise becomes pages, as soon as the first chunk is computed or was cached; it says which
                 of the prompt's first pages the decode worker has and needs no more, and for how long the others may
-                be written (`permission.py`), which is renewed with those of other prompts (`renewals.py`)
+                be written (`write_window.py`); that time is renewed together with those of other prompts
 3. write        the other full pages of finished chunks, while the next chunk computes
 4. notice       with the last page, which the transport holds until all others have landed: token, draw, what was sent,
-                and checksums of some pages, which were begun as soon as those were final (`page_sums.py`). It goes
+                and checksums of some pages, which were begun as soon as those were final (`page_writes.py`). It goes
                 with a page because NIXL looks after writes to their end, and after a notice alone only until it is
                 handed on
-5. settle       whatever happened: the engine has let go and every write is quiet: only then are the pages free
+5. settle       whatever happened: the engine has let go and every write has settled: only then are the pages free
 6. give back    an undelivered lease, until the decode worker has heard it, and whether a write failed: if none did,
                 its pages wait for nothing else
 """
@@ -23,14 +23,10 @@ from typing import Protocol
 
 from kv_transfer.base import Sender
 from kv_transfer.checksums import PageChecks
-from prefill_worker.destination import DecodePeers, LocalDecode
-from prefill_worker.notice import make_notice
-from prefill_worker.outgoing import OutgoingWrites
-from prefill_worker.page_sums import OutgoingSums
-from prefill_worker.permission import Permission
-from prefill_worker.renewals import Renewals
-from prefill_worker.request import PrefillRequest
-from prefill_worker.writing import WritingTime
+from prefill_worker.decode_peers import DecodePeers, LocalDecode
+from prefill_worker.page_writes import OutgoingChecksums, OutgoingWrites, WritingTime
+from prefill_worker.request import PrefillRequest, make_notice
+from prefill_worker.write_window import WindowRenewals, WriteWindow
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
 from wire.logs import about
@@ -74,7 +70,7 @@ class Handoff:
         sender: Sender,
         backend: str,
         peers: DecodePeers,
-        renewals: Renewals,
+        renewals: WindowRenewals,
         local: LocalDecode,
         emit: Callable[[RoutedEvent], None],
         deadline_s: float,
@@ -120,7 +116,7 @@ class Handoff:
             await self._settle()
         except Exception:
             # Pages here may be lost with this. Those of the lease must not be, and they wait for the writes alone.
-            await self._writes.quiet()
+            await self._writes.settled()
             await self._give_back_unless_delivered()
             raise
         await self._give_back_unless_delivered()
@@ -128,9 +124,9 @@ class Handoff:
     async def _settle(self) -> None:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
-        if self._writes.moving:
+        if self._writes.in_progress:
             self._engine.outlived(self._request)
-        await self._writes.quiet()
+        await self._writes.settled()
         self._engine.forget(self._request)
 
     async def _give_back_unless_delivered(self) -> None:
@@ -163,7 +159,7 @@ class Handoff:
         else:
             await self._peers.release(destination, in_doubt=self._writes.in_doubt)
 
-    # ---- the way of a request that goes well ----
+    # ---- delivery, if nothing fails ----
 
     async def _deliver(self) -> None:
         progress, destination = self._request.progress, self._request.task.destination
@@ -171,8 +167,8 @@ class Handoff:
             await progress.until_released()
         elif self._request.local:
             await progress.until_released()
-            # The half has told the decode half, whose pages the KV is in.
-            self._delivered = self._goes_on()
+            # The half has told the decode half, whose pages the KV is in, unless it could not.
+            self._delivered = self._goes_on() and progress.failure is None
         else:
             await self._deliver_there(destination)
         if progress.failure is not None:
@@ -185,35 +181,37 @@ class Handoff:
         if progress.released and not self._goes_on():
             return
         needed = self._request.pages_needed
-        with Permission(self._peers, self._renewals, destination, needed) as permission:
-            await self._write(destination, permission, needed)
+        with WriteWindow(self._peers, self._renewals, destination, needed) as window:
+            await self._write(destination, window, needed)
         if self._delivered:
             self._peers.delivered(destination)
             edges = self._writes.edges()
             self._emit_event(RequestEvent(self._request.task.ref, edges=edges, transfer=self._stats()))
 
-    async def _write(self, destination: Destination, permission: Permission, needed: int) -> None:
+    async def _write(self, destination: Destination, window: WriteWindow, needed: int) -> None:
         """All pages, and the notice with the last; `_delivered` says whether there was a reason to."""
-        remote = await permission.pages()
+        remote = await window.pages()
         if not 1 <= len(remote) <= needed:
             raise Internal(f"{destination.peer.worker_id} allotted {len(remote)} of {needed} pages")
         self._skipped = needed - len(remote)
-        sums = OutgoingSums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
+        checksums = OutgoingChecksums(self._checks, destination.lease, self._request.prompt_tokens, self._skipped)
         token_hash = hash_token_ids(self._request.task.prompt_token_ids)  # takes long, so while chunks are computed
-        sent = await self._write_while_computing(destination, permission, sums)
+        sent = await self._write_while_computing(destination, window, checksums)
         if not self._goes_on():
             return
         last = needed - 1
         self._writes.last_chunk_ended()
         if sent < last:
-            await self._post(destination, permission, sent, last, None)
-        sums.begin(self._request.pages, sent, needed)
-        notice = self._notice(token_hash, await self._summed(sums))
-        await self._post(destination, permission, last, needed, notice)
-        await self._writes.landed()
+            await self._post(destination, window, sent, last, None)
+        checksums.begin(self._request.pages, sent, needed)
+        notice = self._notice(token_hash, await self._computed(checksums))
+        await self._post(destination, window, last, needed, notice)
+        await self._writes.completed()
         self._delivered = True
 
-    async def _write_while_computing(self, destination: Destination, permission: Permission, sums: OutgoingSums) -> int:
+    async def _write_while_computing(
+        self, destination: Destination, window: WriteWindow, checksums: OutgoingChecksums
+    ) -> int:
         """Write full pages as chunks finish until the engine lets go; returns how many need no more writing."""
         progress, sent = self._request.progress, self._skipped
         while not progress.released:
@@ -221,8 +219,8 @@ class Handoff:
             computed = progress.computed_tokens
             full = computed // self._page_tokens
             if full > sent:
-                await self._post(destination, permission, sent, full, None)
-                sums.begin(self._request.pages, sent, full)
+                await self._post(destination, window, sent, full, None)
+                checksums.begin(self._request.pages, sent, full)
                 sent = full
             await progress.beyond(computed)
         return sent
@@ -233,18 +231,18 @@ class Handoff:
         return progress.first_token_id is not None and progress.finish_reason is None
 
     async def _post(
-        self, destination: Destination, permission: Permission, first: int, end: int, notice: TransferNotice | None
+        self, destination: Destination, window: WriteWindow, first: int, end: int, notice: TransferNotice | None
     ) -> None:
         """Write the prompt's pages number `first` to `end - 1`, none of which is skipped."""
-        there = (await permission.pages())[first - self._skipped : end - self._skipped]
-        await permission.begin_by()
-        self._writes.post(destination.peer, self._request.pages[first:end], there, permission.until, notice)
+        there = (await window.pages())[first - self._skipped : end - self._skipped]
+        await window.ensure_open()
+        self._writes.post(destination.peer, self._request.pages[first:end], there, window.closes_at, notice)
 
-    async def _summed(self, sums: OutgoingSums) -> tuple[PageChecksum, ...]:
+    async def _computed(self, checksums: OutgoingChecksums) -> tuple[PageChecksum, ...]:
         """The checksums, or TransferFailed where the device does not come back with them."""
         try:
             async with asyncio.timeout(self._deadline_s):
-                return await sums.all()
+                return await checksums.all()
         except TimeoutError:
             raise TransferFailed(
                 f"checksums were not computed within {self._deadline_s:g} s; prefill again elsewhere"

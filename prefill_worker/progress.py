@@ -1,13 +1,19 @@
-"""How far the engine is with one prompt, for the coroutine that hands it over."""
+"""The progress of prompts, told by the engine thread to the coroutines that hand them over on the event loop."""
 
 import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 from wire.errors import TandemError
 from wire.messages import FinishReason
 
+log = logging.getLogger(__name__)
+
 
 class Progress:
-    """Lives on the event loop: the engine thread's news arrive there as calls, so nothing here is locked.
+    """How far the engine is with one prompt. It lives on the event loop: the engine thread's updates arrive there as
+    calls, so nothing here is locked.
 
     `released` means that the engine never touches this request's pages again.
     """
@@ -48,3 +54,40 @@ class Progress:
         while not self.released:
             self._changed.clear()
             await self._changed.wait()
+
+
+class EventThread(Protocol):
+    """The event loop on which updates are delivered."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any) -> object: ...
+
+
+class ProgressUpdates:
+    """Calls to be made on the event loop, in order. Only the engine thread uses it."""
+
+    def __init__(self, events: EventThread) -> None:
+        self._events = events
+        self._calls: list[Callable[[], None]] = []
+
+    def add(self, call: Callable[[], None]) -> None:
+        """Deliver this call with the next ones."""
+        self._calls.append(call)
+
+    def take(self) -> Sequence[Callable[[], None]]:
+        """Return all calls, to a caller who delivers them."""
+        calls, self._calls = self._calls, []
+        return calls
+
+    def deliver(self) -> None:
+        """Have the event loop make the calls."""
+        if calls := self.take():
+            self._events.call_soon_threadsafe(call_all, calls)
+
+
+def call_all(calls: Iterable[Callable[[], None]]) -> None:
+    """Make each call, even if others fail: they concern different requests."""
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            log.exception("a hand-over did not hear of its step")

@@ -1,7 +1,7 @@
 """Pages for prompts: what is missing is taken from the pool, or from the decode half where the prompt is local."""
 
 from engine.cache.prefix_cache import PrefixCache
-from prefill_worker.destination import LocalDecode
+from prefill_worker.decode_peers import LocalDecode
 from prefill_worker.request import PrefillRequest
 from wire.errors import ResourceExhausted
 from wire.messages import PeerRef

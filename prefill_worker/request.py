@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.batch import Draw, History, StepRow
 from engine.cache.prefix_cache import Prefix
 from prefill_worker.progress import Progress
-from wire.messages import PrefillTask
+from wire.errors import Internal
+from wire.messages import PageChecksum, PeerRef, PrefillTask, TransferNotice
 from wire.timeline import Edge, EdgeStamp
 
 
@@ -45,7 +45,7 @@ class PrefillRequest:
     token_hash: bytes = b""
     """Of the tokens of a local prompt."""
     arrival: int = 0
-    """The line's count of prompts when it came."""
+    """The number of prompts that the queue had taken when it came."""
     handoff: Abortable | None = None
     pages: list[int] = field(default_factory=list)
     cached: int = 0
@@ -68,11 +68,6 @@ class PrefillRequest:
         """Tokens that no step was launched for."""
         return self.prompt_tokens - self.launched
 
-    @property
-    def first_gap_s(self) -> float:
-        """What its answer bears between the first token and the second, where steps here lie between them."""
-        return self.task.first_gap_s if self.local else math.inf
-
     def next_chunk(self, budget: int) -> StepRow:
         """A row of at most `budget` tokens, which are launched now; with a draw if they are the last ones."""
         if self.launched == self.cached:
@@ -87,3 +82,30 @@ class PrefillRequest:
         task = self.task
         history = History(task.question, task.answer) if task.sampling.penalized else None
         return Draw(task.sampling, task.answered, history)
+
+
+def make_notice(
+    request: PrefillRequest,
+    me: PeerRef,
+    first_token_id: int,
+    *,
+    token_hash: bytes,
+    skipped: int,
+    checksums: tuple[PageChecksum, ...] = (),
+) -> TransferNotice:
+    """The notice that tells a decode worker of a prompt whose KV it has. The prompt's first `skipped` pages were there
+    already.
+    """
+    task = request.task
+    if task.destination is None:
+        raise Internal(f"{task.ref.request_id} has no lease to be handed over under")
+    return TransferNotice(
+        lease=task.destination.lease,
+        prefill=me,
+        token_hash=token_hash,
+        pages=request.pages_needed,
+        first_token_id=first_token_id,
+        next_draw=task.answered + 1,
+        checksums=checksums,
+        skipped=skipped,
+    )

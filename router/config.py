@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.placement import Mode
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
+from wire.credentials import check_guarded
+from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import InvalidArgument
-from wire.logs import LogFormat
+from wire.logs import TO_STDERR, LogConfig
+from wire.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,15 @@ class RouterConfig:
     controller_address: str
     """host:port of the controller's gRPC server."""
     token: str = ""
-    """The cluster's secret, sent to controller and workers; empty = none."""
+    """The cluster's secret, which parts prove to each other by mutual TLS; empty = none, and nothing is encrypted."""
     name: str = "router"
     """Names this router in metrics; outlives the process."""
     api_keys: tuple[str, ...] = ()
     """Keys that clients may show at either door; empty = no key is asked for."""
     host: str = "127.0.0.1"
-    """Address both doors listen on."""
+    """Address both doors listen on; beyond loopback there have to be `api_keys`, or `insecure`."""
+    insecure: bool = False
+    """Whether whoever reaches `host` may send requests without an API key."""
     grpc_port: int = 50051
     """Port of the gRPC door; 0 = any free one."""
     http_port: int = 8000
@@ -36,10 +40,18 @@ class RouterConfig:
     front_processes: int = 0
     """Processes that hold clients' connections, so that writing to them takes none of this one's time; 0 = it holds
     them itself."""
-    log_format: str = LogFormat.PRETTY
-    """Of what those processes log."""
-    max_request_bytes: int = 4 << 20
-    """Largest request either door takes, in bytes."""
+    log: LogConfig = TO_STDERR
+    """Where and how those processes log, to this one's file."""
+    doors: DoorLimits = DEFAULT_LIMITS
+    """What either door grants to connections and calls."""
+    max_messages: int = 4096
+    """Most messages of a conversation."""
+    max_request_items: int = 1 << 18
+    """Most fields, strings and list entries of a request, counted before it is read; one that is a list of token ids
+    may have as many as the model's context holds."""
+    max_tokenizing_bytes: int = 32 << 20
+    """Most bytes of prompts that wait to be read and tokenized, which takes about a second a MiB; of those of the
+    tenant that sent most, the newest is turned away."""
     max_queued_requests: int = 1024
     """Most requests that wait for a worker; the next one is turned away at once."""
     max_queued_per_tenant: int | None = None
@@ -54,7 +66,7 @@ class RouterConfig:
     """How far back goodput looks, in seconds."""
     metrics_key: str = ""
     """The key that opens `/metrics`; empty = where API keys are asked for, or others than this host may call, only the
-    cluster's own token does, else nothing is asked."""
+    key that comes from `token` does, else nothing is asked."""
     traces_kept: int = 512
     """How many of the newest ended requests have their timelines remembered, beside the slow ones."""
     slow_window_s: float = 60.0
@@ -65,14 +77,24 @@ class RouterConfig:
     """How long requests without a target for their first token wait behind others', at most, in seconds."""
     max_choices: int = 16
     """Most answers to one request (n); each counts like a request of its own."""
-    default_max_tokens: int = 512
-    """Answer length when the client names none, in tokens, clipped to what fits behind the prompt."""
+    default_max_tokens: int | None = None
+    """Most tokens of an answer whose client names no limit, at least 1; None = what fits behind the prompt in context
+    and KV cache."""
     max_stop_strings: int = 16
     """Most stop strings of a request."""
     max_stop_chars: int = 256
     """Longest stop string, in characters."""
     max_stop_token_ids: int = 64
     """Most stop token ids of a request."""
+    max_template_kwargs_bytes: int = 16 << 10
+    """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages whose scripts may call the HTTP door (CORS), e.g. "https://chat.example.com"; "*" = all."""
+    strict_requests: bool = False
+    """Whether HTTP requests with fields that this server does not know are refused; else such fields are ignored."""
+    sse_comment_s: float = 10.0
+    """After so many seconds without an event a comment is sent to the client of a stream, so that proxies do not take
+    the connection for dead."""
     max_attempts: int = 3
     """Most times a request is prefilled before its failure reaches the client."""
     retry_after_s: float = 1.0
@@ -90,10 +112,11 @@ class RouterConfig:
     chunk_delay_max_s: float = 0.025
     """Longest a token waits for others to travel with, in seconds."""
     tokenizer_threads: int = 2
-    """Threads that encode prompts."""
+    """Threads that read large requests and encode prompts."""
 
     def __post_init__(self) -> None:
         """InvalidArgument names the setting and what is wrong with it."""
+        check_guarded("host", self.host, self.api_keys, insecure=self.insecure)
         names = classes_by_name(self.slo_classes)
         if self.default_slo_class not in names:
             message = f"{self.default_slo_class!r} is none of the classes {', '.join(names)}"
@@ -103,6 +126,8 @@ class RouterConfig:
                 raise InvalidArgument(setting, f"is {value:g}, it must be above 0")
         if self.max_queued_per_tenant is not None and self.max_queued_per_tenant < 1:
             raise InvalidArgument("max_queued_per_tenant", f"is {self.max_queued_per_tenant}, it must be at least 1")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise InvalidArgument("default_max_tokens", f"is {self.default_max_tokens}, it must be at least 1")
 
     @property
     def tenant_queue_limit(self) -> int:
@@ -115,5 +140,15 @@ class RouterConfig:
 
 def _positive(config: RouterConfig) -> tuple[tuple[str, float], ...]:
     """Settings that must be above 0."""
-    names = ("patience_s", "goodput_window_s", "slow_window_s", "traces_kept")
+    names = (
+        "max_messages",
+        "max_request_items",
+        "max_tokenizing_bytes",
+        "tokenizer_threads",
+        "patience_s",
+        "sse_comment_s",
+        "goodput_window_s",
+        "slow_window_s",
+        "traces_kept",
+    )
     return tuple((name, getattr(config, name)) for name in names)

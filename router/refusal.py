@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from wire.errors import InvalidArgument, ResourceExhausted, TandemError
+from wire.errors import InvalidArgument, NotFound, ResourceExhausted, TandemError
 
 
 class Refusal(StrEnum):
@@ -32,4 +32,4 @@ def reason_of(error: TandemError) -> Refusal:
     """Why a door or the dispatcher refused a request."""
     if isinstance(error, Refused):
         return error.reason
-    return Refusal.INVALID if isinstance(error, InvalidArgument) else Refusal.NO_WORKER
+    return Refusal.INVALID if isinstance(error, InvalidArgument | NotFound) else Refusal.NO_WORKER

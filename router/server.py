@@ -7,21 +7,19 @@ import logging
 import signal
 from functools import partial
 
-from router.admission import Admission
+from router.api.http import make_app
+from router.api.listeners import Doors, OwnDoors, RouterEndpoints
+from router.api.service import InferenceServicer, add_inference
 from router.config import RouterConfig
-from router.cost_placement import CostPlacement
-from router.dispatch import Dispatcher
-from router.doors import Doors, OwnDoors, RouterEndpoints
 from router.front.processes import FrontDoors
-from router.http import make_app
-from router.model_folder import GenerationDefaults, read_generation_defaults
-from router.otlp import TraceExporter, otlp_exporter
-from router.placement import Placement
-from router.service import InferenceServicer
-from router.tokenizer import Tokenizer
+from router.observability.otlp import TraceExporter, otlp_exporter
+from router.placement.policy import PlacementPolicy
+from router.requests.dispatch import Dispatcher
+from router.requests.validation import Admission
+from router.text.model_folder import GenerationDefaults, read_generation_defaults
+from router.text.tokenizer import Tokenizer
 from wire.address import is_loopback
 from wire.errors import TandemError
-from wire.generated.tandem.v1 import inference_pb2_grpc
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +27,10 @@ log = logging.getLogger(__name__)
 class RouterServer:
     """Start it once, stop it once, both on the same event loop."""
 
-    def __init__(self, config: RouterConfig, placement: Placement | None = None) -> None:
-        """`placement` chooses workers; None = by predicted cost."""
+    def __init__(self, config: RouterConfig, policy: PlacementPolicy | None = None) -> None:
+        """`policy` chooses workers; None = by predicted cost."""
         self._config = config
-        self._placement = placement or CostPlacement(config.mode)
+        self._policy = policy or PlacementPolicy(config.mode)
         self._ready: bool | None = None
         self._exporter: TraceExporter | None = None
         self._opened: Doors | None = None
@@ -45,7 +43,7 @@ class RouterServer:
         tokenizer, defaults = await asyncio.to_thread(_load, config)
         if config.otlp_endpoint:
             self._exporter = otlp_exporter(config.otlp_endpoint, config.router_id)
-        self._dispatcher = dispatcher = Dispatcher(config, self._placement, tokenizer, self._follow_readiness)
+        self._dispatcher = dispatcher = Dispatcher(config, self._policy, tokenizer, self._follow_readiness)
         if self._exporter is not None:
             dispatcher.metrics.traces.export = self._exporter.export
         self._admission = Admission(
@@ -78,8 +76,8 @@ class RouterServer:
 
     @property
     def ready(self) -> bool:
-        """Whether a request could be served now."""
-        return self._dispatcher.pool.ready
+        """Whether a request would be answered now."""
+        return self._dispatcher.refusal is None
 
     async def _close_exporter(self) -> None:
         if self._exporter is not None:
@@ -98,14 +96,21 @@ class RouterServer:
                 api_keys=config.api_keys,
                 inference=servicer,
                 app=app,
-                log_format=config.log_format,
+                log_config=config.log,
+                limits=config.doors,
                 board=self._dispatcher.metrics.board,
             )
-        add_inference = partial(inference_pb2_grpc.add_InferenceServicer_to_server, servicer)
-        return OwnDoors(config.host, ports, api_keys=config.api_keys, add_inference=add_inference, app=app)
+        return OwnDoors(
+            config.host,
+            ports,
+            api_keys=config.api_keys,
+            add_inference=partial(add_inference, servicer),
+            app=app,
+            limits=config.doors,
+        )
 
     def _follow_readiness(self) -> None:
-        ready = self._dispatcher.pool.ready
+        ready = self.ready
         if ready != self._ready and self._opened is not None:
             self._ready = ready
             self._opened.set_serving(ready)

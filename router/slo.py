@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from costs.chunks import GAP_NOISE
 from wire.errors import InvalidArgument
 
 
@@ -51,22 +50,20 @@ class SloClass:
         object.__setattr__(self, "has_gap_target", min(targets[1:]) < math.inf)
 
     def __hash__(self) -> int:
-        """By name: books count by class, many times a request."""
+        """By name: workers count their answers by class."""
         return hash(self.name)
 
     def gap_target(self, idle_step_s: float) -> float:
         """The target between tokens where a decode step of one request takes `idle_step_s`, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s)
 
-    def bears(self, idle_step_s: float) -> float:
+    def tolerates(self, idle_step_s: float) -> float:
         """The longest gap there that breaks no promise, however many there are, in seconds."""
         return min(self.itl_s, self.itl_steps * idle_step_s, self.worst_gap_s)
 
-    def step_target(self, idle_step_s: float, noise: float = GAP_NOISE) -> float:
-        """How long steps may take there, as predicted, for gaps that are `noise` times as long at this percentile to
-        be kept, in seconds.
-        """
-        return min(self.gap_target(idle_step_s) / noise, self.worst_gap_s / max(noise, GAP_NOISE))
+    def spare_gaps(self, tokens: float) -> int:
+        """How many gaps of an answer of so many tokens may be longer than its target."""
+        return int(self.gaps_allowed * max(0.0, tokens - 1) + 1e-6)
 
     @property
     def gaps_allowed(self) -> float:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from router.foresight import PlacementRecord
-from router.placement import Pair
-from router.ticket import Ticket
+from router.placement.policy import Placement
+from router.placement.prediction_quality import PlacementRecord
+from router.placement.queued_request import QueuedRequest
 from simulation.request import Outcome, Piece
 from simulation.step_log import StepLog
 from wire.messages import RequestEvent, RequestRef, SamplingParams
@@ -14,10 +14,10 @@ from wire.messages import RequestEvent, RequestRef, SamplingParams
 class Flow:
     """A request on its way."""
 
-    ticket: Ticket
+    queued: QueuedRequest
     outcome: Outcome
     sampling: SamplingParams
-    pair: Pair | None = None
+    pair: Placement | None = None
     attempt: int = 1
     failures: int = 0
     tokens: int = 0
@@ -25,14 +25,14 @@ class Flow:
 
     @property
     def ref(self) -> RequestRef:
-        return RequestRef(self.ticket.wire_id, self.attempt)
+        return RequestRef(self.queued.wire_id, self.attempt)
 
     def close_piece(self, log: StepLog, number: int, event: RequestEvent) -> None:
         """What the attempt has decoded up to this event, of step `number` of the worker with that `log`, or before that
         step if it gives way: a token a step.
         """
         self.tokens = event.first_index + (not event.preempted)
-        decoded = self.tokens - self.ticket.answered - 1
+        decoded = self.tokens - self.queued.answered - 1
         pieces, attempts = self.outcome.pieces, len(self.outcome.firsts_s)
         del pieces[attempts - 1 :]
         pieces.append(Piece(log, number + (not event.preempted) - decoded, decoded))
@@ -42,15 +42,15 @@ class Flow:
         its worker to the client.
         """
         outcome = self.outcome
-        if outcome.forecast is None or outcome.error or self.attempt > 1:
+        if outcome.prediction is None or outcome.error or self.attempt > 1:
             return None
         gaps = self.tokens - 1
         return PlacementRecord(
-            request_id=self.ticket.wire_id,
+            request_id=self.queued.wire_id,
             prefill_worker=outcome.prefill_worker,
             decode_worker=outcome.decode_worker,
-            slo_class=self.ticket.slo.name,
-            forecast=outcome.forecast,
+            slo_class=self.queued.slo.name,
+            prediction=outcome.prediction,
             ttft_s=outcome.firsts_s[0] + later_s - outcome.placed_s,
             itl_s=(outcome.ended_s - later_s - outcome.firsts_s[0]) / gaps if gaps > 0 else None,
             cached_tokens=outcome.cached_tokens,

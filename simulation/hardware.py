@@ -8,7 +8,7 @@ from costs.roofline import GPU, Ceilings, ModelSizes, guess
 from costs.step_cost import CostParameters, StepCost
 from costs.step_grid import gpu_grid
 from engine.config import GPU_PAGE_TOKENS
-from engine.models.config import ModelConfig
+from engine.config.model import ModelConfig
 from engine.models.shapes import shape_config
 from simulation.spec import Device
 from wire.errors import InvalidArgument

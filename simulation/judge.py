@@ -1,4 +1,4 @@
-"""Whether a simulated request got what its class promises, as `router/verdict.py` says of a real one."""
+"""Whether a simulated request got what its class promises, as `router/observability/verdict.py` says of a real one."""
 
 import math
 from collections.abc import Sequence
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from router.observability.verdict import MET, Verdict
+from router.observability.verdict import Outcome as Kind
 from router.slo import SloClass
-from router.verdict import MET, Verdict
-from router.verdict import Outcome as Kind
 from simulation.request import Outcome
 from wire.spans import Phase
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from router.observability.verdict import Outcome as Kind
 from router.slo import BEST_EFFORT, SloClass
-from router.verdict import Outcome as Kind
 from simulation.arrivals import Mix
 from simulation.hardware import Hardware
 from simulation.judge import judge

@@ -113,7 +113,7 @@ class VirtualStepLoop:
     def _finish(self, number: int, flight: Flight) -> None:
         """A step has ended, by its number in the log."""
         news = self._scheduler.apply(flight.work, StepResult(flight.drawn))
-        self._prefill.announce()
+        self._prefill.deliver_updates()
         self._publish(number, flight.work, news.events)
 
     def _on_time(self, plan_number: int) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.placement import Forecast
+from router.observability.verdict import Verdict
+from router.placement.latency_model import Prediction
 from router.slo import SloClass
-from router.verdict import Verdict
 from simulation.prompt import VirtualPrompt
 from simulation.step_log import StepLog
 
@@ -41,7 +41,7 @@ class Outcome:
     cached_tokens: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
-    forecast: Forecast | None = None
+    prediction: Prediction | None = None
     """Of its first placement."""
     placed_s: float = 0.0
     attempts: int = 1

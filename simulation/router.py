@@ -1,22 +1,20 @@
-"""A simulated router: the binder, the books and the index of a real one, and walks that take the network's time."""
+"""A simulated router: the scheduler, the state and the index of a real one, and walks that take the network's time."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from router.binder import Binder, book
 from router.config import RouterConfig
-from router.cost_placement import CostPlacement
-from router.first_token import gap_s, hold_s
-from router.fleet import Fleet
-from router.foresight import Foresight
-from router.placement import Pair
-from router.prefix_feed import PrefixFeed
-from router.ticket import Ticket
-from router.verdict import turned_away
-from router.worker_books import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerBooks
+from router.observability.verdict import turned_away
+from router.placement.fleet import Fleet
+from router.placement.policy import Placement, PlacementPolicy
+from router.placement.prediction_quality import PredictionQuality
+from router.placement.queued_request import QueuedRequest
+from router.placement.scheduler import RequestScheduler, record
+from router.placement.worker_state import LOAD_FRESH_S, REFUSAL_PAUSE_S, WorkerState
+from router.requests.first_token import hold_s
+from router.workers.prefix_feed import PrefixFeed
 from simulation.clock import VirtualClock
 from simulation.flow import Flow
 from simulation.network import Network
@@ -45,7 +43,7 @@ class _Link:
     """A worker, as the router sees it."""
 
     worker: VirtualWorker
-    books: WorkerBooks
+    state: WorkerState
     prefixes: PrefixFeed
 
 
@@ -67,32 +65,32 @@ class VirtualRouter:
     network: Network
     on_end: Callable[[Outcome], None]
     fleet: Fleet = field(default_factory=Fleet)
-    foresight: Foresight = field(default_factory=Foresight)
-    binder: Binder = field(init=False)
+    prediction_quality: PredictionQuality = field(default_factory=PredictionQuality)
+    scheduler: RequestScheduler = field(init=False)
     _links: dict[PeerRef, _Link] = field(default_factory=dict)
     _flows: dict[str, Flow] = field(default_factory=dict)
     _arrivals: int = 0
     _pumping: bool = False
 
     def __post_init__(self) -> None:
-        placement = CostPlacement(self.config.mode)
-        self.binder = Binder(self.config, placement, self.fleet, self.clock)
+        placement = PlacementPolicy(self.config.mode)
+        self.scheduler = RequestScheduler(self.config, placement, self.fleet, self.clock)
 
     def join(self, worker: VirtualWorker) -> None:
         """`worker` serves from now on."""
-        books = WorkerBooks(worker.info, self.clock)
-        self.fleet.join(books)
-        feed = PrefixFeed(self.fleet.prefixes, books.slot)
+        state = WorkerState(worker.info, self.clock)
+        self.fleet.join(state)
+        feed = PrefixFeed(self.fleet.prefixes, state.slot)
         feed.load(PrefixList(0, ()))
-        self._links[worker.peer] = _Link(worker, books, feed)
-        books.report(worker.load())
-        self.fleet.set_live(books, live=True)
+        self._links[worker.peer] = _Link(worker, state, feed)
+        state.report(worker.load())
+        self.fleet.set_live(state, live=True)
 
     def follow(self, worker: VirtualWorker) -> None:
         """`worker` takes other work than before."""
-        books, info = self._links[worker.peer].books, worker.info
-        books.change(info)
-        self.fleet.set_live(books, live=info.open is not None)
+        state, info = self._links[worker.peer].state, worker.info
+        state.update(info)
+        self.fleet.set_live(state, live=info.open is not None)
         self.pump()
 
     # ---- a request's way ----
@@ -101,7 +99,7 @@ class VirtualRouter:
         """A request is at the door."""
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
-        ticket = Ticket(
+        queued = QueuedRequest(
             wire_id=f"r{self._arrivals}",
             sequence=self._arrivals,
             arrived_s=self.clock.now,
@@ -112,14 +110,14 @@ class VirtualRouter:
             tenant=asked.tenant,
             slo=asked.slo,
         )
-        flow = Flow(ticket, Outcome(asked), sampling)
+        flow = Flow(queued, Outcome(asked), sampling)
         try:
-            self.binder.enter(ticket)
+            self.scheduler.enter(queued)
         except ResourceExhausted as error:
             flow.outcome.turned_away = turned_away(error)
             self._end(flow, error.code)
             return
-        self._flows[ticket.wire_id] = flow
+        self._flows[queued.wire_id] = flow
         self.pump()
 
     def pump(self) -> None:
@@ -127,41 +125,41 @@ class VirtualRouter:
         if self._pumping:
             return
         self._pumping = True
-        while (ticket := self.binder.head()) is not None:
-            flow = self._flows[ticket.wire_id]
-            ticket.answered = flow.tokens
-            pair = self.binder.bind(ticket)
+        while (queued := self.scheduler.head()) is not None:
+            flow = self._flows[queued.wire_id]
+            queued.answered = flow.tokens
+            pair = self.scheduler.bind(queued)
             if pair is not None:
                 self._place(flow, pair)
-            elif not self.binder.set_aside(ticket):
+            elif not self.scheduler.set_aside(queued):
                 break
         self._pumping = False
 
-    def _place(self, flow: Flow, pair: Pair) -> None:
+    def _place(self, flow: Flow, pair: Placement) -> None:
         flow.pair, outcome = pair, flow.outcome
         if flow.attempt == 1:
-            outcome.forecast, outcome.placed_s = pair.forecast, self.clock.now
+            outcome.prediction, outcome.placed_s = pair.prediction, self.clock.now
         outcome.prefill_worker = pair.prefill.worker_id
         outcome.decode_worker = pair.decode.worker_id if pair.decode is not None else ""
-        decode = None if pair.decode is None else self._links[pair.decode].books
-        book(flow.ticket, pair, self._links[pair.prefill].books, decode)
+        decode = None if pair.decode is None else self._links[pair.decode].state
+        record(flow.queued, pair, self._links[pair.prefill].state, decode)
         ref, call_s = flow.ref, self.network.call_s
         if pair.decode is None:
             self.clock.after(call_s, lambda: self._prefill(flow, ref, pair, None))
         else:
             self.clock.after(call_s, lambda: self._reserve(flow, ref, pair))
 
-    def _reserve(self, flow: Flow, ref: RequestRef, pair: Pair) -> None:
+    def _reserve(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         assert pair.decode is not None
-        prompt = flow.outcome.asked.prompt + (0,) * flow.ticket.answered
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
         reservation = Reservation(
             ROUTER_ID,
             ref,
             prompt,  # type: ignore[arg-type]
             flow.sampling,
             pair.prefill,
-            answered=flow.ticket.answered,
-            gap_target_s=self._links[pair.decode].books.gap_target(flow.ticket.slo),
+            answered=flow.queued.answered,
+            gap_target_s=self._links[pair.decode].state.gap_target(flow.queued.slo),
         )
         try:
             granted: GrantedLease = self._links[pair.decode].worker.reserve(reservation)
@@ -171,16 +169,15 @@ class VirtualRouter:
         destination = Destination(pair.decode, "", granted.lease)
         self.clock.after(2 * self.network.call_s, lambda: self._prefill(flow, ref, pair, destination))
 
-    def _prefill(self, flow: Flow, ref: RequestRef, pair: Pair, destination: Destination | None) -> None:
-        prompt = flow.outcome.asked.prompt + (0,) * flow.ticket.answered
+    def _prefill(self, flow: Flow, ref: RequestRef, pair: Placement, destination: Destination | None) -> None:
+        prompt = flow.outcome.asked.prompt + (0,) * flow.queued.answered
         task = PrefillTask(
             ROUTER_ID,
             ref,
             prompt,  # type: ignore[arg-type]
             flow.sampling,
             destination,
-            answered=flow.ticket.answered,
-            first_gap_s=math.inf if pair.forecast is None else pair.forecast.first_gap_s,
+            answered=flow.queued.answered,
         )
         try:
             self._links[pair.prefill].worker.prefill(task)
@@ -189,27 +186,27 @@ class VirtualRouter:
         else:
             self.clock.after(self.network.call_s, lambda: self._taken(flow, ref, pair))
 
-    def _taken(self, flow: Flow, ref: RequestRef, pair: Pair) -> None:
+    def _taken(self, flow: Flow, ref: RequestRef, pair: Placement) -> None:
         if flow.ref == ref:
-            self._links[pair.prefill].books.prompt_taken(flow.ticket.wire_id)
+            self._links[pair.prefill].state.prompt_accepted(flow.queued.wire_id)
 
-    def _books(self, peer: PeerRef | None) -> WorkerBooks | None:
-        return None if peer is None else self._links[peer].books
+    def _books(self, peer: PeerRef | None) -> WorkerState | None:
+        return None if peer is None else self._links[peer].state
 
-    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerBooks | None) -> None:
+    def _refused(self, flow: Flow, ref: RequestRef, asked: WorkerState | None) -> None:
         if asked is not None:
-            asked.refuse()
+            asked.pause()
             self.clock.after(REFUSAL_PAUSE_S, self.pump)
         if flow.ref == ref:
-            self._again(flow, turned_away=True)
+            self._again(flow)
 
-    def _again(self, flow: Flow, *, turned_away: bool = False) -> None:
+    def _again(self, flow: Flow) -> None:
         """Another attempt, behind the tokens that are out already."""
         self._leave_workers(flow)
-        flow.ticket.resumed = flow.tokens > 0
+        flow.queued.resumed = flow.tokens > 0
         flow.attempt += 1
         flow.outcome.attempts += 1
-        self.binder.enter_again(flow.ticket, turned_away=turned_away)
+        self.scheduler.enter_again(flow.queued)
         self.pump()
 
     def _leave_workers(self, flow: Flow) -> None:
@@ -222,10 +219,10 @@ class VirtualRouter:
             self.clock.after(self.network.call_s, lambda worker=worker: worker.abort(ROUTER_ID, [ref]))  # type: ignore[misc]
         self._unbook(flow, pair)
 
-    def _unbook(self, flow: Flow, pair: Pair) -> None:
-        self._links[pair.prefill].books.unbook_prefill(flow.ticket.wire_id)
+    def _unbook(self, flow: Flow, pair: Placement) -> None:
+        self._links[pair.prefill].state.remove_prompt(flow.queued.wire_id)
         if pair.decode is not None:
-            self._links[pair.decode].books.unbook_decode(flow.ticket.wire_id)
+            self._links[pair.decode].state.remove_answer(flow.queued.wire_id)
 
     # ---- what workers tell ----
 
@@ -238,25 +235,25 @@ class VirtualRouter:
         link = self._links[worker.peer]
         if news.prefixes is not None:
             link.prefixes.take(news.prefixes)
-        link.books.report(news.load)
+        link.state.report(news.load)
         for event in news.events:
             flow = self._flows.get(event.ref.request_id)
             if flow is not None and flow.attempt == event.ref.attempt and flow.pair is not None:
                 self._take_event(flow, flow.pair, event, _Heard(worker, news.number, moment))
         if not news.load.decode_requests and not news.load.prefill_tokens:
-            self.clock.after(LOAD_FRESH_S, link.books.expire)
+            self.clock.after(LOAD_FRESH_S, link.state.expire_report)
         self.pump()
 
-    def _take_event(self, flow: Flow, pair: Pair, event: RequestEvent, heard: _Heard) -> None:
+    def _take_event(self, flow: Flow, pair: Placement, event: RequestEvent, heard: _Heard) -> None:
         if event.transfer is not None and pair.decode is not None:
-            self.fleet.learn_transfer(self._links[pair.decode].books, event.transfer)
+            self.fleet.learn_transfer(self._links[pair.decode].state, event.transfer)
         if event.finish_reason is FinishReason.ERROR:
             self._fail_attempt(flow, event)
         elif event.preempted:
             flow.close_piece(heard.worker.log, heard.number, event)
             self._again(flow)
-        elif event.token_ids and event.first_index == flow.ticket.answered:
-            self._links[pair.prefill].books.prompt_computed(flow.ticket.wire_id)
+        elif event.token_ids and event.first_index == flow.queued.answered:
+            self._links[pair.prefill].state.prompt_computed(flow.queued.wire_id)
             flow.outcome.firsts_s.append(heard.moment_s)
             flow.tokens = event.first_index + 1
             if event.first_index == 0:
@@ -268,12 +265,10 @@ class VirtualRouter:
             self._unbook(flow, pair)
             self._end(flow, "")
 
-    def _hold_s(self, flow: Flow, pair: Pair) -> float:
+    def _hold_s(self, flow: Flow, pair: Placement) -> float:
         """For how long the first token waits for the second."""
-        if pair.forecast is None or pair.decode is None:
-            return 0.0
-        slo, books, waited_s = flow.ticket.slo, self._links[pair.decode].books, self.clock.now - flow.ticket.arrived_s
-        return hold_s(slo, books.gap_target(slo), gap_s(pair.forecast, books, local=pair.local), waited_s)
+        queued = flow.queued
+        return 0.0 if pair.decode is None else hold_s(queued.slo, self.clock.now - queued.arrived_s, queued.mean_tokens)
 
     def _fail_attempt(self, flow: Flow, event: RequestEvent) -> None:
         code = event.error.code if event.error is not None else Internal.code
@@ -287,10 +282,10 @@ class VirtualRouter:
     def _end(self, flow: Flow, code: str) -> None:
         outcome = flow.outcome
         outcome.error, outcome.ended_s = code, self.clock.now
-        if self._flows.pop(flow.ticket.wire_id, None) is not None:
-            self.binder.ended(flow.ticket, flow.tokens)
+        if self._flows.pop(flow.queued.wire_id, None) is not None:
+            self.scheduler.ended(flow.queued, flow.tokens)
             if (record := flow.placement_record(self.network.event_s)) is not None:
-                self.foresight.record(record)
+                self.prediction_quality.record(record)
         self.on_end(outcome)
 
     @property

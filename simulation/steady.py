@@ -54,12 +54,14 @@ class SteadyDecodeHalf(DecodeHalf):
     def look_ahead(self, spare_pages: int) -> Ahead | None:
         """If `spare_pages` are nobody's; None = every step needs a look."""
         batch = self._batch
-        if len(batch.flying) != _LAUNCHED or any(len(cohort) != len(batch) for _, cohort in batch.flying):
+        if len(batch.in_flight_steps) != _LAUNCHED or any(
+            len(snapshot) != len(batch) for _, snapshot in batch.in_flight_steps
+        ):
             return None
-        steps = batch.alike()
+        steps = batch.identical_steps()
         if not steps:
             return None
-        untouched, needed = min(steps, batch.paged()), len(batch) * (2 + steps // batch.page_tokens)
+        untouched, needed = min(steps, batch.steps_without_new_page()), len(batch) * (2 + steps // batch.page_tokens)
         if spare_pages > needed:
             return Ahead(steps, untouched, needed)
         return Ahead(untouched, untouched) if untouched else None
@@ -67,7 +69,7 @@ class SteadyDecodeHalf(DecodeHalf):
     def pass_steps(self, steps: int) -> None:
         """As so many times `apply`, each followed by `schedule`: nobody has joined or left."""
         while steps:
-            paged = min(steps, self._batch.paged())
+            paged = min(steps, self._batch.steps_without_new_page())
             if paged:
                 self._batch.skip(paged)
                 steps -= paged

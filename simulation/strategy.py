@@ -5,13 +5,13 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from router.config import RouterConfig
-from router.placement import Mode
 from router.slo import DEFAULT_CLASSES, SloClass
 from simulation.cluster import VirtualCluster
 from simulation.hardware import Hardware
 from simulation.network import Network
 from simulation.spec import WorkerSpec
 from wire.messages import Role
+from wire.mode import Mode
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 
@@ -28,7 +28,7 @@ class Strategy:
     prefill: int = 0
     decode: int = 0
     shared: int = 0
-    step_policy: PolicyName = PolicyName.UNCHUNKED
+    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
     step_budget: int | None = None
 
     @property

@@ -8,8 +8,8 @@ from typing import Any
 
 from telemetry.exposition import TEXT, Exposition
 from wire.address import host_and_port
-from wire.credentials import shows_key
-from wire.errors import Unavailable
+from wire.credentials import matching_key
+from wire.errors import InvalidArgument, Unavailable
 from wire.http_server import HttpServer, Listener
 
 METRICS_PATH, DISCOVERY_PATH, TRACES_PATH = "/metrics", "/sd", "/traces"
@@ -56,7 +56,7 @@ class MetricsDoor:
     async def _serve(self, scope: Any, _receive: Any, send: Any) -> None:
         headers = dict(scope["headers"])
         page = self._pages.get(scope["path"])
-        if self._keys and not shows_key(headers.get(b"authorization", b""), self._keys):
+        if self._keys and not self._shows_key(scope["headers"]):
             status, body, content_type = 401, b"send 'Authorization: Bearer <metrics key>'\n", _PLAIN
         elif page is None or scope["method"] != "GET":
             known = ", ".join(self._pages)
@@ -67,6 +67,12 @@ class MetricsDoor:
         reply = [(b"content-type", content_type.encode()), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": reply})
         await send({"type": "http.response.body", "body": body})
+
+    def _shows_key(self, headers: Any) -> bool:
+        try:
+            return matching_key([value for name, value in headers if name == b"authorization"], self._keys) is not None
+        except InvalidArgument:
+            return False
 
 
 async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) -> str:

@@ -31,49 +31,61 @@ _ERRORS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
 # Router
 
 TIME_TO_FIRST_TOKEN = histogram(
-    "time_to_first_token_seconds", "From a request's arrival to its first token leaving the router.", _TTFT_S
+    "time_to_first_token_seconds", "Time from a request's arrival until its first token leaves the router.", _TTFT_S
 )
 INTER_TOKEN_LATENCY = histogram(
     "inter_token_latency_seconds",
-    "Between a token and the one before it, as they leave the router; 0 for tokens that leave together.",
+    "Time between a token and the previous one, as they leave the router; 0 for tokens that leave together.",
     _ITL_S,
 )
 TIME_PER_OUTPUT_TOKEN = histogram(
     "request_time_per_output_token_seconds", "Mean gap between a finished request's tokens.", _ITL_S
 )
-E2E_REQUEST_LATENCY = histogram("e2e_request_latency_seconds", "From arrival to the end of a whole answer.", _REQUEST_S)
+E2E_REQUEST_LATENCY = histogram(
+    "e2e_request_latency_seconds", "Time from arrival to the end of a complete answer.", _REQUEST_S
+)
 # The phases of a request, as its spans: those of one request add up to what it took.
 QUEUE_TIME = histogram(
-    "request_queue_time_seconds", "Until its first chunk, at the router and in the prefill worker's line.", _PHASE_S
-)
-PREFILL_TIME = histogram("request_prefill_time_seconds", "From a prompt's first chunk to its last one's end.", _PHASE_S)
-TRANSFER_TIME = histogram(
-    "request_transfer_time_seconds",
-    "Of a hand-over: from the prompt's end to the decode worker's first step; what moves earlier costs nothing.",
+    "request_queue_time_seconds",
+    "Time from arrival to the first chunk: in the router's queue and in the prefill worker's queue.",
     _PHASE_S,
 )
-DECODE_TIME = histogram("request_decode_time_seconds", "From there, or the prompt's end, to the end.", _REQUEST_S)
+PREFILL_TIME = histogram(
+    "request_prefill_time_seconds", "Time from the start of a prompt's first chunk to the end of its last.", _PHASE_S
+)
+TRANSFER_TIME = histogram(
+    "request_transfer_time_seconds",
+    "Time of a KV hand-over that delays the answer: from the end of prefill to the decode worker's first step.",
+    _PHASE_S,
+)
+DECODE_TIME = histogram(
+    "request_decode_time_seconds", "Time from the first decode step to the end of the answer.", _REQUEST_S
+)
 STALL_TIME = histogram(
-    "request_stall_time_seconds", "Of requests whose workers fell silent: until the router gave them up.", _PHASE_S
+    "request_stall_time_seconds",
+    "Time that requests lost on workers that stopped responding, until the router retried them elsewhere.",
+    _PHASE_S,
 )
-REQUEST_SUCCESS = counter("request_success_total", "Answers that ended well, by reason.", "finished_reason")
-REQUEST_FAILURES = counter("request_failures_total", "Admitted requests that ended with an error, by code.", "code")
-REQUEST_RETRIES = counter(
-    "request_retries_total", "Attempts that failed and were followed by another, which the client does not see."
+REQUEST_SUCCESS = counter("request_success_total", "Completed answers, by finish reason.", "finished_reason")
+REQUEST_FAILURES = counter(
+    "request_failures_total", "Admitted requests that ended with an error, by error code.", "code"
 )
-PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of answers that ended well.")
+REQUEST_RETRIES = counter("request_retries_total", "Failed attempts that were retried; the client does not see them.")
+PROMPT_TOKENS = counter("prompt_tokens_total", "Prompt tokens of completed answers.")
 CACHED_PROMPT_TOKENS = counter(
-    "cached_prompt_tokens_total", "Those of them that were not computed, as their KV was cached."
+    "cached_prompt_tokens_total",
+    "Prompt tokens of completed answers whose KV was cached, so that they were not computed.",
 )
-GENERATION_TOKENS = counter("generation_tokens_total", "Tokens that left the router.")
-ADMISSION_REJECTIONS = counter("admission_rejections_total", "Requests turned away at the door, by reason.", "reason")
+GENERATION_TOKENS = counter("generation_tokens_total", "Generated tokens that left the router.")
+ADMISSION_REJECTIONS = counter("admission_rejections_total", "Requests rejected before admission, by reason.", "reason")
 OFFERED_REQUESTS = counter(
     "offered_requests_total",
-    "Answers that were asked for and could be given, those turned away for lack of room included.",
+    "Valid requests that arrived, including those rejected for lack of capacity.",
 )
-OFFERED_PROMPT_TOKENS = counter("offered_prompt_tokens_total", "Prompt tokens of these requests.")
+OFFERED_PROMPT_TOKENS = counter("offered_prompt_tokens_total", "Prompt tokens of the offered requests.")
 OFFERED_ANSWER_TOKENS = counter(
-    "offered_answer_tokens_total", "Tokens of these answers, as long as those that ended of late with such a limit."
+    "offered_answer_tokens_total",
+    "Expected answer tokens of the offered requests, from recent answers with a similar limit.",
 )
 SLO_REQUESTS = counter(
     "slo_requests_total",
@@ -82,139 +94,171 @@ SLO_REQUESTS = counter(
     "outcome",
 )
 SLO_MISSED = counter(
-    "slo_missed_total", "Requests that did not meet their class, by the phase that was to blame.", "slo_class", "phase"
+    "slo_missed_total", "Requests that missed their service class, by the phase that caused it.", "slo_class", "phase"
 )
 GOODPUT = gauge(
-    "goodput_requests_per_second", "Requests that met their class, over the router's sliding window.", "slo_class"
+    "goodput_requests_per_second",
+    "Requests per second that met their service class, over the router's sliding window.",
+    "slo_class",
 )
-PLACEMENTS = counter("placements_total", "Placements whose outcome was compared with what was expected.")
+PLACEMENTS = counter("placements_total", "Placements whose outcome was compared with the prediction.")
 PREDICTED = counter(
-    "placement_predicted_seconds_total", "What placement expected, summed, by quantity (ttft, itl).", "quantity"
+    "placement_predicted_seconds_total", "Sum of predicted seconds, by quantity (ttft, itl).", "quantity"
 )
-ACTUAL = counter("placement_actual_seconds_total", "What came instead, summed, by quantity (ttft, itl).", "quantity")
+ACTUAL = counter("placement_actual_seconds_total", "Sum of observed seconds, by quantity (ttft, itl).", "quantity")
 PREDICTION_ERROR = histogram(
     "placement_error_ratio", "|predicted - actual| / actual, by quantity (ttft, itl).", _ERRORS, "quantity"
 )
 REGRET = counter(
     "placement_regret_seconds_total",
-    "By how much choices turned out worse than what the next best worker would have cost by prediction, summed.",
+    "Sum of seconds by which placements turned out worse than the predicted cost of the second choice.",
 )
 
-FRONT_CONNECTIONS = gauge(
-    "front_connections", "Clients' connections that a front process holds, by its number.", "front"
-)
+FRONT_CONNECTIONS = gauge("front_connections", "Open client connections of a front process, by its number.", "front")
 FRONT_MESSAGES = counter(
     "front_messages_total",
-    "Parts of requests and answers that went between a front process and the router; what leaves together is several.",
+    "Messages between a front process and the router; a batch counts each of its messages.",
     "front",
 )
-FRONT_BYTES = counter("front_bytes_total", "What these took on the stream between the two.", "front")
+FRONT_BYTES = counter(
+    "front_bytes_total", "Bytes of these messages on the stream between a front process and the router.", "front"
+)
 FRONT_RESTARTS = counter(
-    "front_restarts_total", "Front processes that ended or hung, and took their clients' connections along.", "front"
+    "front_restarts_total",
+    "Restarts of front processes that ended or hung; their client connections were lost.",
+    "front",
 )
 
 # Router and workers
 
 REQUESTS_RUNNING = gauge(
-    "num_requests_running", "Requests on workers (role router), or in the running decode batch (workers)."
+    "num_requests_running", "Requests assigned to workers (role router), or in the running decode batch (workers)."
 )
 REQUESTS_WAITING = gauge(
-    "num_requests_waiting", "Requests in the queue (role router), or prompts not wholly computed (workers)."
+    "num_requests_waiting", "Requests in the queue (role router), or prompts that are not fully computed (workers)."
 )
 
 # Workers: steps
 
 STEP_SECONDS = histogram(
     "engine_step_seconds",
-    "Of one engine step, by what was in it (prefill, decode, mixed); back to back, from result to result.",
+    "Duration of an engine step by kind (prefill, decode, mixed); between consecutive steps, from result to result.",
     _STEP_S,
     "phase",
 )
-STEP_DECODE_ROWS = histogram("engine_step_decode_requests", "Requests that decode in a step, of steps with any.", _ROWS)
-STEP_PREFILL_TOKENS = histogram("engine_step_prefill_tokens", "Prompt tokens of a step, of steps with any.", _TOKENS)
-STEP_TOKENS = counter("engine_step_tokens_total", "Tokens computed in steps, by half (prefill, decode).", "half")
-STEP_BUSY = counter("engine_busy_seconds_total", "Time that steps took; the rest of the engine's time is idle.")
-STEP_BYTES = counter("engine_memory_bytes_total", "Bytes of weights and KV that steps had to read, by their shape.")
-STEP_FLOPS = counter("engine_flops_total", "Floating-point operations that steps had to do, by their shape.")
+STEP_DECODE_ROWS = histogram(
+    "engine_step_decode_requests", "Decoding requests in a step, over steps that have any.", _ROWS
+)
+STEP_PREFILL_TOKENS = histogram(
+    "engine_step_prefill_tokens", "Prompt tokens in a step, over steps that have any.", _TOKENS
+)
+STEP_TOKENS = counter(
+    "engine_step_tokens_total", "Tokens computed by engine steps, by phase (prefill, decode).", "half"
+)
+STEP_BUSY = counter(
+    "engine_busy_seconds_total", "Seconds that the engine spent in steps; the rest of its time is idle."
+)
+STEP_BYTES = counter(
+    "engine_memory_bytes_total", "Bytes of weights and KV that steps had to read, derived from their shapes."
+)
+STEP_FLOPS = counter("engine_flops_total", "Floating-point operations that steps had to do, derived from their shapes.")
 BANDWIDTH_UTILIZATION = gauge(
     "model_bandwidth_utilization_ratio",
-    "Bytes a second that steps had to read, as a part of the device's bandwidth; of the last seconds with steps.",
+    "Bytes per second that steps had to read / the device's memory bandwidth, over the last seconds with steps.",
 )
 FLOPS_UTILIZATION = gauge(
     "model_flops_utilization_ratio",
-    "Operations a second that steps had to do, as a part of the device's peak; of the last seconds with steps.",
+    "Floating-point operations per second / the device's peak, over the last seconds with steps.",
 )
-DEVICE_BANDWIDTH = gauge("device_memory_bytes_per_second", "What bandwidth utilization is a part of.")
-DEVICE_FLOPS = gauge("device_flops_per_second", "What utilization of operations is a part of.")
-BATCH_LIMIT = gauge("engine_batch_limit_requests", "Most requests that decode in one step.")
-GRAPH_STEPS = counter("engine_graph_steps_total", "Steps that a CUDA graph computed (hit), or none (miss).", "graph")
-GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Tokens that CUDA graphs computed for nobody.")
+DEVICE_BANDWIDTH = gauge(
+    "device_memory_bytes_per_second", "Memory bandwidth of the device, the denominator of its utilization."
+)
+DEVICE_FLOPS = gauge(
+    "device_flops_per_second",
+    "Peak floating-point operations per second of the device, the denominator of its utilization.",
+)
+BATCH_LIMIT = gauge("engine_batch_limit_requests", "Maximum number of requests in a decode batch.")
+GRAPH_STEPS = counter(
+    "engine_graph_steps_total", "Engine steps with a CUDA graph (hit) or without one (miss).", "graph"
+)
+GRAPH_PADDED_TOKENS = counter("engine_graph_padded_tokens_total", "Padding tokens that CUDA graphs computed.")
 STEP_COST_ERROR = gauge("engine_step_cost_error_ratio", "Recent mean of |predicted - actual| / actual of steps.")
 STEP_OVER_PREDICTED = histogram(
     "engine_step_over_predicted_ratio",
-    "What one engine step took / what was predicted, by what was in it (prefill, decode, mixed).",
+    "Observed / predicted duration of an engine step, by kind (prefill, decode, mixed).",
     _OVER_PREDICTED,
     "phase",
 )
 STEP_MIXED_NOISE = gauge(
-    "engine_mixed_step_noise_ratio",
-    "A step of prompts beside answers / what was predicted, for all but one in a hundred: steps are kept so much"
-    " shorter than what answers bear.",
+    "engine_mixed_step_margin_ratio",
+    "99th percentile of observed / predicted duration of mixed steps: they are planned shorter than gap"
+    " targets by this factor.",
 )
 STEP_COST = gauge(
     "engine_step_cost_seconds",
-    "What steps were found to take, by part: base of each step, prompt_base of those with prompts, and what each token,"
+    "Fitted step cost by part: base of each step, prompt_base of steps with prompts, and the cost of each token,"
     " pair, row and context token adds.",
     "part",
 )
 STEP_FREE_TOKENS = gauge(
-    "engine_step_free_tokens", "Tokens of a step whose arithmetic is hidden by the reading of weights."
+    "engine_step_free_tokens", "Tokens of a step whose arithmetic is hidden behind reading the weights."
 )
-PREEMPTIONS = counter("num_preemptions_total", "Running requests that lost their KV pages to others.")
+PREEMPTIONS = counter(
+    "num_preemptions_total", "Running requests that were preempted: their KV pages went to older requests."
+)
 
 # Workers: KV
 
-KV_USAGE = gauge("kv_cache_usage_ratio", "Part of the KV pages that are in use or promised; cached ones are not.")
+KV_USAGE = gauge(
+    "kv_cache_usage_ratio", "Share of the KV pages that are in use or reserved; cached pages count as free."
+)
 KV_PAGES = gauge(
     "kv_pages",
-    "KV pages by state: free, owned, shared, cached, advertised, quarantined; promised ones are free or cached.",
+    "KV pages by state: free, owned, shared, cached, advertised, quarantined; reserved ones are free or cached.",
     "state",
 )
 KV_REFUSALS = counter(
-    "kv_cache_refusals_total", "Requests sent back to wait at their router, as no KV pages could be promised to them."
+    "kv_cache_refusals_total",
+    "Requests that were sent back to their router's queue because no KV pages could be reserved.",
 )
 PREFIX_QUERIES = counter("prefix_cache_queries_tokens_total", "Prompt tokens looked up in the prefix cache.")
-PREFIX_HITS = counter("prefix_cache_hits_tokens_total", "Those of them whose KV was there.")
+PREFIX_HITS = counter("prefix_cache_hits_tokens_total", "Prompt tokens that were found in the prefix cache.")
 PREFIX_EVENTS = counter(
-    "prefix_cache_pages_total", "Pages that became known (stored) or were taken (removed).", "event"
+    "prefix_cache_pages_total", "Pages added to (stored) or evicted from (removed) the prefix cache.", "event"
 )
 
 # Workers: transfers
 
 TRANSFER_SECONDS = histogram(
     "kv_transfer_seconds",
-    "Of one prompt's hand-over: all its writes together, without the chunks between them; of its prefill worker.",
+    "Seconds of KV writes of one hand-over, without the chunks computed between them; at the prefill worker.",
     _TRANSFER_S,
 )
 TRANSFER_WRITING = counter(
     "kv_transfer_writing_seconds_total",
-    "Time with writes under way, summed over hand-overs, as it passes; its rate is how many write at once.",
+    "Seconds with writes in progress, summed over hand-overs; its rate is the number of concurrent hand-overs.",
 )
-TRANSFER_BYTES = counter("kv_transfer_bytes_total", "Bytes of KV handed over; of the prefill worker.")
-TRANSFER_FAILURES = counter("kv_transfer_failures_total", "Hand-overs that failed; of the prefill worker.")
+TRANSFER_BYTES = counter("kv_transfer_bytes_total", "Bytes of KV handed over, at the prefill worker.")
+TRANSFER_FAILURES = counter("kv_transfer_failures_total", "Failed hand-overs, at the prefill worker.")
 TRANSFER_BANDWIDTH = histogram(
-    "kv_transfer_bandwidth_bytes_per_second", "Bytes of one hand-over by the time of its writes.", _BYTES_PER_S
+    "kv_transfer_bandwidth_bytes_per_second", "Bytes of one hand-over / seconds of its writes.", _BYTES_PER_S
 )
-EXPIRED_LEASES = counter("kv_transfer_expired_leases_total", "Leases that had no heartbeat; of the decode worker.")
-OPEN_LEASES = gauge("kv_transfer_open_leases", "Leases not yet settled, quarantined ones included.")
+EXPIRED_LEASES = counter(
+    "kv_transfer_expired_leases_total", "Leases that expired without a heartbeat, at the decode worker."
+)
+OPEN_LEASES = gauge("kv_transfer_open_leases", "Open leases, including quarantined ones.")
 RESTLESS_PAGES = gauge(
-    "kv_transfer_restless_pages", "KV pages of prompts that are over, which writes still read; of the prefill worker."
+    "kv_transfer_pending_pages", "KV pages of ended prompts that unfinished writes still read, at the prefill worker."
 )
-CHECKSUM_FAILURES = counter("kv_transfer_checksum_failures_total", "Hand-overs refused because a page had changed.")
-FENCED = counter("kv_transfer_fenced_total", "Messages and notices dropped because their lease or attempt was over.")
-TRANSPORT = gauge("kv_transport_info", "1; how KV pages move: back end, direction and kinds of wires.", "transport")
+CHECKSUM_FAILURES = counter(
+    "kv_transfer_checksum_failures_total", "Hand-overs rejected because the checksum of a page did not match."
+)
+FENCED = counter(
+    "kv_transfer_fenced_total", "Messages and notifications dropped because their lease or attempt had ended."
+)
+TRANSPORT = gauge("kv_transport_info", "1; how KV pages are transferred: back end and transports.", "transport")
 TRANSPORT_WARNINGS = gauge(
-    "kv_transport_warnings", "What is slower or more fragile than it could be, a TCP wire for one."
+    "kv_transport_warnings", "Number of warnings about the transport, for example TCP between GPUs."
 )
 
 # Workers: themselves
@@ -227,27 +271,29 @@ WORKER_INFO = gauge(
     "dtype",
 )
 WORKER_READY = gauge("worker_ready", "1 = it takes new requests.")
-POOL_SOUND = gauge("kv_pool_sound", "1 = the page pool's own checks have found nothing wrong.")
+POOL_SOUND = gauge("kv_pool_consistent", "1 = the page pool's integrity checks pass.")
 
 # Controller
 
-PROCESS_UP = gauge("process_up", "1 = the process serves; workers by their present role.", "role", "worker")
-PROCESS_RESTARTS = counter("process_restarts_total", "How often the process was started again.", "worker")
-TARGET_UP = gauge("metrics_target_up", "1 = the process answered this scrape of the whole cluster.", "worker")
+PROCESS_UP = gauge(
+    "process_up", "1 = the process serves; workers are labelled with their current role.", "role", "worker"
+)
+PROCESS_RESTARTS = counter("process_restarts_total", "Restarts of the process.", "worker")
+TARGET_UP = gauge("metrics_target_up", "1 = the process responded to the latest scrape of the cluster.", "worker")
 
 # Planner
 
 PLANNER_STRAIN = gauge(
-    "planner_strain_ratio",
-    "How near to its limit each half of the cluster is, by the planner's model: 1 = promises can just be kept.",
+    "planner_load_ratio",
+    "Predicted load / capacity of each role: at 1 the service classes can just be met.",
     "half",
 )
 PLANNER_WANTED = gauge(
-    "planner_wanted_workers", "Workers that the planner wants, by role, whether or not it may act.", "half"
+    "planner_wanted_workers", "Workers that the planner asks for, by role, whether or not it may act.", "half"
 )
 PLANNER_CHANGES = counter(
     "planner_changes_total",
-    "Changes that it made, or would have made in a dry run (to_prefill, to_decode, up, down).",
+    "Changes by the planner, or proposed in a dry run (to_prefill, to_decode, up, down).",
     "direction",
 )
 

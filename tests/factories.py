@@ -10,7 +10,7 @@ import torch
 
 from engine.batch import Draw, StepRow
 from engine.config import EngineConfig
-from engine.models.config import parse_model_config
+from engine.config.model import parse_model_config
 from engine.models.parameters import allocate_parameters, destinations
 from engine.weights.safetensors_file import write_float32
 from wire.messages import SamplingParams

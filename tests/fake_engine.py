@@ -7,7 +7,7 @@ that is shared or cached.
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class FakeEngine:
         """Asynchronous, a step runs when its result is asked for: the halves have planned the next one by then."""
         if self.launch_error is not None:
             raise self.launch_error
+        early = any(draw.index < draw.sampling.min_tokens for draw in batch.draws)
+        assert batch.draws.may_not_end == early, "draws may end an answer before its least length, or may not behind it"
         if not self.asynchronous:
             result = self.run(batch)
             return lambda: result
@@ -111,24 +113,34 @@ class FakeEngine:
         context = [int(self.memory[pages[p // PAGE_TOKENS], p % PAGE_TOKENS, 0]) for p in range(end)]
         history = row.draw.history
         assert (history is not None) == row.draw.sampling.penalized
+        barred = _barred(row.draw.sampling, row.draw.index)
         if history is None:
-            return next_token(context, row.draw.index)
+            return next_token(context, row.draw.index, barred=barred)
         assert [*history.prompt, *history.answer] == context
-        return next_token(context, row.draw.index, len(history.prompt))
+        return next_token(context, row.draw.index, len(history.prompt), barred=barred)
 
 
-def next_token(context: list[int], draw: int, prompt_tokens: int = 0) -> int:
+def next_token(context: list[int], draw: int, prompt_tokens: int = 0, *, barred: Collection[int] = ()) -> int:
     """Never an end of sequence: tests ask for one through `stop_token_ids`. `prompt_tokens` counts under penalties."""
     digest = hashlib.sha256(repr((context, draw, prompt_tokens)).encode()).digest()
-    return 3 + int.from_bytes(digest[:4], "little") % (VOCAB - 3)
+    token = int.from_bytes(digest[:4], "little") % (VOCAB - 3)
+    while token + 3 in barred:
+        token = (token + 1) % (VOCAB - 3)
+    return token + 3
+
+
+def _barred(sampling: SamplingParams, draw: int) -> Collection[int]:
+    """What may not be drawn yet."""
+    return sampling.stop_token_ids if draw < sampling.min_tokens else ()
 
 
 def answer_to(prompt: list[int], sampling: SamplingParams) -> list[int]:
     """What the fake engine must answer, however its steps were cut and wherever they ran."""
     tokens = list(prompt)
     for draw in range(min(sampling.max_tokens, FACTS.max_context - len(prompt))):
-        tokens.append(next_token(tokens, draw, len(prompt) if sampling.penalized else 0))
-        if tokens[-1] in sampling.stop_token_ids:
+        counted = len(prompt) if sampling.penalized else 0
+        tokens.append(next_token(tokens, draw, counted, barred=_barred(sampling, draw)))
+        if tokens[-1] in sampling.stop_token_ids and draw >= sampling.min_tokens:
             break
     return tokens[len(prompt) :]
 

@@ -32,8 +32,6 @@ class CostParameters:
     """A step with prompts computes a multiple of so many tokens, see `costs.step_grid`."""
     wave_tokens: int = 1
     """Of prompts, whose attention the device computes at once: as many take as long as one, see `costs.step_grid`."""
-    window_tokens: int = 0
-    """Of long contexts, to which few tokens of prompts attend side by side, see `costs.step_grid`; 0 = they do not."""
     mixed_noise: float = 1.15
     """A step of prompts beside answers ÷ what was predicted, for all but one in a hundred of them."""
 

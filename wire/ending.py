@@ -23,17 +23,19 @@ class Ending:
     """Tokens behind which nothing comes; they are part of the answer."""
     limit: int
     """Most tokens of the answer."""
+    least: int = 0
+    """So many tokens it has at least, whatever they are."""
 
     @classmethod
     def of(cls, prompt_tokens: int, sampling: SamplingParams, model: ModelFacts) -> "Ending":
         stops = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stops |= frozenset(model.eos_token_ids)
-        return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens))
+        return cls(stops, min(sampling.max_tokens, model.max_context - prompt_tokens), sampling.min_tokens)
 
     def reason(self, token_id: int, index: int) -> FinishReason | None:
         """Why the answer ends with token number `index` (from 0), or None: it goes on."""
-        if token_id in self.stops:
+        if token_id in self.stops and index >= self.least:
             return FinishReason.STOP
         return None if index + 1 < self.limit else FinishReason.LENGTH
 

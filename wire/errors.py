@@ -7,6 +7,19 @@ from typing import ClassVar
 
 import grpc
 
+ECHO_CHARS = 80
+"""How much of what a client sent an error repeats, in characters."""
+
+
+def clipped(text: str, limit: int = ECHO_CHARS) -> str:
+    """`text`, its end replaced by "…" where it has more than `limit` characters."""
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def shown(value: object) -> str:
+    """What a client sent as an error repeats it: in quotes, without control characters, and clipped."""
+    return clipped(repr(value if not isinstance(value, str) else clipped(value)), 2 * ECHO_CHARS)
+
 
 class TandemError(Exception):
     """Base of all typed errors. `code` is stable and travels on the wire as `ErrorDetail.code`."""
@@ -29,12 +42,29 @@ class InvalidArgument(TandemError):
     http_status = 400
 
     def __init__(self, field: str, message: str) -> None:
+        field = clipped(field, 2 * ECHO_CHARS)
         super().__init__(f"{field}: {message}")
         self.field = field
 
     def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
         """Survive the way from an actor to its caller."""
         return InvalidArgument, (self.field, self.message.removeprefix(f"{self.field}: "))
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """Prompt and answer do not fit into the context, said in the words by which clients of OpenAI know it."""
+
+    code = "CONTEXT_LENGTH_EXCEEDED"
+
+    def __init__(self, field: str, message: str) -> None:
+        """`message` is the whole sentence: `field` does not stand before it."""
+        super().__init__(field, message)
+        self.message = message
+        self.args = (message,)
+
+    def __reduce__(self) -> tuple[type["InvalidArgument"], tuple[str, str]]:
+        """As `InvalidArgument`."""
+        return ContextLengthExceeded, (self.field, self.message)
 
 
 class Unauthenticated(TandemError):
@@ -141,6 +171,8 @@ def from_code(code: str, message: str, retry_after_s: float = 0.0) -> TandemErro
     if code == InvalidArgument.code:
         field, _, rest = message.partition(": ")
         return InvalidArgument(field, rest)
+    if code == ContextLengthExceeded.code:
+        return ContextLengthExceeded("", message)
     cls = _BY_CODE.get(code)
     if cls is None:
         return Internal(f"{code}: {message}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -14,8 +14,6 @@ from google.protobuf.message import DecodeError, Message
 log = logging.getLogger(__name__)
 
 _LENGTH_BYTES = 4
-_WAITING_BYTES_MAX = 256 << 20
-"""Of what the other end does not read: it hangs."""
 
 Out = TypeVar("Out", bound=Message)
 In = TypeVar("In", bound=Message)
@@ -37,6 +35,9 @@ class Tally:
 class FrameStream(Generic[Out, In]):
     """One end. What is sent within a turn of the event loop goes as one message. `Out` and `In` are messages with
     repeated `frames`, each of which has the number of its `call`.
+
+    Nothing here bounds what the other end has not read: whoever sends bounds that for each call, by `send_in_turn` or
+    by a window of what the other end says it has read. So no call ends the stream, however much it sends.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class FrameStream(Generic[Out, In]):
         self._tally = tally or Tally()
         self._batch: Any = outgoing()
         self._loop = asyncio.get_running_loop()
+        self._turn = asyncio.Lock()
+        self.on_failed: Callable[[int], None] = lambda call: None
+        """Is told the number of each call one of whose frames could not be sent."""
 
     def send(self, call: int, **what: Any) -> None:
         """A frame with one of its fields, as protobuf takes them. What is sent behind the stream's end is lost."""
@@ -60,10 +64,15 @@ class FrameStream(Generic[Out, In]):
             self._loop.call_soon(self._flush)
         self._batch.frames.add(call=call, **what)
 
-    async def room(self) -> None:
-        """Wait while the other end has much to read; not for one that is gone."""
-        with contextlib.suppress(OSError):
-            await self._writer.drain()
+    async def send_in_turn(self, call: int, **what: Any) -> None:
+        """`send` as soon as the other end has read nearly all that was sent, one after the other of those that wait for
+        that. Nobody waits for an end that is gone.
+        """
+        async with self._turn:
+            with contextlib.suppress(OSError):
+                await self._writer.drain()
+            self.send(call, **what)
+            self._flush()
 
     async def received(self) -> AsyncIterator[Any]:
         """The other end's frames, until it closes the stream, is gone, or sends something else."""
@@ -88,9 +97,25 @@ class FrameStream(Generic[Out, In]):
         batch, self._batch = self._batch, self._outgoing()
         if not batch.frames or self._writer.is_closing():
             return
+        try:
+            self._write(batch)
+        except Exception as error:
+            self._write_one_by_one(batch, error)
+
+    def _write(self, batch: Any) -> None:
         data: bytes = batch.SerializeToString()
+        length = len(data).to_bytes(_LENGTH_BYTES, "little")
         self._tally.add(len(batch.frames), len(data))
-        self._writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-        if self._writer.transport.get_write_buffer_size() > _WAITING_BYTES_MAX:
-            log.error("the other end has not read %d MiB; its stream ends", _WAITING_BYTES_MAX >> 20)
-            self._writer.transport.abort()
+        self._writer.write(length + data)
+
+    def _write_one_by_one(self, batch: Any, error: Exception) -> None:
+        """Send what can be sent of a batch that cannot, and fail the calls of the rest."""
+        failed: set[int] = set()
+        for frame in batch.frames:
+            try:
+                self._write(self._outgoing(frames=[frame]))
+            except Exception:
+                failed.add(frame.call)
+        log.error("%d frames could not be sent, of calls %s", len(batch.frames), sorted(failed), exc_info=error)
+        for call in sorted(failed):
+            self.on_failed(call)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
 
 from wire.address import address_of
+from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import FailedPrecondition
-
-_KEEP_ALIVE_S = 75
-"""How long a connection without calls stays open."""
+from wire.http_protocol import Connections, GuardedProtocol
 
 
 class Listener:
@@ -23,7 +24,10 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int, setting: str, *, shared: bool = False) -> None:
-        self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # With the protocol named, asyncio sets TCP_NODELAY on what is accepted: else an event that follows another one
+        # waits for the client's acknowledgement of that, up to 40 ms.
+        self.socket = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._host, self._setting = host, setting
         self._asked = address_of(host, port)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,17 +57,20 @@ class Listener:
 class HttpServer(uvicorn.Server):
     """Signals stay the process's own. `begin` it once, `end` it once."""
 
-    def __init__(self, app: Any, listener: Listener) -> None:
+    def __init__(self, app: Any, listener: Listener, limits: DoorLimits = DEFAULT_LIMITS) -> None:
         """`app` speaks ASGI 3; the listener is this server's from now on."""
+        # A partial makes protocols as the class does, which is all that is asked of it.
+        protocol: Any = partial(GuardedProtocol, connections=Connections(limits))
         config = uvicorn.Config(
             app,
             interface="asgi3",
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="warning",
+            log_level="error",  # what warnings are about, strangers do
             access_log=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            http=protocol,
+            timeout_keep_alive=math.ceil(limits.idle_timeout_s),
         )
         super().__init__(config)
         self._listener = listener

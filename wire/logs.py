@@ -5,15 +5,24 @@ A line that belongs to one request says so with `extra=about(...)`; no line carr
 
 import json
 import logging
-import os
-import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from wire.log_file import LogFile
+from wire.recurring import OF_REQUEST, RecurringErrors
+
+LOOK_S = 5.0
+"""Between two looks at what the log has to do when nobody writes to it."""
+MAX_MIB = 32
+"""Size of a log file from which on another one is begun, in MiB."""
 PRETTY = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_OF_REQUEST = "request_id"
 
 
 class LogFormat(StrEnum):
@@ -27,30 +36,84 @@ class LogFormat(StrEnum):
 
 def about(request_id: str) -> dict[str, Any]:
     """For `extra`: the line belongs to this request, by the router's name for it, which every process knows."""
-    return {_OF_REQUEST: request_id}
+    return {OF_REQUEST: request_id}
 
 
-def begin_log(
-    file: Path | None, form: LogFormat = LogFormat.PRETTY, process: str = "", incarnation: int | None = None
-) -> None:
-    """Log from INFO on, to `file` if there is one, whose folder is made where it is missing, else to stderr.
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Where a process logs, and how."""
 
-    The whole process's output goes there, what native code prints as it dies too; an earlier incarnation's stays. Every
-    line of the log says which `process` wrote it, and which run of it.
+    file: Path | None = None
+    """Whose folder is made where it is missing; None = stderr."""
+    format: LogFormat = LogFormat.PRETTY
+    max_bytes: int = MAX_MIB << 20
+    """Of one file, from which on the next line goes to a new one; see `wire.log_file`."""
+
+
+TO_STDERR = LogConfig()
+"""For people, on a terminal."""
+
+
+def begin_log(config: LogConfig, process: str = "", incarnation: int | None = None) -> None:
+    """Log from INFO on. The whole process's output goes to the file, what native code prints as it dies too; an earlier
+    incarnation's stays. Every line of the log says which `process` wrote it, and which run of it.
     """
-    if file is not None:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.dup2(target, 1)
-        os.dup2(target, 2)
-        os.close(target)
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        JsonLines(process, incarnation) if form is LogFormat.JSON else PrettyLines(process, incarnation)
-    )
+    handler = ProcessLog(None if config.file is None else LogFile(config.file, config.max_bytes))
+    lines = JsonLines if config.format is LogFormat.JSON else PrettyLines
+    handler.setFormatter(lines(process, incarnation))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    threading.Thread(target=handler.tend_forever, name="log", daemon=True).start()
+
+
+class ProcessLog(logging.StreamHandler[TextIO]):
+    """To stderr, which is `file` if there is one; a recurring error is said now and then, with how often it came (see
+    `RecurringErrors`).
+    """
+
+    def __init__(self, file: LogFile | None = None) -> None:
+        super().__init__()
+        self._file = file
+        self._errors = RecurringErrors()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self._errors.take(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if line is not None:
+            super().emit(line)
+            self._look()
+
+    def close(self) -> None:
+        """Counts that are not said yet are."""
+        self._say_counts(all_of_them=True)
+        super().close()
+
+    def tend_forever(self) -> None:
+        """What is due without a line that is written; in a thread of its own."""
+        while True:
+            time.sleep(LOOK_S)
+            self._say_counts()
+            with self._locked():
+                self._look()  # native code may have filled it
+
+    def _say_counts(self, *, all_of_them: bool = False) -> None:
+        with self._locked():
+            for line in self._errors.due(all_of_them=all_of_them):
+                super().emit(line)
+
+    def _look(self) -> None:
+        if self._file is not None:
+            self._file.look()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
 
 class PrettyLines(logging.Formatter):
@@ -62,7 +125,7 @@ class PrettyLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         line = super().formatMessage(record)
-        request_id = getattr(record, _OF_REQUEST, "")
+        request_id = getattr(record, OF_REQUEST, "")
         return line if request_id in record.message else f"{line} [request {request_id}]"
 
 
@@ -77,7 +140,7 @@ class JsonLines(logging.Formatter):
         self._run = {} if incarnation is None else {"incarnation": incarnation}
 
     def format(self, record: logging.LogRecord) -> str:
-        request_id = getattr(record, _OF_REQUEST, "")
+        request_id = getattr(record, OF_REQUEST, "")
         line: dict[str, object] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -87,7 +150,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
         }
         if request_id:
-            line[_OF_REQUEST] = request_id
+            line[OF_REQUEST] = request_id
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

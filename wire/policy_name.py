@@ -1,17 +1,17 @@
-"""The policies of steps, as people name them (`step_policy.py`); whoever only chooses one needs no engine."""
+"""The names of the step policies; see `costs.chunks.step_limit` for what they do."""
 
 from enum import StrEnum
 
 CHUNKED_BUDGET = 512
-"""Tokens of a step under `chunked`, decode rows included, if nothing else was asked for."""
+"""Tokens of a step beside decode rows, these included, if no other budget was asked for."""
 
 
 class PolicyName(StrEnum):
-    """How much of a step may be prompts where requests decode beside them."""
+    """How many prompt tokens a step may have beside requests that decode. No policy exceeds the answers' targets."""
 
     UNCHUNKED = "unchunked"
     """Whole prompts, as many as the engine takes."""
     CHUNKED = "chunked"
-    """As much as a token budget for the whole step leaves."""
+    """What the token budget of the step leaves."""
     DECODE_PRIORITY = "decode-priority"
-    """As much as the inter-token target leaves."""
+    """The same beside answers without a target; where all have one, as many as the targets leave time for."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from wire.timeline import Edge, Timeline
@@ -20,6 +21,13 @@ _PARENT = re.compile(
 _REPLIES = ("chatcmpl", "cmpl")
 _SAMPLED = 1
 _TRACE_BYTES = 16
+
+
+def only(values: Collection[str | bytes]) -> str:
+    """The value of a header that a caller sent once; "" where it sent none or several, which W3C Trace Context counts
+    as none.
+    """
+    return str(next(iter(values))) if len(values) == 1 else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,22 @@
-"""How Tandem's parts speak gRPC: one server interceptor that maps errors to status codes and checks the caller's
-token, and one way to open a channel.
+"""How gRPC is spoken: one server interceptor that maps errors to status codes and checks the caller's API key, and the
+channels and ports of Tandem's parts, which are encrypted wherever there is a cluster token.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
 
-from wire.credentials import shows_key
-from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, from_code, from_status
+from wire.call_guard import CallGuard, public_options
+from wire.credentials import matching_key
+from wire.door_limits import DoorLimits
+from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, clipped, from_code, from_status
+from wire.mutual_tls import PART_NAME, credentials_of
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,10 @@ ERROR_CODE = "tandem-error-code"
 
 MESSAGE_BYTES_MAX = 16 << 20
 """Largest message any part accepts; the front door's own limit is lower and answers in words."""
+
+_DETAILS_CHARS = 512
+"""Longest sentence of an error. A character takes up to 12 bytes of a header, percent-encoded, and gRPC's peers refuse
+headers of more than 8 KiB together."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -49,26 +56,61 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+_HANDSHAKE_FAILED = "Tls handshake failed"
+"""gRPC's words where the peer at an address speaks no TLS, or has no certificate of our authority."""
+
+
 def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
-    """A channel to `address` (host:port) that sends `token` as a bearer token with every call."""
-    interceptors = [_SendTokenUnary(token), _SendTokenStream(token)] if token else []
+    """A channel from one part of the cluster to another at `address` (host:port), encrypted.
+
+    Both ends prove that they know `token` before any call is sent; see `wire.mutual_tls`. Without a token it is neither
+    encrypted nor proven.
+    """
+    if not token:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", PART_NAME)]
+    return grpc.aio.secure_channel(address, credentials_of(token).client, options=options)
+
+
+def open_client_channel(address: str, api_key: str = "") -> grpc.aio.Channel:
+    """A channel to a router's port for clients, unencrypted, that sends `api_key` as a bearer with every call."""
+    interceptors = [_SendKeyUnary(api_key), _SendKeyStream(api_key)] if api_key else []
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS, interceptors=interceptors)
 
 
-def open_server(
-    *, tokens: frozenset[str] = frozenset(), open_methods: tuple[str, ...] = (), shared_port: bool = False
-) -> grpc.aio.Server:
-    """A server that maps `TandemError` to its status and, if `tokens` is not empty, lets only their bearers in.
+def listen(server: grpc.aio.Server, address: str, token: str = "") -> int:
+    """Let parts of the cluster of `token` in at `address` (host:port, port 0 = any free one) → the port.
 
-    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no token. `shared_port`:
-    other processes of this user may listen at its port, too.
+    Without a token, everybody is let in. RuntimeError if the port is taken.
     """
-    options = [*SERVER_OPTIONS, ("grpc.so_reuseport", int(shared_port))]
-    return grpc.aio.server(interceptors=[_Doorkeeper(tokens, open_methods)], options=options)
+    if not token:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials_of(token).server)
+
+
+def open_server(
+    *,
+    tokens: frozenset[str] = frozenset(),
+    open_methods: tuple[str, ...] = (),
+    shared_port: bool = False,
+    limits: DoorLimits | None = None,
+) -> grpc.aio.Server:
+    """A server that maps `TandemError` to its status and, if `tokens` is not empty, lets only bearers of these keys in.
+
+    `open_methods` are prefixes of full method names ("/grpc.health.v1.Health/") that need no key. `shared_port`:
+    other processes of this user may listen at its port, too. `limits` are those of a server that clients reach; None =
+    Tandem's own parts alone do.
+    """
+    options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
+    guard = None if limits is None else CallGuard(limits)
+    return grpc.aio.server(interceptors=[_Doorkeeper(tokens, open_methods, guard)], options=options)
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
-    """The typed error behind a failed call to `peer` ("decode worker decode-0"), which its sentence names."""
+    """The typed error behind a failed call to `peer` ("decode worker decode-0"), which its sentence names.
+
+    A peer that does not prove to know the cluster's token is Unavailable, as one that is gone: it may have its port.
+    """
     trailing = dict(error.trailing_metadata() or ())
     message = error.details() or error.code().name
     code = str(trailing.get(ERROR_CODE, ""))
@@ -77,80 +119,95 @@ def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
     retry_after_s = float(str(trailing.get(RETRY_AFTER, 0)))
     if code:
         return from_code(code, f"{peer}: {message}", retry_after_s)
+    if is_refused_peer(error):
+        message = "the TLS handshake failed: it is another process that has the port now, or has another cluster token"
     return from_status(error.code(), f"{peer}: {message}")
 
 
-def _with_token(details: grpc.aio.ClientCallDetails, token: str) -> grpc.aio.ClientCallDetails:
-    metadata = grpc.aio.Metadata(*(details.metadata or ()), (AUTHORIZATION, f"Bearer {token}"))
+def is_refused_peer(error: grpc.aio.AioRpcError) -> bool:
+    """Whether a call was not sent because whoever listens there is no part of this cluster."""
+    return error.code() is grpc.StatusCode.UNAVAILABLE and _HANDSHAKE_FAILED in (error.details() or "")
+
+
+def _with_key(details: grpc.aio.ClientCallDetails, key: str) -> grpc.aio.ClientCallDetails:
+    metadata = grpc.aio.Metadata(*(details.metadata or ()), (AUTHORIZATION, f"Bearer {key}"))
     return grpc.aio.ClientCallDetails(
         details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
     )
 
 
-class _SendTokenUnary(grpc.aio.UnaryUnaryClientInterceptor):
-    def __init__(self, token: str) -> None:
-        self._token = token
+class _SendKeyUnary(grpc.aio.UnaryUnaryClientInterceptor):
+    def __init__(self, key: str) -> None:
+        self._key = key
 
     async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(_with_token(client_call_details, self._token), request)
+        return await continuation(_with_key(client_call_details, self._key), request)
 
 
-class _SendTokenStream(grpc.aio.UnaryStreamClientInterceptor):
-    def __init__(self, token: str) -> None:
-        self._token = token
+class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
+    def __init__(self, key: str) -> None:
+        self._key = key
 
     async def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
-        return await continuation(_with_token(client_call_details, self._token), request)
+        return await continuation(_with_key(client_call_details, self._key), request)
 
 
 class _Doorkeeper(grpc.aio.ServerInterceptor):
-    """Checks the token before, and turns typed errors into status codes after, every handler."""
+    """Checks the API key before, and turns typed errors into status codes after, every handler."""
 
-    def __init__(self, tokens: frozenset[str], open_methods: tuple[str, ...]) -> None:
+    def __init__(self, tokens: frozenset[str], open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:
         self._tokens = tokens
-        self._open = open_methods
+        self._open = open_methods or ("\0",)
+        self._guard = guard
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        if not self._admits(handler_call_details):
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+        refusal = self._refusal(handler_call_details)
+        if refusal is not None:
+            return grpc.stream_unary_rpc_method_handler(_refusing(refusal))
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        if handler.unary_unary is not None:
-            return grpc.unary_unary_rpc_method_handler(
-                guarded_unary(cast(_Unary, handler.unary_unary)),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
-                _guard_any_stream(handler.unary_stream),
-                handler.request_deserializer,
-                handler.response_serializer,
-            )
-        return handler
+        if self._guard is not None:
+            handler = self._guard.wrap(handler, is_open=handler_call_details.method.startswith(self._open))
+        return _worded(handler)
 
-    def _admits(self, details: grpc.HandlerCallDetails) -> bool:
-        if not self._tokens or details.method.startswith(self._open or ("\0",)):
-            return True
-        return shows_key(dict(details.invocation_metadata or ()).get(AUTHORIZATION, ""), self._tokens)
+    def _refusal(self, details: grpc.HandlerCallDetails) -> TandemError | None:
+        if not self._tokens or details.method.startswith(self._open):
+            return None
+        try:
+            shown = matching_key(values_of(details.invocation_metadata, AUTHORIZATION), self._tokens)
+        except InvalidArgument as error:
+            return error
+        if shown is not None:
+            return None
+        return Unauthenticated("the call carries no valid API key; send 'authorization: Bearer <key>'")
 
 
-async def _refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
-    await abort(context, Unauthenticated("the call carries no valid token; send 'authorization: Bearer <token>'"))
+def values_of(metadata: Iterable[tuple[str, str | bytes]] | None, name: str) -> list[str | bytes]:
+    """All values that a call's metadata has under `name`; a caller may send several."""
+    return [value for each, value in metadata or () if each == name]
+
+
+def _refusing(error: TandemError) -> _Unary:
+    async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await abort(context, error)
+
+    return refuse
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TandemError) -> NoReturn:
-    """End the call with the error's status, sentence, code and retry hint."""
+    """End the call with the error's status, sentence, code and retry hint. The sentence is cut to what fits into a
+    header: one that does not would reach the client as RESOURCE_EXHAUSTED.
+    """
     trailing = [(ERROR_CODE, error.code)]
     if error.retry_after_s:
         trailing.append((RETRY_AFTER, f"{error.retry_after_s:g}"))
     context.set_trailing_metadata(tuple(trailing))
-    await context.abort(error.grpc_status, error.message)
+    await context.abort(error.grpc_status, clipped(error.message, _DETAILS_CHARS))
     raise AssertionError("abort returns never")
 
 
@@ -184,6 +241,22 @@ def guarded_stream(handler: _Streaming) -> _Streaming:
             await _end_call(context, error)
 
     return guarded
+
+
+def _worded(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandler[Any, Any]:
+    """`handler`, whatever kind it is of, whose errors end the call in words."""
+    makers = {
+        "unary_unary": (grpc.unary_unary_rpc_method_handler, guarded_unary),
+        "unary_stream": (grpc.unary_stream_rpc_method_handler, _guard_any_stream),
+        "stream_unary": (grpc.stream_unary_rpc_method_handler, guarded_unary),
+        "stream_stream": (grpc.stream_stream_rpc_method_handler, _guard_any_stream),
+    }
+    for kind, (make, guard) in makers.items():
+        behavior = getattr(handler, kind)
+        if behavior is not None:
+            made: Any = make(guard(behavior), handler.request_deserializer, handler.response_serializer)
+            return cast("grpc.RpcMethodHandler[Any, Any]", made)
+    return handler
 
 
 async def _end_call(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:

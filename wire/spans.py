@@ -77,7 +77,7 @@ class _Attempt:
         seen = [self.at[edge] for edge in _PREFILL_EDGES if edge in self.at]
         if seen:
             # The token leaves the router soon after the prompt is computed, at most some hand-overs later
-            # (`router/first_token.py`): the nearest bound there is.
+            # (`router/requests/first_token.py`): the nearest bound there is.
             token = self.at.get(Edge.FIRST_TOKEN, end)
             token = end if token < reserved else token  # of the try before
             late = min(seen[-1] - token, seen[0] - reserved)

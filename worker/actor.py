@@ -10,10 +10,10 @@ import logging
 import os
 import time
 from dataclasses import replace
-from pathlib import Path
 
+from kv_transfer.processes import this_process
 from wire.heap import settle_heap
-from wire.logs import LogFormat, begin_log
+from wire.logs import LogConfig, begin_log
 from wire.messages import PeerRef
 from worker.config import WorkerConfig
 from worker.description import WorkerDescription, served_of, tuning_of
@@ -38,10 +38,9 @@ class WorkerActor:
         self,
         config: WorkerConfig,
         incarnation: int,
-        log: Path | None = None,
-        log_format: LogFormat = LogFormat.PRETTY,
+        log: LogConfig,
     ) -> None:
-        begin_log(log, log_format, config.worker_id, incarnation)
+        begin_log(log, config.worker_id, incarnation)
         from ray.util import get_node_ip_address
 
         # Here, not above: the controller imports this module too, and has no use for torch.
@@ -61,6 +60,15 @@ class WorkerActor:
         """Of this process."""
         self._called()
         return os.getpid()
+
+    async def identity(self) -> str:
+        """Of this process, for whoever kills it."""
+        return this_process()
+
+    async def works(self) -> None:
+        """Returns when the worker's own event loop has been asked, too; see `WorkerProcess.works`."""
+        self._called()
+        await self._process.works()
 
     async def start(self) -> str:
         """See `WorkerProcess.start`; host:port of its metrics."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from costs.roofline import Ceilings
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
-from kv_transfer.base import Direction
 from prefill_worker.config import PrefillConfig
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -28,7 +27,7 @@ class WorkerConfig:
     controller_address: str | None = None
     """host:port of the controller; None = the worker serves without a cluster."""
     token: str = ""
-    """The cluster's secret: what callers must send and this worker sends; empty = no token is asked for."""
+    """The cluster's secret, which parts prove to each other by mutual TLS; empty = none, and nothing is encrypted."""
     host: str = "127.0.0.1"
     """Address the gRPC server listens on."""
     port: int = 0
@@ -36,7 +35,7 @@ class WorkerConfig:
     metrics_port: int = 0
     """Port of the metrics' HTTP server; 0 = any free one."""
     metrics_key: str = ""
-    """The key that opens them; empty = the cluster's token does, and on loopback nobody is asked."""
+    """The key that opens them beside the one that comes from `token`; empty = on loopback nobody is asked."""
     lease_s: float = 5.0
     """Life of a lease without a heartbeat from its router, in seconds."""
     quarantine_s: float = 5.0
@@ -59,9 +58,9 @@ class WorkerConfig:
     """Whether full KV pages are kept as long as there is room, to be read by requests that begin alike."""
     transfer_backend: str = "nixl"
     """What moves KV pages: `nixl`."""
-    kv_direction: Direction = Direction.WRITE
-    """Who moves them: `write`, the prefill worker into the decode worker's memory, or `read`, the decode worker out of
-    the prefill worker's. The same for all workers of a cluster: the handshake refuses others."""
+    trusted_network: bool = False
+    """Whether nobody but this cluster's workers reaches what UCX listens at, so that KV pages may cross a network. The
+    same for all workers of a cluster: the handshake refuses others."""
     rpc_timeout_s: float = 5.0
     """Deadline of each call to another worker or the controller, in seconds."""
     attach_grace_s: float = 5.0
@@ -71,14 +70,13 @@ class WorkerConfig:
     seconds; None = 60 on GPUs, 600 on CPUs, where a step of many tokens is slow."""
     gather_s: float = 0.0
     """How long an idle worker waits, from a first prompt on, for others that can share its step, in seconds."""
-    step_policy: PolicyName = PolicyName.UNCHUNKED
-    """How much of a step may be prompts where requests decode beside them."""
+    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
+    """Prompt tokens of a step beside requests that decode; see `ClusterConfig.step_policy`."""
     step_budget: int | None = None
-    """Most tokens of a step under `chunked`, decode rows included; None = 512."""
+    """Most tokens of a step, decode rows included, where the policy has a budget; None = 512."""
     itl_target_s: float | None = None
-    """How far apart an answer's tokens may be, in seconds: where decoding alone is slower, the batch does not grow, and
-    under `decode-priority` prompts are computed in what is left of it. None = the batch grows as it can, and prompts
-    may double the time of an unloaded step."""
+    """Longest time between two tokens of any answer, in seconds: where decoding alone is slower, the batch does not
+    grow, and prompts are computed in what is left of it. None = only the answers' own targets count."""
     ceilings: Ceilings | None = None
     """What its device can do at best, which utilization is told by; None = it is measured at the start."""
     outlive_s: float = 0.0

@@ -13,7 +13,7 @@ Settings = tuple[tuple[str, str], ...]
 
 _SERVED = (
     *("model", "model_name", "random_weights", "device", "dtype", "page_tokens"),
-    *("token", "transfer_backend", "kv_direction", "kv_checksum_rate"),
+    *("token", "transfer_backend", "trusted_network", "kv_checksum_rate"),
 )
 """What a worker serves and with whom it can work."""
 _PASSING = (

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 from kv_transfer.base import Transport
 from kv_transfer.checksums import PageChecks
-from prefill_worker.destination import DecodePeers, LocalDecode
+from prefill_worker.decode_peers import DecodePeers, LocalDecode
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
-from prefill_worker.renewals import Renewals
+from prefill_worker.page_writes import WritingTime
 from prefill_worker.request import PrefillRequest
-from prefill_worker.writing import WritingTime
+from prefill_worker.write_window import WindowRenewals
 from wire.messages import PeerRef, RoutedEvent
 
 SETTLE_S = 2.0
@@ -32,10 +32,10 @@ class Handovers:
     deadline_s: float
     writing: WritingTime
     _open: set[asyncio.Future[None]] = field(default_factory=set)
-    _renewals: Renewals = field(init=False)
+    _renewals: WindowRenewals = field(init=False)
 
     def __post_init__(self) -> None:
-        self._renewals = Renewals(self.peers)
+        self._renewals = WindowRenewals(self.peers)
 
     def begin(self, request: PrefillRequest, half: PrefillHalf) -> Handoff:
         """Of a request that has just been queued."""

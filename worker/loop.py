@@ -151,7 +151,7 @@ class StepLoop:
 
         What decodes never waits.
         """
-        if self._gather_s > 0.0 and self._prefill.waiting_requests() and not self._decode.running_requests():
+        if self._gather_s > 0.0 and self._prefill.queue.length and not self._decode.running_requests():
             time.sleep(self._gather_s)
 
     def _step(self) -> bool:
@@ -179,5 +179,6 @@ class StepLoop:
                 return
             self.steps += 1
             news = self._scheduler.apply(step.work, result)
-            self._publish(self.steps, news.events, news.tokens, self._prefill.take_news())
+            updates = self._prefill.take_updates() if step.work.prefill_tokens else ()
+            self._publish(self.steps, news.events, news.tokens, updates)
         self._meter.learn(step.work, seconds)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from costs.roofline import Ceilings, Roofline
 from costs.step_cost import StepWork
-from prefill_worker.writing import WritingTime
+from prefill_worker.page_writes import WritingTime
 from telemetry import families as f
 from telemetry.board import Board, Facts, Reading
 from wire.cost_parameters import CostParameters
@@ -189,7 +189,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.STEP_COST_ERROR: load.cost.error,
         **step_costs(load.cost),
         f.OPEN_LEASES: found.leases,
-        f.RESTLESS_PAGES: report.restless_pages,
+        f.RESTLESS_PAGES: report.pending_transfer_pages,
         f.EXPIRED_LEASES: report.expired_leases,
         f.CHECKSUM_FAILURES: found.checksum_failures,
         f.FENCED: found.fenced,

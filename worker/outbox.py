@@ -11,11 +11,15 @@ router's first request, `on_gone` is told.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from prefill_worker.progress import call_all
 from wire.messages import RequestEvent, RoutedEvent, RoutedTokens, StepEvents, StepTokens, WorkerLoad
 from wire.prefixes import PrefixChanges
+
+log = logging.getLogger(__name__)
 
 PREFIX_BATCHES_MAX = 64
 """Batches of one stream that wait to be sent; with more, the oldest is lost."""
@@ -169,11 +173,14 @@ class Outbox:
                 stream.tokens.append(some.tokens)
         # Behind what the step's end sets going: hand-overs post their last pages before this thread writes messages.
         self._events.call_soon(self._send_step)
-        for call in then:
-            call()
+        call_all(then)
 
     def _send_step(self) -> None:
-        changes = self._changes()
+        try:
+            changes = self._changes()
+        except Exception:
+            log.exception("what changed in the prefix cache is not told; the step's events are")
+            changes = None
         for stream in self._streams.values():
             if changes is not None and stream.prefixes:
                 stream.changes.append(changes)

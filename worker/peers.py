@@ -12,14 +12,13 @@ import grpc.aio
 from kv_transfer.base import PageWrite, Sender
 from kv_transfer.departed import Departed
 from kv_transfer.handshake import check_compatible
-from prefill_worker.destination import Allotment, DecodePeers, Renewal
+from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
 from wire import convert, rpc
 from wire.errors import FailedPrecondition, StaleEpoch, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
 from wire.messages import Destination, Handshake, Lease, PeerDescription, PeerRef
 from worker.deliveries import MOST_WAITING, Deliveries
-from worker.misfits import Misfits
-from worker.neighbours import Neighbours
+from worker.known_peers import IncompatiblePeers, SameHostPeers
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +51,8 @@ class Peers(DecodePeers):
         self._gone = Departed()
         self._accepted: dict[str, PeerDescription] = {}
         self._owed: dict[PeerRef, deque[Destination]] = {}
-        self._misfits = Misfits()
-        self._neighbours = Neighbours(mine.description.host)
+        self._incompatible = IncompatiblePeers()
+        self._same_host = SameHostPeers(mine.description.host)
         self._deliveries = Deliveries(self._name_deliveries, DELIVERY_PERIOD_S)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -148,27 +147,27 @@ class Peers(DecodePeers):
         try:
             check_compatible(self._mine, theirs)
         except FailedPrecondition as error:
-            self._misfits.add(peer, error.message)
+            self._incompatible.add(peer, error.message)
             raise
-        self._misfits.discard(peer)
+        self._incompatible.discard(peer)
         self._sender.add_peer(theirs.description)
         self._accepted[peer.worker_id] = theirs.description
-        self._neighbours.meet(theirs.description)
+        self._same_host.add(theirs.description)
         return self._mine.description
 
     def is_near(self, peer: PeerRef) -> bool:
         """Whether this run of a prefill worker said that it is on this host."""
-        return self._neighbours.has(peer)
+        return self._same_host.has(peer)
 
     def lives(self, peer: PeerRef) -> bool | None:
         """Whether the process of this run of a prefill worker lives; None = it cannot be seen from here."""
-        return self._neighbours.lives(peer)
+        return self._same_host.lives(peer)
 
     # ---- both ----
 
     def warnings(self) -> tuple[str, ...]:
         """Which other workers do not fit this one, in sentences; for `tandem status`."""
-        return self._misfits.warnings
+        return self._incompatible.warnings
 
     def forget(self, peer: PeerRef) -> None:
         """This run of a worker and its earlier ones are over: drop what leads to them, and open nothing to them unless
@@ -182,7 +181,7 @@ class Peers(DecodePeers):
                 self._drop(known, connection)
         for owed in [owed for owed in self._owed if owed.worker_id == peer.worker_id and owed != peer]:
             del self._owed[owed]
-        self._misfits.forget(peer)
+        self._incompatible.forget(peer)
         self._sender.remove_peer(peer)
 
     def welcome(self, peer: PeerRef) -> None:
@@ -232,9 +231,9 @@ class Peers(DecodePeers):
         try:
             reply = await _call(connection.stub.ConnectPeer(request, timeout=self._timeout_s), peer)
         except FailedPrecondition as error:
-            self._misfits.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
+            self._incompatible.add(peer, error.message.removeprefix(f"worker {peer.worker_id}: "))
             raise
-        self._misfits.discard(peer)
+        self._incompatible.discard(peer)
         theirs = convert.description_from_proto(reply.peer)
         if theirs.peer != peer:
             raise StaleEpoch(

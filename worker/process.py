@@ -4,9 +4,11 @@ The caller's thread starts and stops it; the event loop and the engine have thre
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
@@ -50,6 +52,7 @@ class WorkerProcess:
     def __init__(self, config: WorkerConfig, incarnation: int) -> None:
         self._config = config
         self._me = PeerRef(config.worker_id, incarnation)
+        self._started_unix_nanos = time.time_ns()
         self._ended: Future[None] = Future()
         self._events = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._events.run_forever, name="events", daemon=True)
@@ -107,6 +110,14 @@ class WorkerProcess:
         """For how long no controller has been heard, in seconds; infinite before the first."""
         return math.inf if self._controller is None else self._controller.silent_s
 
+    async def works(self) -> None:
+        """A sign of life, from any event loop but the worker's own: returns when that one has looked whether the device
+        does what it was given, which ends a worker whose device does not. At once where the worker has ended.
+        """
+        if not self._ended.done():
+            with contextlib.suppress(RuntimeError):  # it has closed its event loop in this moment
+                await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._look(), self._events))
+
     def follow(self, controller_address: str) -> None:
         """See `ControllerLink.follow`. Unavailable for a worker that does not serve."""
         if self._controller is None or not self.serves:
@@ -136,11 +147,15 @@ class WorkerProcess:
         layout = layout_of(engine.cache)
         settings = self._config
         open_here = partial(
-            open_transport, settings.transfer_backend, layout, self._me, direction=settings.kv_direction
+            open_transport,
+            settings.transfer_backend,
+            layout,
+            self._me,
+            trusted_network=settings.trusted_network,
         )
         self._worker = Worker(self._config, self._me, engine, layout, open_here)
         self._worker.died.add_done_callback(lambda died: self._die(died.result()))
-        self._server = rpc.open_server(tokens=frozenset({self._config.token} - {""}))
+        self._server = rpc.open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(self._worker, self._drain), self._server)
         port = self._listen(self._server)
         await self._server.start()
@@ -173,7 +188,7 @@ class WorkerProcess:
     def _listen(self, server: grpc.aio.Server) -> int:
         address = address_of(self._config.host, self._config.port)
         try:
-            return server.add_insecure_port(address)
+            return rpc.listen(server, address, self._config.token)
         except RuntimeError as error:
             raise Unavailable(
                 f"worker {self._me.worker_id} cannot listen on {address}; free it or use port 0"
@@ -196,7 +211,13 @@ class WorkerProcess:
             warnings=worker.transport.warnings() + worker.peers.warnings(),
             duty=duty.duty,
             closing=duty.closing,
+            started_unix_nanos=self._started_unix_nanos,
+            kv_ports=worker.transport.open_ports(),
         )
+
+    async def _look(self) -> None:
+        if self._worker is not None:
+            self._worker.look_for_stuck()
 
     async def _drain(self, grace_s: float) -> int:
         left = await self._worker.drain(grace_s) if self._worker is not None else 0

@@ -4,11 +4,11 @@ from costs.step_cost import CostParameters, StepWork
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from wire.prefixes import PrefixList
-from worker.caretaker import Caretaker
 from worker.duty import WorkerDuty
 from worker.halves import Halves
 from worker.loop import StepLoop
 from worker.step_meter import StepMeter
+from worker.watchdog import Watchdog
 
 
 def load_of(halves: Halves, cache: PrefixCache, decoding: StepWork, cost: CostParameters) -> WorkerLoad:
@@ -40,7 +40,7 @@ class WorkerReport:
         loop: StepLoop,
         meter: StepMeter,
         duty: WorkerDuty,
-        caretaker: Caretaker,
+        watchdog: Watchdog,
     ) -> None:
         self._me = me
         self._cache = cache
@@ -48,7 +48,7 @@ class WorkerReport:
         self._loop = loop
         self._meter = meter
         self._duty = duty
-        self._caretaker = caretaker
+        self._watchdog = watchdog
 
     def load(self) -> WorkerLoad:
         """Load now."""
@@ -70,9 +70,9 @@ class WorkerReport:
         return self._halves.admission.expired_leases
 
     @property
-    def restless_pages(self) -> int:
+    def pending_transfer_pages(self) -> int:
         """KV pages of prompts that are over, which writes still read."""
-        return self._halves.prefill.restless_pages()
+        return self._halves.prefill.pending_transfer_pages()
 
     @property
     def prefix_events(self) -> tuple[int, int]:
@@ -97,7 +97,7 @@ class WorkerReport:
             pages_promised=counts.promised,
             requests=self._halves.open_requests(),
             leases=admission.open_leases,
-            integrity_error=self._caretaker.integrity_error,
+            integrity_error=self._watchdog.integrity_error,
             fenced=admission.fenced + self._halves.prefill.fenced,
             checksums_equal=admission.arrival.checksums_equal,
             checksum_failures=admission.arrival.checksum_failures,

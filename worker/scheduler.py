@@ -4,21 +4,18 @@ Whoever owns an engine, real or simulated, asks for a plan, runs it and gives ba
 perhaps several plans ahead.
 """
 
-import math
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from costs.chunks import FIRST_GAP_STEPS
 from costs.step_cost import NOTHING, StepCost, StepWork
+from decode_worker.batch_snapshot import StepOutput
 from decode_worker.half import DecodeHalf
-from decode_worker.news import StepNews
 from engine.batch import StepBatch, StepResult
 from prefill_worker.half import PrefillHalf
 from wire.messages import Duty
 from worker.batch_growth import BatchGrowth
 from worker.step_meter import decode_work, with_prompts
-from worker.step_policy import Bearing, make_policy
+from worker.step_policy import StepPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,65 +40,49 @@ class StepScheduler:
         cost: Callable[[], StepCost],
         duty: Duty,
     ) -> None:
-        """`cost` gives the newest fit of what steps take. InvalidArgument for a budget below one token."""
+        """`cost` gives the newest fit of what steps take."""
         self._decode = decode
         self._prefill = prefill
         self._max_step_tokens = max_step_tokens
         self._cost = cost
         self.decoding = NOTHING
         """The decode rows of the newest step."""
-        self._first_gaps_s = deque([math.inf] * FIRST_GAP_STEPS, FIRST_GAP_STEPS)
-        """For each of the newest plans, what the local prompts bear that end in it."""
-        self._running = 0
-        """Plans that were not applied."""
         self.steer(duty)
 
     def steer(self, duty: Duty) -> None:
         """Plan as this duty says from the next plan on. From any thread."""
-        self._policy = make_policy(
-            duty.step_policy,
-            self._cost,
-            budget=duty.step_budget,
-            itl_target_s=duty.itl_target_s,
-            max_step_tokens=self._max_step_tokens,
-        )
+        self._policy = StepPolicy(duty, self._cost, self._max_step_tokens)
         self._growth = BatchGrowth(self._cost, duty.itl_target_s)
 
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none, or prompts alone that the step which runs makes
         wait: then there is one when that was applied.
         """
-        planned = self._plan()
-        self._running += planned is not None
-        return planned
-
-    def _plan(self) -> StepPlan | None:
-        if not self.decoding.decode_rows and not self._prefill.waiting_requests() and self._decode.idle:
+        if not self.decoding.decode_rows and not self._prefill.queue.length and self._decode.idle:
             return None
         targets = self._decode.gap_targets
         decode_rows = self._decode.schedule(self._growth.rows(self.decoding, self._max_step_tokens, targets))
         self.decoding = decode_work(decode_rows)
-        if not decode_rows and not self._running:
-            # Who was to have a second token ended with the first, or its client left.
-            self._first_gaps_s.extend([math.inf] * FIRST_GAP_STEPS)
+        if not self._prefill.queue.length:
+            self._policy.steps_without_prompts += 1
+            return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
         waiting = self._prefill.waiting()
-        prompts = self._policy.prefill_tokens(self.decoding, waiting, Bearing(targets, min(self._first_gaps_s)))
+        prompts = self._policy.prefill_tokens(self.decoding, waiting, targets)
         if not waiting.prompts:
-            self._first_gaps_s.append(math.inf)
             return StepPlan(StepBatch((), decode_rows), self.decoding) if decode_rows else None
         prefill_rows = self._prefill.schedule(min(prompts, self._max_step_tokens - len(decode_rows)))
-        self._first_gaps_s.append(self._prefill.first_gap_s if prefill_rows else math.inf)
         if not decode_rows and not prefill_rows:
             return None
         return StepPlan(StepBatch(prefill_rows, decode_rows), with_prompts(self.decoding, prefill_rows))
 
-    def apply(self, work: StepWork, result: StepResult) -> StepNews:
-        """What the oldest plan that was not applied drew → what the routers must hear. `PrefillHalf.take_news` is the
-        caller's, once that is on its way.
+    def apply(self, work: StepWork, result: StepResult) -> StepOutput:
+        """Give both halves the results of the oldest plan that was not applied; returns what the routers must hear. The
+        caller delivers `PrefillHalf.take_updates` once that is on its way.
         """
-        self._running -= 1
         decoded, prefilled = result.split(work.decode_rows)
-        news = self._decode.apply(decoded.token_ids, decoded.logprobs)
+        output = self._decode.apply(decoded.token_ids, decoded.logprobs)
         if not prefilled.token_ids:
-            return news
-        return StepNews([*news.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], news.landed)
+            return output
+        return StepOutput(
+            [*output.events, *self._prefill.apply(prefilled.token_ids, prefilled.logprobs)], output.completed
+        )

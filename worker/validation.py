@@ -23,8 +23,6 @@ def check_prefill(task: PrefillTask, model: ModelFacts) -> None:
     _check(task, model)
     if task.destination is None and task.sampling.max_tokens > task.answered + 1:
         raise InvalidArgument("destination", "is missing, and max_tokens leaves room for more than one token")
-    if not task.first_gap_s > 0:
-        raise InvalidArgument("first_gap_s", f"{task.first_gap_s:g} is not above 0")
 
 
 def check_reservation(reservation: Reservation, model: ModelFacts) -> None:
@@ -77,6 +75,7 @@ def _check_sampling(sampling: SamplingParams, model: ModelFacts) -> None:
     if not 0 < sampling.repetition_penalty <= REPETITION_MAX:
         raise InvalidArgument("repetition_penalty", f"{sampling.repetition_penalty} is not in (0, {REPETITION_MAX:g}]")
     _check_range("logprobs", sampling.logprobs or 0, 0, LOGPROBS_MAX)
+    _check_range("min_tokens", sampling.min_tokens, 0, sampling.max_tokens)
     strangers = [token_id for token_id in sampling.stop_token_ids if token_id >= model.vocab_size]
     if strangers:
         raise InvalidArgument("stop_token_ids", f"{strangers[0]} is not in the vocabulary of {model.vocab_size}")

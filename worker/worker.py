@@ -31,7 +31,6 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
-from worker.caretaker import Caretaker
 from worker.config import WorkerConfig
 from worker.duty import WorkerDuty, decode_batch
 from worker.halves import Halves
@@ -45,6 +44,7 @@ from worker.report import WorkerReport
 from worker.step_meter import StepMeter
 from worker.validation import check_prefill, check_reservation
 from worker.warm_ups import WarmUps
+from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Worker:
         self.duty = WorkerDuty(me, config.duty, halves.doors(), resize=halves.resize, steer=loop.steer, emit=post)
         """What this worker does now."""
         self._warm_ups = WarmUps(self.peers, lambda: self.duty.duty.role.prefills and not self.duty.draining)
-        self._caretaker = Caretaker(
+        self._watchdog = Watchdog(
             config, loop=loop, halves=halves, cache=self._cache, checks=self._checks, on_stuck=self._die
         )
         self.report = WorkerReport(
@@ -93,14 +93,14 @@ class Worker:
             loop=loop,
             meter=self._meter,
             duty=self.duty,
-            caretaker=self._caretaker,
+            watchdog=self._watchdog,
         )
         """What it says of itself."""
 
     def start(self) -> None:
         """Begin to step, and to end what is due."""
         self._loop.start()
-        self._caretaker.start()
+        self._watchdog.start()
 
     # ---- routers ----
 
@@ -160,6 +160,10 @@ class Worker:
         self._warm_ups.look()
         self._wake()
 
+    def look_for_stuck(self) -> None:
+        """See `Watchdog.check_device`."""
+        self._watchdog.check_device()
+
     # ---- the end ----
 
     async def drain(self, grace_s: float) -> int:
@@ -168,7 +172,7 @@ class Worker:
 
     async def close(self) -> None:
         """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
-        self._caretaker.stop()
+        self._watchdog.stop()
         self.duty.stop()
         await self._warm_ups.close()
         self._halves.abort_all()

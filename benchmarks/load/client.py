@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -19,7 +19,7 @@ from benchmarks.load.workload import Arrival, prompt_ids
 from wire import convert
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason
-from wire.rpc import error_of, open_channel
+from wire.rpc import error_of, open_client_channel
 
 _GENERATE = "/tandem.v1.Inference/Generate"
 _GET_LOADS = "/tandem.v1.Inference/GetLoads"
@@ -68,12 +68,25 @@ def make_ready(index: int, arrival: Arrival, seed: int, vocab_size: int, slo_cla
     return Ready(index, arrival.due_s, arrival.new_tokens, request.SerializeToString())
 
 
+class Client(Protocol):
+    """How requests reach a server: `LoadClient` by gRPC, `benchmarks.http_load` by OpenAI's HTTP."""
+
+    async def connected(self) -> None:
+        """Wait until the server can be reached."""
+
+    async def ask(self, ready: Ready, start: float, give_up_s: float) -> RequestRecord:
+        """Send `ready` now; moments of the record count from `start`, a moment of `time.monotonic`."""
+
+    async def close(self) -> None:
+        """Free what was opened."""
+
+
 class LoadClient:
     """One connection to a router."""
 
     def __init__(self, address: str, api_key: str = "") -> None:
         self._address = address
-        self._channel = open_channel(address, api_key)
+        self._channel = open_client_channel(address, api_key)
         self._generate: Any = self._channel.unary_stream(
             _GENERATE, response_deserializer=inference_pb2.GenerateResponse.FromString
         )
@@ -138,10 +151,14 @@ def run_share(pipe: Connection, share: Share) -> None:
 
 
 async def _run_share(pipe: Connection, share: Share) -> None:
-    client = LoadClient(share.address, share.api_key)
     everything = [
         make_ready(i, arrival, share.seed, share.vocab_size, share.slo_class) for i, arrival in share.arrivals
     ]
+    await send_share(pipe, LoadClient(share.address, share.api_key), everything, share.give_up_s)
+
+
+async def send_share(pipe: Connection, client: Client, everything: list[Ready], give_up_s: float) -> None:
+    """Send each of `everything` when it is due after the start that comes by `pipe`, and a `ShareResult` back."""
     await client.connected()
     # What was built is never garbage: a collection that walks through it would stop the clock for tens of ms.
     gc.collect()
@@ -149,7 +166,7 @@ async def _run_share(pipe: Connection, share: Share) -> None:
     pipe.send("ready")
     start: float = await asyncio.to_thread(pipe.recv)
     busy = time.process_time()
-    records = await _send_all(client, everything, start, share.give_up_s)
+    records = await _send_all(client, everything, start, give_up_s)
     share_of_core = (time.process_time() - busy) / (time.monotonic() - start)
     pipe.send(ShareResult(records, share_of_core))
     await client.close()
@@ -170,7 +187,7 @@ async def until(
 
 
 async def _send_all(
-    client: LoadClient, everything: list[Ready], start: float, give_up_s: float
+    client: Client, everything: list[Ready], start: float, give_up_s: float
 ) -> tuple[RequestRecord, ...]:
     """Each when it is due, never waiting for another."""
     calls = []

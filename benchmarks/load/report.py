@@ -8,7 +8,7 @@ from benchmarks.load.record import RequestRecord
 from benchmarks.load.slo import SloCell
 from benchmarks.load.spread import Spread
 from benchmarks.load.workload import Workload
-from router.verdict import Outcome
+from router.observability.verdict import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,14 @@ from benchmarks.load.client import Share, ShareResult, run_share
 from benchmarks.load.report import LoadReport, make_report
 from benchmarks.load.slo import SloCell
 from benchmarks.load.target import Target, find_target, wait_until_idle
-from benchmarks.load.workload import Workload
+from benchmarks.load.workload import Arrival, Workload
 from wire.errors import Internal, InvalidArgument
 
 _HEAD_START_S = 0.2
 """Between the word that starts the clients and the start itself, so that it reaches all of them before."""
 _END_S = 5.0
 _T = TypeVar("_T")
+_Share = TypeVar("_Share")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,19 @@ def run_load(
     target = find_target(target) if isinstance(target, str) else target
     workload = workload.fitted(target.context)
     wait_until_idle(target, settings.drain_s)
-    with _clients(_shares(target, workload, settings)) as pipes:
+    results = run_clients(run_share, _shares(target, workload, settings), on_start)
+    records = [record for result in results for record in result.records]
+    busiest = max(result.cpu_share for result in results)
+    return make_report(workload, records, cells, settings.lateness_bound_s, busiest)
+
+
+def run_clients(
+    work: Callable[[Connection, _Share], None],
+    shares: Sequence[_Share],
+    on_start: Callable[[float], None] | None = None,
+) -> list[ShareResult]:
+    """Run `work` in a process for each share: it sends "ready", takes the common start and sends its `ShareResult`."""
+    with _clients(work, shares) as pipes:
         for pipe in pipes:
             _receive(pipe, str)
         start = time.monotonic() + _HEAD_START_S
@@ -65,32 +78,32 @@ def run_load(
             on_start(start)
         for pipe in pipes:
             pipe.send(start)
-        results = [_receive(pipe, ShareResult) for pipe in pipes]
-    records = [record for result in results for record in result.records]
-    busiest = max(result.cpu_share for result in results)
-    return make_report(workload, records, cells, settings.lateness_bound_s, busiest)
+        return [_receive(pipe, ShareResult) for pipe in pipes]
 
 
 def _shares(target: Target, workload: Workload, settings: LoadSettings) -> list[Share]:
-    """Dealt in turn, so that a burst falls on all clients."""
-    numbered = tuple(enumerate(workload.arrivals))
-    dealt = [numbered[first :: settings.clients] for first in range(min(settings.clients, len(numbered)))]
     give_up_s = workload.seconds + settings.drain_s
     return [
         Share(target.address, target.api_key, workload.seed, target.vocab_size, each, give_up_s, settings.slo_class)
-        for each in dealt
+        for each in deal(workload, settings.clients)
     ]
 
 
+def deal(workload: Workload, clients: int) -> list[tuple[tuple[int, Arrival], ...]]:
+    """Numbered arrivals for each client, dealt in turn, so that a burst falls on all clients."""
+    numbered = tuple(enumerate(workload.arrivals))
+    return [numbered[first::clients] for first in range(min(clients, len(numbered)))]
+
+
 @contextmanager
-def _clients(shares: Sequence[Share]) -> Iterator[list[Connection]]:
+def _clients(work: Callable[[Connection, _Share], None], shares: Sequence[_Share]) -> Iterator[list[Connection]]:
     """A process for each share, and the pipe to it; none is left behind."""
     context = get_context("spawn")
     pipes, processes = [], []
     try:
         for share in shares:
             ours, theirs = context.Pipe()
-            process = context.Process(target=run_share, args=(theirs, share), daemon=True)
+            process = context.Process(target=work, args=(theirs, share), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             pipes.append(ours)

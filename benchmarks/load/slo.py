@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.spread import percentile
-from router.verdict import Outcome
+from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument, ResourceExhausted
 
 GAP_PERCENT = 99.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from benchmarks.load.client import LoadClient, make_ready
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.workload import Arrival, Block
-from cli.client import RouterClient, ServerView
+from cli.connection.client import RouterClient, ServerView
 from wire.errors import Unavailable
 
 WARM_REQUESTS, WARM_PROMPT, WARM_TOKENS = 8, 256, 32

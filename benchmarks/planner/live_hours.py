@@ -8,7 +8,7 @@ from benchmarks.load.report import LoadReport
 from benchmarks.load.slo import SloCell
 from benchmarks.load.synthetic import Lengths, Synthetic
 from benchmarks.load.workload import Arrival, Workload
-from router.verdict import Outcome
+from router.observability.verdict import Outcome
 from wire.errors import InvalidArgument
 
 HOUR_BITS = 32

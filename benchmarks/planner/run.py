@@ -8,22 +8,23 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.planner.hours import Day, Tally
 from benchmarks.simulation.stage import make_cluster
-from cluster.config import Mode
-from cluster.modes import Sharing, assign
+from cluster.supervision.modes import Sharing, assign
 from costs.answer_length import AnswerLengths
+from costs.step_cost import StepCost
 from planner.decision import Decision, Direction, Limits, Split, State
 from planner.demand import Promise
 from planner.observation import Kept, Observation, Offered
 from planner.policy import plan
 from planner.strain import WorkerFacts
-from router.verdict import Outcome as Kind
-from router.verdict import Verdict
+from router.observability.verdict import Outcome as Kind
+from router.observability.verdict import Verdict
 from simulation.cluster import VirtualCluster
 from simulation.hardware import Hardware
 from simulation.judge import judge
 from simulation.network import Network
 from simulation.request import LoadRequest, Outcome
 from wire.messages import Role
+from wire.mode import Mode
 from wire.spans import Phase
 
 NETWORK = Network(chunks_per_s=None)
@@ -169,12 +170,12 @@ class PlannedRun(Run):
         seen = Observation(
             seconds=self.window_s,
             offered=offered,
-            promise=Promise(self.day.slo.ttft_s, self.day.slo.step_target(self.idle_step_s)),
+            promise=Promise(self.day.slo.ttft_s, self.day.slo.tolerates(self.idle_step_s) / StepCost().margin),
             prompts=facts,
             answers=facts,
             prefill=wanted[Role.PREFILL],
             decode=wanted[Role.DECODE],
-            waiting_requests=len(self.cluster.router.binder),
+            waiting_requests=len(self.cluster.router.scheduler),
             waiting_tokens=sum(each.prefill_tokens for each in loads),
             running_requests=sum(each.decode_requests for each in loads),
             kept=Kept(len(self._verdicts) - sum(missed.values()), missed),

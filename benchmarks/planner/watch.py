@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from cli.controller_client import ControllerClient
+from cli.connection.controller_client import ControllerClient
 from cluster.launcher import Endpoints
 from planner.decision import Direction, Split
 from wire.messages import Role

@@ -73,10 +73,10 @@ class Simulated:
 
     def _of_class(self, stage: Stage, row: Strategy, workload: Workload, slo: SloClass) -> Load:
         report, cluster = stage.simulate(row.settings, workload, self.cells, slo)
-        foresight = cluster.router.foresight
-        errors = {name: round(getattr(foresight, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
+        quality = cluster.router.prediction_quality
+        errors = {name: round(getattr(quality, name), 4) for name in ("ttft_error", "itl_error", "surprise_s")}
         busy = {peer.worker_id: round(each.busy_s / workload.seconds, 3) for peer, each in cluster.workers.items()}
-        return {**report.as_result(), "foresight": errors, "busy": busy}
+        return {**report.as_result(), "prediction_quality": errors, "busy": busy}
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:

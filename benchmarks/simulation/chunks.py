@@ -1,10 +1,10 @@
-"""When tokens leave the router, where many answers share a budget of chunks a second (`router/stream.py`)."""
+"""When tokens leave the router, where many answers share a budget of chunks a second (`router/requests/stream.py`)."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from router.chunk_budget import ChunkBudget
+from router.requests.chunk_budget import ChunkBudget
 
 
 class Chunks:

@@ -10,11 +10,10 @@ from benchmarks.load.slo import SloCell
 from benchmarks.load.workload import Arrival, Block, Workload
 from benchmarks.simulation.chunks import Chunks
 from cluster.config import ClusterConfig
-from cluster.roles import plan
+from cluster.supervision.roles import plan
 from engine.config import EngineConfig
-from router.chunk_budget import must_not_wait
 from router.config import RouterConfig
-from router.placement import Mode
+from router.requests.chunk_budget import must_not_wait
 from router.slo import BEST_EFFORT, SloClass
 from simulation.cluster import VirtualCluster
 from simulation.hardware import Hardware
@@ -23,6 +22,7 @@ from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest, Outcome
 from simulation.spec import WorkerSpec
 from simulation.way import Way
+from wire.mode import Mode
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig
 
@@ -122,10 +122,10 @@ def _sent(outcomes: Sequence[Outcome], network: Network, idle_step_s: float) -> 
 
 def _keeps_pace(outcome: Outcome, idle_step_s: float, longest_s: float) -> bool:
     """As the router asks, by steps as they were predicted."""
-    slo, forecast = outcome.asked.slo, outcome.forecast
-    if forecast is None or not slo.has_gap_target:
+    slo, prediction = outcome.asked.slo, outcome.prediction
+    if prediction is None or not slo.has_gap_target:
         return False
-    return must_not_wait(slo.bears(idle_step_s), forecast.itl_s, forecast.itl_s, longest_s)
+    return must_not_wait(slo.tolerates(idle_step_s), prediction.itl_s, prediction.itl_s, longest_s)
 
 
 def records(

@@ -37,7 +37,7 @@ from benchmarks.strategies.steps import steps_of
 from benchmarks.strategies.switch import BY_SWITCH, Switch, settings_for_all
 from benchmarks.strategies.table import as_text, common_load, figures, make_rows
 from benchmarks.strategies.workloads import Offer, chosen_offers, offers
-from cli.top import scrape
+from cli.observe.top import scrape
 from cluster.launcher import Endpoints
 from planner.reading import fitted
 from telemetry.scrape import Scrape, Stretch
@@ -203,7 +203,7 @@ class Run:
 
 def scraped(doors: Endpoints) -> Scrape:
     """What the cluster's metrics are now."""
-    return asyncio.run(scrape(doors.metrics, doors.token))
+    return asyncio.run(scrape(doors.metrics, doors.metrics_key))
 
 
 def fitted_costs(doors: Endpoints) -> dict[str, float] | None:

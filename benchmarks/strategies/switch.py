@@ -5,11 +5,11 @@ import time
 
 from benchmarks.load.target import Target, touch, wait_until_idle
 from benchmarks.strategies.rows import Strategy
-from cli.client import RouterClient
-from cli.controller_client import ControllerClient
-from cluster.config import Mode
+from cli.connection.client import RouterClient
+from cli.connection.controller_client import ControllerClient
 from cluster.launcher import Endpoints
 from wire.errors import DeadlineExceeded, InvalidArgument
+from wire.mode import Mode
 from wire.policy_name import PolicyName
 
 BY_SWITCH = "a switch of the running cluster's mode"

@@ -53,7 +53,7 @@ def measure(
     began = time.monotonic()
     with running_cluster(model, settings_for(stage, chosen.device, workers)) as doors:
         print(f"the cluster serves after {time.monotonic() - began:.0f} s", flush=True)
-        target, door = find_target(doors.grpc), Door(doors.metrics, doors.token)
+        target, door = find_target(doors.grpc), Door(doors.metrics, doors.metrics_key)
         touch(target)
         for number, load in enumerate(loads):
             worker = worker_of(load.half, workers)

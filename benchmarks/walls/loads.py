@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.load.workload import Arrival, Block, Workload
-from cluster.config import GIB, Mode
+from cluster.config import GIB
 from telemetry.walls import Wall
 from wire.messages import Role
+from wire.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ STAGES = {
 
 MADE_NARROW = {
     "wire": Stage(
-        {"page_tokens": 128, "kv_cache_bytes": 4 * GIB},
+        {"page_tokens": 128, "kv_cache_bytes": 4 * GIB, "trusted_network": True},
         "bfloat16",
         (Load("long hand-overs", Wall.TRANSFER, Role.PREFILL, requests=100, prompt=4000, answer=8),),
         settle_s=3.0,

@@ -9,7 +9,7 @@ from benchmarks.load.report import LoadReport
 from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.target import Target, wait_until_idle
 from benchmarks.walls.loads import Load, Stage
-from cli.top import scrape
+from cli.observe.top import scrape
 from telemetry import families as f
 from telemetry.scrape import Scrape, Stretch
 from telemetry.walls import Diagnosis, Figures, diagnose

@@ -30,21 +30,22 @@ def _by_worker(title: str, unit: Unit, expression: str, about: str = "") -> Pane
 _ENDED = rate(series(f.E2E_REQUEST_LATENCY, "_count"))
 
 _WAY = Row(
-    "The whole way",
+    "All phases",
     (
         Panel(
             "Mean time in each phase",
             Unit.SECONDS,
             tuple(Query(share(rate(series(family, "_sum")), _ENDED), name) for name, family in _PHASES.items()),
-            "Of whole answers; together they are their latency. Stall: workers fell silent, until others took over.",
+            "Of completed answers; they add up to the latency. Stall: a worker stopped responding, until"
+            " another took over.",
             width=12,
             stacked=True,
         ),
         Panel(
-            "Promises broken by phase",
+            "Missed targets by phase",
             Unit.REQUESTS,
             (Query(rate(series(f.SLO_MISSED), "phase"), "{{phase}}"),),
-            "What was to blame for each request that missed its class.",
+            "The phase that made each request miss its class.",
             width=12,
             stacked=True,
         ),
@@ -52,27 +53,27 @@ _WAY = Row(
 )
 
 _QUEUE = Row(
-    "1. Front door and queue",
+    "1. Queue",
     (
-        _phase("Time in queues", f.QUEUE_TIME, "At the router until placement, and in the prefill worker's line."),
+        _phase("Queue time", f.QUEUE_TIME, "At the router until placement, and in the prefill worker's queue."),
         Panel(
-            "Waiting",
+            "Waiting requests",
             Unit.NUMBER,
             (
                 Query(total(series(f.REQUESTS_WAITING, role="router")), "router"),
                 Query(total(of_workers(f.REQUESTS_WAITING), "worker"), "{{worker}}"),
             ),
-            "In the router's queue, and prompts that are not wholly computed.",
+            "In the router's queue, and prompts that are not fully computed.",
             width=6,
         ),
         Panel(
-            "Turned away",
+            "Rejected requests",
             Unit.REQUESTS,
             (Query(rate(series(f.ADMISSION_REJECTIONS), "reason"), "{{reason}}"),),
             width=6,
         ),
         Panel(
-            "Found in prefix caches",
+            "Prefix cache hit ratio",
             Unit.SHARE,
             (
                 Query(
@@ -80,7 +81,7 @@ _QUEUE = Row(
                     "{{worker}}",
                 ),
             ),
-            "Part of the prompt tokens that were looked up.",
+            "Share of the prompt tokens that were looked up.",
             width=6,
         ),
     ),
@@ -89,11 +90,11 @@ _QUEUE = Row(
 _PREFILL = Row(
     "2. Prefill",
     (
-        _phase("Prompts", f.PREFILL_TIME, "From a prompt's first chunk to its last one's end."),
+        _phase("Prefill time", f.PREFILL_TIME, "Time from the start of a prompt's first chunk to the end of its last."),
         _spread(
-            "Steps with prompts in them",
+            "Steps with prompt tokens",
             of_workers(f.STEP_SECONDS, "_bucket", phase="prefill|mixed"),
-            "Mixed steps hold back the answers in them for as long.",
+            "The answers in a mixed step are delayed by all of it.",
         ),
         _by_worker(
             "Prompt tokens computed",
@@ -101,10 +102,10 @@ _PREFILL = Row(
             rate(of_workers(f.STEP_TOKENS, half="prefill"), "worker"),
         ),
         _by_worker(
-            "Prompt tokens in a step",
+            "Prompt tokens per step",
             Unit.NUMBER,
             mean(f.STEP_PREFILL_TOKENS, "worker", of="workers"),
-            "Mean, of steps with any. Small ones under load mean that weights are read for few tokens.",
+            "Mean, of steps with any. Small values under load: weights are read for few tokens.",
         ),
     ),
 )
@@ -112,30 +113,30 @@ _PREFILL = Row(
 _TRANSFER = Row(
     "3. Transfer",
     (
-        _phase("What hand-overs cost", f.TRANSFER_TIME, "From a prompt's end to the decode worker's first step."),
-        _spread("Hand-overs", of_workers(f.TRANSFER_SECONDS, "_bucket"), "All writes of a prompt together."),
+        _phase("Exposed transfer time", f.TRANSFER_TIME, "From the end of prefill to the decode worker's first step."),
+        _spread("KV transfer time", of_workers(f.TRANSFER_SECONDS, "_bucket"), "All writes of one prompt."),
         _by_worker(
-            "Hand-overs that write",
+            "Concurrent KV transfers",
             Unit.NUMBER,
             rate(of_workers(f.TRANSFER_WRITING), "worker"),
-            "At once, on average, also of those that do not end; the wire binds where they leave no pages or no work.",
+            "Average number, including those that do not end.",
         ),
-        _by_worker("KV handed over", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
+        _by_worker("KV transfer throughput", Unit.BYTES_A_SECOND, rate(of_workers(f.TRANSFER_BYTES), "worker")),
         _spread(
-            "Bandwidth of single hand-overs",
+            "Bandwidth per KV transfer",
             of_workers(f.TRANSFER_BANDWIDTH, "_bucket"),
-            "Their bytes by the time of their writes.",
+            "Bytes / seconds of the writes of one prompt.",
             Unit.BYTES_A_SECOND,
         ),
         Panel(
-            "Leases",
+            "Open leases",
             Unit.NUMBER,
             (Query(total(of_workers(f.OPEN_LEASES), "worker"), "{{worker}}"),),
-            "Open ones, quarantined ones included: prompts on their way.",
+            "Including quarantined ones.",
             width=6,
         ),
         Panel(
-            "What went wrong",
+            "Transfer failures",
             Unit.A_SECOND,
             (
                 Query(rate(of_workers(f.TRANSFER_FAILURES)), "failed"),
@@ -143,14 +144,14 @@ _TRANSFER = Row(
                 Query(rate(of_workers(f.EXPIRED_LEASES)), "leases expired"),
                 Query(rate(of_workers(f.FENCED)), "came too late"),
             ),
-            "None of it reaches a client: the prompt is computed again.",
+            "Clients do not see these: the prompt is computed again.",
             width=12,
         ),
         Panel(
-            "Wires that should be faster",
+            "Transport warnings",
             Unit.NUMBER,
             (Query(total(of_workers(f.TRANSPORT_WARNINGS), "worker"), "{{worker}}"),),
-            "TCP where there is something better, for one; `tandem status` says what to do.",
+            "For example TCP between GPUs; `tandem status` says what to do.",
             width=12,
         ),
     ),
@@ -159,14 +160,14 @@ _TRANSFER = Row(
 _DECODE = Row(
     "4. Decode",
     (
-        _phase("Answers", f.DECODE_TIME, "From the decode worker's first step to the end."),
-        _spread("Decode steps", of_workers(f.STEP_SECONDS, "_bucket", phase="decode"), "Steps without prompts."),
+        _phase("Completed answers", f.DECODE_TIME, "From the decode worker's first step to the end."),
+        _spread("Decode step time", of_workers(f.STEP_SECONDS, "_bucket", phase="decode"), "Steps without prompts."),
         _by_worker(
-            "Requests in a step", Unit.NUMBER, mean(f.STEP_DECODE_ROWS, "worker", of="workers"), "Of steps with any."
+            "Decode batch size", Unit.NUMBER, mean(f.STEP_DECODE_ROWS, "worker", of="workers"), "Of steps with any."
         ),
         _by_worker("Tokens", Unit.A_SECOND, rate(of_workers(f.STEP_TOKENS, half="decode"), "worker")),
         Panel(
-            "Running",
+            "Running requests",
             Unit.NUMBER,
             (
                 Query(total(of_workers(f.REQUESTS_RUNNING), "worker"), "{{worker}}"),
@@ -175,14 +176,14 @@ _DECODE = Row(
             "In the running decode batch, which `--max-batch-requests` limits.",
             width=6,
         ),
-        _phase("Time between tokens", f.INTER_TOKEN_LATENCY, "As tokens leave the router."),
+        _phase("Inter-token latency", f.INTER_TOKEN_LATENCY, "As tokens leave the router."),
         _by_worker(
-            "Preempted",
+            "Preemptions",
             Unit.REQUESTS,
             rate(of_workers(f.PREEMPTIONS), "worker"),
-            "Requests that gave their KV pages to older ones.",
+            "Requests whose KV pages went to older requests.",
         ),
-        _by_worker("KV pages in use", Unit.SHARE, total(of_workers(f.KV_USAGE), "worker"), "Or promised."),
+        _by_worker("KV cache usage", Unit.SHARE, total(of_workers(f.KV_USAGE), "worker"), "Including reserved pages."),
     ),
 )
 

@@ -29,14 +29,14 @@ def _heatmap(title: str, family: Family) -> Panel:
 
 
 _PROMISES = Row(
-    "Promises",
+    "Service classes",
     (
         Panel("Goodput", Unit.REQUESTS, (Query(rate(_MET)),), "Requests that met their class.", Kind.NUMBER, width=4),
         Panel(
-            "Kept",
+            "Share of requests that met their class",
             Unit.SHARE,
             (Query(share(rate(_MET), rate(_REQUESTS))),),
-            "Part of all requests that met their class; those turned away count as missed.",
+            "Share of all requests that met their class; rejected requests count as missed.",
             Kind.NUMBER,
             width=4,
         ),
@@ -47,31 +47,31 @@ _PROMISES = Row(
                 Query(rate(_MET, "slo_class"), "{{slo_class}}"),
                 Query(total(series(f.GOODPUT), "slo_class"), "{{slo_class}}, by the router"),
             ),
-            "The rate of requests that met what their class promises; the router's own looks back a minute.",
+            "Rate of requests that met their class; the router's own value covers the last minute.",
         ),
         Panel(
-            "Budget burnt",
+            "Error budget burn rate",
             Unit.NUMBER,
             (
                 Query('tandem:slo_burn:rate5m{namespace=~"$namespace",model=~"$model"}', "{{slo_class}}, 5 min"),
                 Query('tandem:slo_burn:rate1h{namespace=~"$namespace",model=~"$model"}', "{{slo_class}}, 1 h"),
             ),
-            "How many times faster than allowed promises are broken; 1 uses the budget up just in time. Recorded by "
+            "Rate of missed requests / the rate that the objective allows; 1 uses up the budget exactly. Recorded by "
             "deploy/prometheus/rules.yaml.",
         ),
         Panel(
             "Outcomes",
             Unit.REQUESTS,
             (Query(rate(_REQUESTS, "outcome"), "{{outcome}}"),),
-            "What became of requests.",
+            "Requests by outcome.",
             width=12,
             stacked=True,
         ),
         Panel(
-            "What was to blame",
+            "Missed targets by phase",
             Unit.REQUESTS,
             (Query(rate(series(f.SLO_MISSED), "phase"), "{{phase}}"),),
-            "The phase in which requests lost what their class promises; the next dashboard shows the phases.",
+            "The phase in which requests missed their class; the next dashboard shows the phases.",
             width=12,
             stacked=True,
         ),
@@ -79,14 +79,14 @@ _PROMISES = Row(
 )
 
 _LATENCIES = Row(
-    "Latency at the router's door",
+    "Latency at the router",
     (
-        _latency("Time to first token", f.TIME_TO_FIRST_TOKEN, "From arrival to the first token leaving."),
-        _latency("Time between tokens", f.INTER_TOKEN_LATENCY, "Tokens that leave together count as 0."),
-        _latency("Mean gap of each request", f.TIME_PER_OUTPUT_TOKEN, "Of finished requests."),
-        _latency("Whole answers", f.E2E_REQUEST_LATENCY, "From arrival to the end."),
-        _heatmap("Time to first token, all of it", f.TIME_TO_FIRST_TOKEN),
-        _heatmap("Time between tokens, all of it", f.INTER_TOKEN_LATENCY),
+        _latency("Time to first token", f.TIME_TO_FIRST_TOKEN, "From arrival until the first token leaves."),
+        _latency("Inter-token latency", f.INTER_TOKEN_LATENCY, "Tokens that leave together count as 0."),
+        _latency("Time per output token", f.TIME_PER_OUTPUT_TOKEN, "Of finished requests."),
+        _latency("End-to-end latency", f.E2E_REQUEST_LATENCY, "From arrival to the end."),
+        _heatmap("Time to first token, distribution", f.TIME_TO_FIRST_TOKEN),
+        _heatmap("Inter-token latency, distribution", f.INTER_TOKEN_LATENCY),
     ),
 )
 
@@ -110,32 +110,32 @@ _TRAFFIC = Row(
                 Query(rate(series(f.PROMPT_TOKENS)), "of prompts"),
                 Query(rate(series(f.CACHED_PROMPT_TOKENS)), "of them cached"),
             ),
-            "Prompts count when their answers end.",
+            "Prompt tokens count when their answers end.",
         ),
         Panel(
-            "Answers",
+            "Completed answers",
             Unit.REQUESTS,
             (Query(rate(series(f.REQUEST_SUCCESS), "finished_reason"), "{{finished_reason}}"),),
             "How answers ended; abort: the client left.",
             stacked=True,
         ),
         Panel(
-            "Turned away",
+            "Rejected requests",
             Unit.REQUESTS,
             (Query(rate(series(f.ADMISSION_REJECTIONS), "reason"), "{{reason}}"),),
-            "At the door, by reason. `slo_ttft`, `slo_itl`: the class's promise of that time could not be held.",
+            "By reason. `slo_ttft`, `slo_itl`: the target of the class could not have been met.",
         ),
         Panel(
-            "Failed",
+            "Failed requests",
             Unit.REQUESTS,
             (Query(rate(series(f.REQUEST_FAILURES), "code"), "{{code}}"),),
-            "Admitted and ended with an error that the client saw.",
+            "Admitted requests that ended with an error.",
         ),
         Panel(
-            "Attempts that another followed",
+            "Retried attempts",
             Unit.REQUESTS,
             (Query(rate(series(f.REQUEST_RETRIES)), "retries"),),
-            "Failures that no client saw, but that cost time.",
+            "Failures that clients do not see, but that cost time.",
         ),
     ),
 )
@@ -144,21 +144,21 @@ _PLACEMENT = Row(
     "Placement",
     (
         Panel(
-            "Predicted by actual",
+            "Predicted / observed",
             Unit.NUMBER,
             (Query(share(rate(series(f.PREDICTED), "quantity"), rate(series(f.ACTUAL), "quantity")), "{{quantity}}"),),
-            "Above 1, predictions are too pessimistic.",
+            "Above 1, predictions are too pessimistic; below 1, too optimistic.",
         ),
         Panel(
-            "Error of single predictions",
+            "Prediction error",
             Unit.SHARE,
             (Query(quantile(0.5, series(f.PREDICTION_ERROR, "_bucket"), "quantity"), "{{quantity}}, median"),),
         ),
         Panel(
-            "Mean regret",
+            "Mean placement regret",
             Unit.SECONDS,
             (Query(share(rate(series(f.REGRET)), rate(series(f.PLACEMENTS))), "a placement"),),
-            "By how much choices turned out worse than the next best was predicted to be.",
+            "Seconds by which placements turned out worse than the predicted cost of the second choice.",
         ),
     ),
 )
@@ -167,10 +167,10 @@ _FRONTS = Row(
     "Front processes",
     (
         _by_front(
-            "Clients' connections",
+            "Client connections",
             Unit.NUMBER,
             total(series(f.FRONT_CONNECTIONS), *_FRONT),
-            "The kernel spreads new ones evenly; each stays where it is.",
+            "The kernel distributes new connections evenly.",
         ),
         _by_front(
             "Messages",
@@ -183,7 +183,7 @@ _FRONTS = Row(
             "Restarts",
             Unit.NUMBER,
             total(series(f.FRONT_RESTARTS), *_FRONT),
-            "Each costs the clients of that process their connections; the router's log has the reason.",
+            "Clients of that process lose their connections; the router's log has the reason.",
         ),
     ),
     folded=True,

@@ -28,17 +28,17 @@ def _of_ceiling(title: str, unit: Unit, done: Family, ceiling: Family, about: st
 
 
 _LIFE = Row(
-    "Who lives",
+    "Processes",
     (
         Panel(
             "Processes up",
             Unit.NUMBER,
             (Query(total(series(f.PROCESS_UP), "role"), "{{role}}"),),
-            "By the controller.",
+            "As the controller sees them.",
             Kind.NUMBER,
             width=6,
         ),
-        _now("Ready", Unit.NUMBER, f.WORKER_READY, "0: it takes nothing new; its log and `tandem status` say why."),
+        _now("Ready", Unit.NUMBER, f.WORKER_READY, "0: takes no new requests; its log and `tandem status` say why."),
         Panel(
             "Restarts",
             Unit.NUMBER,
@@ -46,23 +46,23 @@ _LIFE = Row(
             "Since the cluster began.",
             width=6,
         ),
-        _now("Pool sound", Unit.NUMBER, f.POOL_SOUND, "0: a defect; restart the worker and report its log."),
+        _now("KV pool consistent", Unit.NUMBER, f.POOL_SOUND, "0: a defect; restart the worker and report its log."),
         Panel(
-            "Answering",
+            "Responding to scrapes",
             Unit.NUMBER,
             (Query(total(series(f.TARGET_UP), "worker"), "{{worker}}"),),
-            "0: it was up and did not answer the newest scrape of the whole cluster.",
+            "0: it was up and did not respond to the latest scrape.",
             width=6,
         ),
         Panel(
-            "What they are",
+            "Workers",
             Unit.NUMBER,
             (Query(total(series(f.WORKER_INFO, role="$role"), "worker", "role", "device", "dtype")),),
             kind=Kind.TABLE,
             width=9,
         ),
         Panel(
-            "How KV moves",
+            "KV transports",
             Unit.NUMBER,
             (Query(total(of_workers(f.TRANSPORT), "worker", "transport")),),
             kind=Kind.TABLE,
@@ -74,20 +74,25 @@ _LIFE = Row(
 _ENGINE = Row(
     "Engines",
     (
-        _rates("Busy", Unit.SHARE, f.STEP_BUSY, "Part of the time in which the engine computes."),
+        _rates("Engine busy", Unit.SHARE, f.STEP_BUSY, "Share of the time in which the engine computes."),
         _now(
-            "Memory bandwidth used",
+            "Memory bandwidth utilization",
             Unit.SHARE,
             f.BANDWIDTH_UTILIZATION,
             "Of the device's ceiling, while it computes. Near 1, a decode worker does what its device can.",
         ),
         _now(
-            "Arithmetic used",
+            "FLOPS utilization",
             Unit.SHARE,
             f.FLOPS_UTILIZATION,
             "Of the device's ceiling, while it computes. Near 1, a prefill worker does what its device can.",
         ),
-        _now("Error of predicted step times", Unit.SHARE, f.STEP_COST_ERROR, "Recent mean; placement relies on them."),
+        _now(
+            "Step time prediction error",
+            Unit.SHARE,
+            f.STEP_COST_ERROR,
+            "Recent mean; placement relies on these predictions.",
+        ),
         _of_ceiling(
             "Bytes read by steps",
             Unit.BYTES_A_SECOND,
@@ -95,9 +100,9 @@ _ENGINE = Row(
             f.DEVICE_BANDWIDTH,
             "Weights and KV, by the steps' shape; the best is measured at each start.",
         ),
-        _of_ceiling("Operations of steps", Unit.FLOPS, f.STEP_FLOPS, f.DEVICE_FLOPS, "By the steps' shape."),
+        _of_ceiling("Floating-point operations", Unit.FLOPS, f.STEP_FLOPS, f.DEVICE_FLOPS, "By the steps' shape."),
         Panel(
-            "Steps in CUDA graphs",
+            "CUDA graph hit ratio",
             Unit.SHARE,
             (
                 Query(
@@ -111,35 +116,40 @@ _ENGINE = Row(
             "0 on CPUs.",
             width=6,
         ),
-        _rates("Tokens computed for nobody", Unit.A_SECOND, f.GRAPH_PADDED_TOKENS, "Padding of CUDA graphs."),
+        _rates("CUDA graph padding tokens", Unit.A_SECOND, f.GRAPH_PADDED_TOKENS, "Padding of CUDA graphs."),
         Panel(
-            "What steps take",
+            "Fitted step cost",
             Unit.SECONDS,
             (Query(total(of_workers(f.STEP_COST), "worker", "part"), "{{worker}} {{part}}"),),
             "As fitted: of each step, of those with prompts, and of each token, pair, row and token of context.",
         ),
         Panel(
-            "Steps over prediction",
+            "Observed / predicted step time",
             Unit.NUMBER,
             (Query(quantile(0.99, of_workers(f.STEP_OVER_PREDICTED, "_bucket"), "phase"), "{{phase}}, p99"),),
-            "What a step took ÷ what was predicted.",
+            "Observed / predicted duration of a step.",
         ),
         _now(
-            "Noise of mixed steps",
+            "Margin of mixed steps",
             Unit.NUMBER,
             f.STEP_MIXED_NOISE,
-            "How much longer than predicted all but one in a hundred are. So much less room do prompts have.",
+            "99th percentile of observed / predicted duration; prompt chunks shrink by this factor.",
         ),
-        _now("Tokens for free", Unit.NUMBER, f.STEP_FREE_TOKENS, "Their arithmetic hides behind the weights' reading."),
+        _now(
+            "Free tokens per step",
+            Unit.NUMBER,
+            f.STEP_FREE_TOKENS,
+            "Tokens whose arithmetic is hidden behind reading the weights.",
+        ),
     ),
 )
 
 _KV = Row(
     "KV pages",
     (
-        _now("In use", Unit.SHARE, f.KV_USAGE, "Or promised; cached pages are room."),
+        _now("KV pages in use", Unit.SHARE, f.KV_USAGE, "Including reserved pages; cached pages count as free."),
         Panel(
-            "Pages by state",
+            "KV pages by state",
             Unit.NUMBER,
             (
                 Query(
@@ -147,12 +157,12 @@ _KV = Row(
                     "{{state}}",
                 ),
             ),
-            "All of them; promised ones are among free and cached.",
+            "All pages; reserved ones are among free and cached.",
             width=12,
             stacked=True,
         ),
         Panel(
-            "Lost to transfers",
+            "KV pages held by transfers",
             Unit.NUMBER,
             (
                 Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}} quarantined"),
@@ -162,12 +172,17 @@ _KV = Row(
             " are over, to a decode worker that does not take them.",
             width=6,
         ),
-        _rates("Refused for want of pages", Unit.A_SECOND, f.KV_REFUSALS, "Each waits at its router and asks again."),
+        _rates(
+            "Refused for lack of KV pages",
+            Unit.A_SECOND,
+            f.KV_REFUSALS,
+            "They wait in their router's queue and are retried.",
+        ),
         Panel(
             "Prefix cache",
             Unit.A_SECOND,
             (Query(rate(of_workers(f.PREFIX_EVENTS), "worker", "event"), "{{worker}} {{event}}"),),
-            "Many stored and removed at once: the cache is too small.",
+            "Many stored and removed at the same time: the cache is too small.",
             width=18,
         ),
     ),
@@ -177,10 +192,10 @@ _PLANNER = Row(
     "Planner",
     (
         Panel(
-            "Strain",
+            "Load by role",
             Unit.SHARE,
             (Query(total(series(f.PLANNER_STRAIN), "half"), "{{half}}"),),
-            "By the planner's model: 1 = promises can just be kept. Empty where it is off.",
+            "Predicted load / capacity; at 1 the service classes can just be met. Empty where the planner is off.",
             width=6,
         ),
         Panel(
@@ -194,18 +209,18 @@ _PLANNER = Row(
             "Changes",
             Unit.NUMBER,
             (Query(total(series(f.PLANNER_CHANGES), "direction"), "{{direction}}"),),
-            "Since the controller began; made, or in a dry run merely told.",
+            "Since the controller started; made, or only proposed in a dry run.",
             width=6,
         ),
         Panel(
-            "Asked for",
+            "Offered load",
             Unit.A_SECOND,
             (
                 Query(rate(series(f.OFFERED_REQUESTS)), "requests"),
                 Query(rate(series(f.OFFERED_PROMPT_TOKENS)), "prompt tokens"),
                 Query(rate(series(f.OFFERED_ANSWER_TOKENS)), "answer tokens"),
             ),
-            "At the door, also what is turned away; answers as long as those that ended.",
+            "Including rejected requests; answer lengths are estimated from recent ones.",
             width=6,
         ),
     ),
@@ -243,7 +258,9 @@ _HARDWARE = Row(
     "Hardware (NVIDIA's dcgm-exporter)",
     (
         _gpu("Tensor cores busy", Unit.SHARE, "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE", "Compare with the arithmetic used."),
-        _gpu("Memory busy", Unit.SHARE, "DCGM_FI_PROF_DRAM_ACTIVE", "Compare with the memory bandwidth used."),
+        _gpu(
+            "Memory controller busy", Unit.SHARE, "DCGM_FI_PROF_DRAM_ACTIVE", "Compare with the memory bandwidth used."
+        ),
         _gpu("GPU memory in use", Unit.BYTES, "DCGM_FI_DEV_FB_USED * 1048576"),
         Panel(
             "NVLink",
@@ -257,7 +274,7 @@ _HARDWARE = Row(
         _gpu("Clock", Unit.HERTZ, "DCGM_FI_DEV_SM_CLOCK * 1000000", "A clock that falls under load is heat or power."),
         _gpu("Power", Unit.WATTS, "DCGM_FI_DEV_POWER_USAGE"),
         _gpu("Temperature", Unit.CELSIUS, "DCGM_FI_DEV_GPU_TEMP"),
-        _gpu("Last error", Unit.NUMBER, "DCGM_FI_DEV_XID_ERRORS", "NVIDIA's number (Xid); 0: none."),
+        _gpu("Last Xid error", Unit.NUMBER, "DCGM_FI_DEV_XID_ERRORS", "NVIDIA's number (Xid); 0: none."),
     ),
     folded=True,
 )

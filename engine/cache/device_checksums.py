@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.device_wait import wait_for
-from engine.kernels.triton_checksum import SPLITS, partial_sums
+from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums
 
 _MOST_PAGES = 64
 """Pages of one launch."""

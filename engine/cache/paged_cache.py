@@ -5,8 +5,8 @@ import mmap
 import torch
 from torch import Tensor
 
+from engine.config.model import ModelConfig
 from engine.memory import GIB, free_bytes
-from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
 _NOBODYS = 1

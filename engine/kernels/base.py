@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.config.attention import AttentionShape
+
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
@@ -23,8 +25,6 @@ class StepLayout:
     page_table    [R, max_pages] page ids of each row, padded with 0
     max_row_tokens, max_context: host ints, the largest row and the largest context
     single_rows: host int, how many rows at the front have one token
-    windows: host int, most windows of a context, and most in all beside one for each row, that rows behind those at
-    the front attend to side by side; 0 = attention is not split (`costs.step_grid.splits_attention`)
     decode_only: every row has one token
 
     In steps of fixed size (CUDA graphs) a row may be padding: its slot is -1, to store nothing, its context 0.
@@ -38,7 +38,6 @@ class StepLayout:
     max_row_tokens: int
     max_context: int
     single_rows: int = 0
-    windows: int = 0
 
     @property
     def decode_only(self) -> bool:
@@ -51,17 +50,6 @@ class Linear:
 
     weight: Tensor
     bias: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """Heads and scale of attention; `window` is the number of latest positions a token sees, None = all."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,20 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from engine.kernels import triton_linear, triton_rope
-from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
-from engine.kernels.gated_product import GatedProduct
+from engine.config.attention import AttentionShape
+from engine.config.model import ModelConfig
+from engine.kernels.attention.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.base import Feed, Kernels, Linear, StepLayout
 from engine.kernels.libraries import Libraries, Wanted
-from engine.kernels.prefill_attention import FlashPrefill, PrefillAttention, leaves_idle
+from engine.kernels.linear import triton_linear
+from engine.kernels.linear.gated_product import GatedProduct
+from engine.kernels.linear.triton_linear_plan import FUSED_NORM_TOKENS, streams
+from engine.kernels.rowwise import triton_rope
+from engine.kernels.rowwise.triton_embed import embed
+from engine.kernels.rowwise.triton_norm import rms_norm
 from engine.kernels.second_stream import SecondStream
-from engine.kernels.triton_attention import DecodeAttention
-from engine.kernels.triton_embed import embed
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_linear_plan import FUSED_NORM_TOKENS, streams
-from engine.kernels.triton_norm import rms_norm
-from engine.models.config import ModelConfig
 from wire.errors import InvalidArgument
 
 _HEAD_DIMS = (64, 96, 128, 256)
@@ -35,11 +37,8 @@ class CudaKernels(Kernels):
         dtype: torch.dtype,
         page_tokens: int,
         max_decode_rows: int,
-        *,
-        split_attention: bool = False,
     ) -> None:
-        """`max_decode_rows`: most rows of one token that a step may have, or that count as such; `split_attention` as
-        in `EngineConfig`.
+        """`max_decode_rows`: most rows of one token that a step may have, or that count as such.
 
         InvalidArgument for a head dim that no kernel takes.
         """
@@ -52,7 +51,7 @@ class CudaKernels(Kernels):
         gpu = device.type == "cuda"
         self._second = SecondStream(device) if gpu else _IN_TURN
         self._multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0
-        wanted = Wanted(model, device, dtype, page_tokens, self._pdl, split_attention)
+        wanted = Wanted(model, device, dtype, page_tokens, self._pdl)
         self._decode = {
             shape: DecodeAttention(shape, max_decode_rows, device, dtype, self._pdl, early=True)
             for shape in wanted.shapes
@@ -137,7 +136,6 @@ class CudaKernels(Kernels):
         single = self._single_rows(layout)
         if single == len(layout.context_lens):
             return self._decode[shape](q, cache, layer, layout.page_table, layout.context_lens)
-        self._prefill.begin_layer(q, layout, shape)
         if single == 0:
             return self._prefill(q, cache, layer, layout, shape, 0).flatten(1)
         return self._attention_beside(q, cache, layer, layout, shape, single)

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 
 import torch
 
-from costs.step_grid import WINDOW_TOKENS, window_counts
 from engine.compiled_folder import compiled_folder
-from engine.kernels.base import AttentionShape
-from engine.kernels.compile_apart import Job, compile_apart
-from engine.kernels.gated_product import GatedProduct, choose_gated_product, why_no_library
-from engine.kernels.prefill_attention import (
-    FlashKind,
+from engine.config.attention import AttentionShape, attention_shape
+from engine.config.model import ModelConfig
+from engine.kernels.attention.prefill_attention import (
+    COMPILED_LENGTHS,
     FlashPrefill,
     PrefillAttention,
     choose_prefill_attention,
     compiled,
-    flash_kinds,
 )
-from engine.layers.attention import attention_shape
-from engine.models.config import ModelConfig
+from engine.kernels.compile_apart import Job, compile_apart
+from engine.kernels.linear.gated_product import GatedProduct, choose_gated_product, why_no_library
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +30,10 @@ class Wanted:
     dtype: torch.dtype
     page_tokens: int
     pdl: bool
-    split_attention: bool = False
 
     @property
     def shapes(self) -> set[AttentionShape]:
         return {attention_shape(self.model, layer) for layer in range(self.model.layers)}
-
-    @property
-    def flash_kinds(self) -> list[FlashKind]:
-        return flash_kinds(split=self.split_attention and bool(window_counts(self.model.max_context, WINDOW_TOKENS)))
 
     def attention(self) -> PrefillAttention:
         """Not compiled yet."""
@@ -79,7 +71,7 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
     if wanted.device.type != "cuda" or wanted.dtype == torch.float32:  # which no library computes
         return lambda: None
     keep_compiled()
-    jobs = [Job(_compile_attention, (wanted, kind)) for kind in wanted.flash_kinds]
+    jobs = [Job(_compile_attention, (wanted, tokens)) for tokens in COMPILED_LENGTHS]
     jobs.append(Job(_compile_product, (wanted,)))
     compiled_all = compile_apart(jobs, compiled_folder("compiled"), torch.cuda.get_device_name(wanted.device))
 
@@ -93,15 +85,15 @@ def _begin(wanted: Wanted) -> Callable[[], None]:
 def _attention(wanted: Wanted, wait: Callable[[], None]) -> PrefillAttention:
     chosen = wanted.attention()
     wait()
-    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device, wanted.flash_kinds)
+    return compiled(chosen, wanted.shapes, wanted.dtype, wanted.device)
 
 
-def _compile_attention(wanted: Wanted, kind: FlashKind) -> None:
+def _compile_attention(wanted: Wanted, tokens: int) -> None:
     """In a process of its own."""
     _use(wanted.device)
     attention = wanted.attention()
     if isinstance(attention, FlashPrefill):
-        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [kind])
+        attention.compile(wanted.shapes, wanted.dtype, wanted.device, [tokens])
 
 
 def _compile_product(wanted: Wanted) -> None:

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
+from engine.config.attention import AttentionShape
+from engine.kernels.base import Feed, Kernels, Linear, StepLayout
 
 
 class ReferenceKernels(Kernels):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from engine.models.config import RopeConfig
+from engine.config.model import RopeConfig
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_context: int, device: torch.device) -> Tensor:

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, Feed, Kernels, Linear, StepLayout
-from engine.layers.attention import attention_shape
+from engine.config.attention import AttentionShape, attention_shape
+from engine.config.model import ModelConfig
+from engine.kernels.base import Feed, Kernels, Linear, StepLayout
 from engine.layers.rope import rope_table
-from engine.models.config import ModelConfig
 from engine.models.parameters import Parameters
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig
+from engine.config.model import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.models.config import ModelConfig, load_model_config
+from engine.config.model import ModelConfig, load_model_config
 from engine.models.parameters import allocate_parameters, destinations
 from engine.weights.safetensors_file import TensorEntry, read_header
 from engine.weights.tensor_reader import DTYPES, read_tensors

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField, ReaderTensor, dequantize
 
-from engine.models.config import parse_model_config
+from engine.config.model import parse_model_config
 from engine.user_cache import user_cache
 from engine.weights.checkpoint import Progress, check_model
 from engine.weights.gguf_config import ROPE_FACTORS, eos_token_ids, huggingface_config, huggingface_name

@@ -8,20 +8,23 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from router.api.service import InferenceServicer
 from router.front.grpc_calls import GrpcCall, methods_of
 from router.front.http_calls import HttpCall
 from router.front.pulse import Pulse
+from wire.errors import Internal
 from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2, inference_pb2_grpc
+from wire.generated.tandem.v1 import front_pb2
 
 RouterStream = FrameStream[front_pb2.RouterFrames, front_pb2.FrontFrames]
 _Send = Callable[..., None]
+_INTERNAL: int = Internal.grpc_status.value[0]
 
 
 class FrontCalls:
     """All calls of one front process. Belongs to the event loop."""
 
-    def __init__(self, stream: RouterStream, inference: inference_pb2_grpc.InferenceServicer, app: ASGIApp) -> None:
+    def __init__(self, stream: RouterStream, inference: InferenceServicer, app: ASGIApp) -> None:
         """`inference` and `app` answer as they answer clients of this process's own doors."""
         self._stream = stream
         self._methods = methods_of(inference)
@@ -31,6 +34,7 @@ class FrontCalls:
         self._pulse = Pulse(lambda: stream.send(0, ask=front_pb2.Ask()))
         self._calls: dict[int, GrpcCall | HttpCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        stream.on_failed = self._fail
 
     async def run(self, on_opened: Callable[[], None], on_alive: Callable[[int], None]) -> None:
         """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its doors are open;
@@ -79,6 +83,13 @@ class FrontCalls:
         call = self._calls.pop(number, None)
         if call is not None:
             call.leave()
+
+    def _fail(self, number: int) -> None:
+        """A part of its answer could not be sent."""
+        if number in self._calls:
+            details = Internal("a part of the answer could not be sent; the server's log has the details")
+            self._stream.send(number, end=front_pb2.CallEnd(status=_INTERNAL, details=details.message))
+            self._leave(number)
 
     def _send_for(self, number: int) -> _Send:
         def send(**what: Any) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
-from google.protobuf.message_factory import GetMessageClass
 
 from router.front.headers import packed, unpacked
-from router.front.window import Window
-from wire.generated.tandem.v1 import front_pb2, inference_pb2, inference_pb2_grpc
+from router.front.window import PassedOn, Window
+from wire.errors import Cancelled, Internal
+from wire.generated.tandem.v1 import front_pb2, inference_pb2
 from wire.rpc import guarded_stream, guarded_unary
+
+log = logging.getLogger(__name__)
 
 _Send = Callable[..., None]
 _Pass = Callable[[bytes], Awaitable[None]]
@@ -27,6 +31,9 @@ class GrpcCall:
         self._methods = methods
         self._send = send
         self._window = Window()
+        self._read = PassedOn(lambda count: send(passed=count))
+        self._parts: asyncio.Queue[front_pb2.HttpBody | None] = asyncio.Queue()
+        """Of the message, behind its first; None: the client has left."""
         self._context = CallContext([(name.decode(), _text(value)) for name, value in unpacked(asked.metadata)])
 
     async def run(self) -> None:
@@ -36,25 +43,45 @@ class GrpcCall:
             method = self._methods.get(self._asked.method)
             if method is None:
                 await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
-            await method(self._asked.message, context, self._pass)
-        except grpc.aio.AbortError:
+            await method(await self._message(), context, self._pass)
+        except (grpc.aio.AbortError, Cancelled):
             pass
+        except Exception as error:
+            log.error("unexpected failure in a call of %s", self._asked.method[:100], exc_info=error)
+            internal = Internal(f"unexpected {type(error).__name__}; the server's log has the details")
+            context.end.status, context.end.details = internal.grpc_status.value[0], internal.message
         finally:
             context.over()
-        self._send(end=context.end)
+            self._send(end=context.end)
 
     def hear(self, frame: front_pb2.FrontFrame) -> None:
-        """Nothing follows the message, but how far the client is with the answer."""
-        self._window.passed(frame.passed)
+        """A part of the message, or how far the client is with the answer."""
+        if frame.HasField("passed"):
+            self._window.passed(frame.passed)
+        else:
+            self._parts.put_nowait(frame.body)
 
     def leave(self) -> None:
         """The client is gone: whoever answers hears of it, as from gRPC."""
         self._window.lift()
+        self._parts.put_nowait(None)
         self._context.over()
+
+    async def _message(self) -> bytes:
+        """The whole message; Cancelled if the client leaves before that."""
+        read, more = [self._asked.message], self._asked.more
+        while more:
+            part = await self._parts.get()
+            if part is None:
+                raise Cancelled("the client left while it sent the request")
+            read.append(part.data)
+            self._read.add(len(part.data))
+            more = part.more
+        return b"".join(read)
 
     async def _pass(self, message: bytes) -> None:
         self._send(message=message)
-        await self._window.sent()
+        await self._window.sent(len(message))
 
 
 class CallContext:
@@ -92,22 +119,23 @@ class CallContext:
         self._over = True
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            callback(self)
+            try:
+                callback(self)
+            except Exception as error:
+                log.error("unexpected failure behind a call", exc_info=error)
 
 
-def methods_of(servicer: inference_pb2_grpc.InferenceServicer) -> dict[str, Method]:
-    """By name, from and to bytes."""
+def methods_of(servicer: Any) -> dict[str, Method]:
+    """By name, from and to bytes; `servicer` reads requests itself, as `router.api.service.InferenceServicer` does."""
     service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
     return {
-        each.name: _streaming(GetMessageClass(each.input_type), getattr(servicer, each.name))
-        if each.server_streaming
-        else _unary(GetMessageClass(each.input_type), getattr(servicer, each.name))
+        each.name: (_streaming if each.server_streaming else _unary)(getattr(servicer, each.name))
         for each in service.methods
     }
 
 
-def _streaming(request: Any, handler: Any) -> Method:
-    guarded = guarded_stream(lambda message, context: handler(request.FromString(message), context))
+def _streaming(handler: Any) -> Method:
+    guarded = guarded_stream(handler)
 
     async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
         async for response in guarded(message, context):
@@ -116,11 +144,8 @@ def _streaming(request: Any, handler: Any) -> Method:
     return answer
 
 
-def _unary(request: Any, handler: Any) -> Method:
-    async def read(message: bytes, context: Any) -> Any:
-        return await handler(request.FromString(message), context)
-
-    guarded = guarded_unary(read)
+def _unary(handler: Any) -> Method:
+    guarded = guarded_unary(handler)
 
     async def answer(message: bytes, context: Any, pass_on: _Pass) -> None:
         response = await guarded(message, context)

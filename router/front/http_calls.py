@@ -9,7 +9,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Scope
 
 from router.front.headers import packed, unpacked
-from router.front.window import Window
+from router.front.window import PassedOn, Window, parts
 from wire.errors import Internal
 from wire.generated.tandem.v1 import front_pb2
 
@@ -24,13 +24,14 @@ class HttpCall:
         self._app = app
         self._send = send
         self._window = Window()
+        self._read = PassedOn(lambda count: send(passed=count))
         self._heard: asyncio.Queue[Message] = asyncio.Queue()
         self._whole = False
 
     async def run(self) -> None:
         """Answer it; cut the answer off if that fails in its middle."""
         try:
-            await self._app(_scope(self._asked), self._heard.get, self._take)
+            await self._app(_scope(self._asked), self._receive, self._take)
         except Exception as error:
             log.error("unexpected failure in a handler", exc_info=error)
         if not self._whole:
@@ -48,15 +49,27 @@ class HttpCall:
         self._window.lift()
         self._heard.put_nowait({"type": "http.disconnect"})
 
+    async def _receive(self) -> Message:
+        message = await self._heard.get()
+        if message["type"] == "http.request":
+            self._read.add(len(message["body"]))
+        return message
+
     async def _take(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             headers = packed(message.get("headers", ()))
             self._send(response=front_pb2.HttpResponse(status=message["status"], headers=headers))
+            await self._window.sent(0)
         elif message["type"] == "http.response.body":
+            *first, last = parts(message.get("body", b""))
+            for part in first:
+                self._send(body=front_pb2.HttpBody(data=part, more=True))
+                await self._window.sent(len(part))
             more = message.get("more_body", False)
             self._whole = not more
-            self._send(body=front_pb2.HttpBody(data=message.get("body", b""), more=more))
-        await self._window.sent()
+            self._send(body=front_pb2.HttpBody(data=last, more=more))
+            if more:
+                await self._window.sent(len(last))
 
 
 def _scope(asked: front_pb2.HttpRequest) -> Scope:

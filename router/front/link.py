@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from router.front.window import TOLD_EVERY
-from wire.errors import Cancelled, Unavailable
+from router.front.window import PART_BYTES_MAX, PassedOn, Window, parts
+from wire.errors import Cancelled, Internal, ResourceExhausted, TandemError, Unavailable
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 
+MESSAGES_BYTES_MAX = 64 << 20
+"""Most of all gRPC messages of clients that wait here until the router has read them. gRPC brings a message as a whole,
+so its client cannot be made to wait, as one of HTTP is; small messages always find room."""
+_RETRY_AFTER_S = 1.0
 _LOST = "the router ended while it answered; send the request again"
+_NOT_SENT = "a part of the request could not be sent to the router; the server's log has the details"
 
 FrontStream = FrameStream[front_pb2.FrontFrames, front_pb2.RouterFrames]
 
@@ -26,45 +32,64 @@ class Call:
         self._forget = forget
         self._frames: deque[front_pb2.RouterFrame] = deque()
         self._changed = asyncio.Event()
-        self._passed = 0
-        self._lost = self._ended = self._closed = False
+        self._window = Window()
+        self._read = PassedOn(lambda count: stream.send(number, passed=count))
+        self._handed_out: int | None = None
+        """Bytes of the frame that `next` has brought last."""
+        self._error: TandemError | None = None
+        self._ended = self._closed = False
 
-    def send(self, **what: Any) -> None:
-        """One field of a `FrontFrame`."""
-        self._stream.send(self._number, **what)
+    async def begin(self, **what: Any) -> None:
+        """Send the first `FrontFrame`, of one field, when the router has read what was sent before."""
+        await self._stream.send_in_turn(self._number, **what)
+
+    async def send_body(self, data: bytes, *, more: bool) -> None:
+        """Send a part of the request, as fast as whoever answers reads it; behind the call's end, nothing."""
+        *first, last = parts(data)
+        for part in first:
+            await self._send_part(part, more=True)
+        await self._send_part(last, more=more)
+
+    async def _send_part(self, data: bytes, *, more: bool) -> None:
+        if self._over:
+            return
+        await self._stream.send_in_turn(self._number, body=front_pb2.HttpBody(data=data, more=more))
+        if more:
+            await self._window.sent(len(data))
 
     async def next(self) -> front_pb2.RouterFrame:
-        """The router's next frame; Unavailable if the router is gone, Cancelled once it is closed."""
+        """The router's next frame. `Unavailable` if the router is gone, `Internal` if the request could not be sent,
+        `Cancelled` once the call is closed.
+        """
         while not self._frames:
             if self._closed:
                 raise Cancelled("the client left")
-            if self._lost:
-                raise Unavailable(_LOST)
+            if self._error is not None:
+                raise self._error
             self._changed.clear()
             await self._changed.wait()
-        self._passed += 1  # the one before: whoever asks for the next has passed it on
-        if self._passed > TOLD_EVERY:
-            self.send(passed=TOLD_EVERY)
-            self._passed -= TOLD_EVERY
-        return self._frames.popleft()
-
-    async def room(self) -> None:
-        """Wait while the router has much to read."""
-        await self._stream.room()
+        if self._handed_out is not None:  # whoever asks for the next has passed it on
+            self._read.add(self._handed_out)
+        frame = self._frames.popleft()
+        self._handed_out = len(frame.message) + len(frame.body.data)
+        return frame
 
     def take(self, frame: front_pb2.RouterFrame) -> None:
         """Link side: a frame has come."""
+        if frame.HasField("passed"):
+            self._window.passed(frame.passed)
+            return
+        if frame.HasField("end") or (frame.HasField("body") and not frame.body.more):
+            self._ended = True
+            self._window.lift()
         self._frames.append(frame)
         self._changed.set()
 
-    def lose(self) -> None:
-        """Link side: none will come."""
-        self._lost = True
+    def fail(self, error: TandemError) -> None:
+        """Link side: no frames will come, and why."""
+        self._error = error
+        self._window.lift()
         self._changed.set()
-
-    def end(self) -> None:
-        """Its last frame was read: the router needs not hear that the client leaves."""
-        self._ended = True
 
     def close(self) -> None:
         """The client has its answer, or has left: whoever waits for a frame hears so. Idempotent."""
@@ -72,9 +97,14 @@ class Call:
             return
         self._closed = True
         self._forget(self._number)
+        self._window.lift()
         self._changed.set()
-        if not (self._ended or self._lost):
-            self.send(gone=front_pb2.Gone())
+        if not (self._ended or isinstance(self._error, Unavailable)):
+            self._stream.send(self._number, gone=front_pb2.Gone())
+
+    @property
+    def _over(self) -> bool:
+        return self._ended or self._closed or self._error is not None
 
 
 class RouterLink:
@@ -85,6 +115,8 @@ class RouterLink:
         self._calls: dict[int, Call] = {}
         self._count = 0
         self._lost = False
+        self._messages_bytes = 0
+        stream.on_failed = self._fail
 
     def call(self) -> Call:
         """A new one; Unavailable if the router is gone."""
@@ -93,6 +125,19 @@ class RouterLink:
         self._count += 1
         made = self._calls[self._count] = Call(self._count, self._stream, self._forget)
         return made
+
+    @contextlib.contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """A message of so many bytes waits here meanwhile; ResourceExhausted if too many do."""
+        size = 0 if size <= PART_BYTES_MAX else size
+        if size and self._messages_bytes + size > MESSAGES_BYTES_MAX:
+            message = "too many large requests are on their way to the router; try again later"
+            raise ResourceExhausted(message, retry_after_s=_RETRY_AFTER_S)
+        self._messages_bytes += size
+        try:
+            yield
+        finally:
+            self._messages_bytes -= size
 
     def opened(self) -> None:
         """Both doors are open."""
@@ -120,7 +165,12 @@ class RouterLink:
                 on_ask()
         self._lost = True
         for call in self._calls.values():
-            call.lose()
+            call.fail(Unavailable(_LOST))
 
     def _forget(self, number: int) -> None:
         self._calls.pop(number, None)
+
+    def _fail(self, number: int) -> None:
+        """A frame of it could not be sent."""
+        if number in self._calls:
+            self._calls[number].fail(Internal(_NOT_SENT))

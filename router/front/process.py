@@ -12,18 +12,20 @@ import socket
 import sys
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc.aio
 
-from router.doors import SERVICE, OwnDoors
+from router.api.listeners import SERVICE, OwnDoors
 from router.front.connections import count_connections
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
+from wire.door_limits import DoorLimits
 from wire.errors import TandemError
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
-from wire.logs import LogFormat, begin_log
+from wire.logs import LogConfig, LogFormat, begin_log
 from wire.turns import take_short_turns
 
 log = logging.getLogger(__name__)
@@ -42,17 +44,22 @@ class FrontConfig:
     grpc_port: int
     http_port: int
     api_keys: tuple[str, ...]
-    log_format: str
+    log: LogConfig
+    limits: DoorLimits
+    """Of each of its doors."""
 
     def to_json(self) -> str:
         """One line."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> FrontConfig:
         """What `to_json` made."""
         fields = json.loads(text)
-        return cls(**{**fields, "api_keys": tuple(fields["api_keys"])})
+        keys, limits, log = tuple(fields["api_keys"]), DoorLimits(**fields["limits"]), fields["log"]
+        file = None if log["file"] is None else Path(log["file"])
+        log = LogConfig(file, LogFormat(log["format"]), log["max_bytes"])
+        return cls(**{**fields, "api_keys": keys, "limits": limits, "log": log})
 
 
 async def serve(router: socket.socket) -> None:
@@ -62,7 +69,7 @@ async def serve(router: socket.socket) -> None:
     if not line:
         return  # the router is gone
     config = FrontConfig.from_json(line.decode())
-    begin_log(None, LogFormat(config.log_format), config.name)
+    begin_log(config.log, config.name)
     stream: FrontStream = FrameStream(reader, writer, front_pb2.FrontFrames, front_pb2.RouterFrames)
     leaving: asyncio.Future[float] = asyncio.get_running_loop().create_future()
     link = RouterLink(stream)
@@ -76,6 +83,7 @@ async def serve(router: socket.socket) -> None:
         api_keys=config.api_keys,
         add_inference=add_inference,
         app=HttpRelay(link),
+        limits=config.limits,
         shared=True,
     )
 

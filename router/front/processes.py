@@ -12,16 +12,19 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp
 
-from router.doors import GOODBYE_S, RouterEndpoints
+from router.api.listeners import GOODBYE_S, RouterEndpoints
+from router.api.service import InferenceServicer
 from router.front.calls import FrontCalls, RouterStream
 from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
 from telemetry.board import Board
 from wire.address import address_of
+from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
-from wire.generated.tandem.v1 import front_pb2, inference_pb2_grpc
+from wire.generated.tandem.v1 import front_pb2
 from wire.http_server import Listener
+from wire.logs import LogConfig
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +39,8 @@ _PORT_S, _PORT_LOOK_S = 5.0, 0.1
 
 
 class FrontDoors:
-    """See `router.doors.Doors`. Clients' connections are spread over `count` processes by the kernel; one that dies
-    takes its connections with it, and another takes its place.
+    """As `router.api.listeners.Doors`, in `count` processes among which the kernel distributes connections. One that
+    dies takes its connections with it, and another takes its place.
     """
 
     def __init__(
@@ -47,10 +50,11 @@ class FrontDoors:
         *,
         count: int,
         api_keys: Collection[str],
-        inference: inference_pb2_grpc.InferenceServicer,
+        inference: InferenceServicer,
         app: ASGIApp,
-        log_format: str,
+        log_config: LogConfig,
         board: Board,
+        limits: DoorLimits = DEFAULT_LIMITS,
     ) -> None:
         """`ports`: of gRPC and HTTP, 0 = any free one; `inference` and `app` answer clients' calls; `board` shows what
         each process carries.
@@ -60,7 +64,8 @@ class FrontDoors:
         show(self._figures, board)
         self._api_keys = tuple(api_keys)
         self._inference, self._app = inference, app
-        self._log_format = log_format
+        self._log = log_config
+        self._limits = limits
         self._serving = False
         self._leaving = False
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -83,7 +88,13 @@ class FrontDoors:
             asyncio.create_task(
                 self._keep(
                     FrontConfig(
-                        f"front-{figures.number}", self._host, grpc_port, http_port, self._api_keys, self._log_format
+                        f"front-{figures.number}",
+                        self._host,
+                        grpc_port,
+                        http_port,
+                        self._api_keys,
+                        self._log,
+                        self._limits,
                     ),
                     figures,
                 )

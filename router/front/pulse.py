@@ -1,11 +1,12 @@
-"""Whether a front process does its work. One that is stopped, or stands still, keeps its stream open: the kernel gives
-it its share of new connections on and on, and nobody answers these.
+"""Whether a front process does its work. The kernel gives one that hangs its share of new connections on and on, and
+nobody answers these.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+
+from wire.heartbeat import Heartbeat
 
 LOOK_S = 5.0
 """How often it is asked."""
@@ -16,26 +17,9 @@ STARTING_LOOKS = 12
 """The same before its first word: it imports its modules meanwhile, perhaps from a slow disk."""
 
 
-class Pulse:
-    """The router's finger on one of them. Looks are counted and no seconds: while the router itself stands still, only
-    one of them passes.
-    """
+class Pulse(Heartbeat):
+    """The router's heartbeat of one of them; whatever comes from it is an answer."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
-        """`ask` sends the question; whatever comes is an answer."""
-        self._ask = ask
-        self._heard = False
-        self._begun = False
-
-    def beat(self) -> None:
-        """It has said something."""
-        self._heard = self._begun = True
-
-    async def stops(self) -> None:
-        """Returns when it hangs."""
-        silent = 0
-        while silent < (SILENT_LOOKS if self._begun else STARTING_LOOKS):
-            self._heard = False
-            self._ask()
-            await asyncio.sleep(LOOK_S)
-            silent = 0 if self._heard else silent + 1
+        """`ask` sends the question."""
+        super().__init__(ask, LOOK_S, lambda begun: SILENT_LOOKS if begun else STARTING_LOOKS)

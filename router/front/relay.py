@@ -11,10 +11,11 @@ import grpc.aio
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.api.openai_replies import error_body, error_headers
 from router.front.headers import packed, unpacked
 from router.front.link import Call, RouterLink
-from router.openai_replies import error_body, error_headers
-from wire.errors import Cancelled, Unavailable
+from router.front.window import PART_BYTES_MAX
+from wire.errors import Cancelled, TandemError, Unavailable
 from wire.generated.tandem.v1 import front_pb2
 
 _STATUS = {code.value[0]: code for code in grpc.StatusCode}
@@ -46,11 +47,11 @@ class GrpcRelay(grpc.GenericRpcHandler):
         # A cancelled call may leave this generator suspended until it is collected; the context tells at once.
         context.add_done_callback(lambda _: call.close())  # type: ignore[arg-type]  # the stubs name a class, not a protocol
         metadata = packed(context.invocation_metadata() or ())
-        call.send(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=message))
         try:
+            with self._link.holding(len(message)):
+                await _send(call, method, metadata, message)
             while not (frame := await call.next()).HasField("end"):
                 yield frame.message
-            call.end()
             if frame.end.status:
                 trailing = tuple(
                     (name.decode(), value.decode()) for name, value in unpacked(frame.end.trailing_metadata)
@@ -74,7 +75,7 @@ class HttpRelay:
         feeding: asyncio.Task[None] | None = None
         try:
             call = self._link.call()
-            call.send(http=_request(scope))
+            await call.begin(http=_request(scope))
             feeding = asyncio.create_task(_feed(call, receive))
             while True:
                 frame = await call.next()
@@ -83,17 +84,14 @@ class HttpRelay:
                     headers = unpacked(frame.response.headers)
                     await send({"type": "http.response.start", "status": frame.response.status, "headers": headers})
                 elif frame.HasField("body"):
-                    if not frame.body.more:
-                        call.end()
                     await send({"type": "http.response.body", "body": frame.body.data, "more_body": frame.body.more})
                     if not frame.body.more:
                         return
                 else:
-                    call.end()
                     raise Unavailable(frame.end.details)
         except Cancelled:
             return
-        except Unavailable as error:
+        except TandemError as error:
             if begun:
                 return  # the server cuts the connection: nobody takes the answer for a whole one
             await _refusal(error)(scope, receive, send)
@@ -104,11 +102,19 @@ class HttpRelay:
                 call.close()
 
 
+async def _send(call: Call, method: str, metadata: list[front_pb2.Header], message: bytes) -> None:
+    """A gRPC call, its message in parts."""
+    first = message[:PART_BYTES_MAX]
+    more = len(message) > len(first)
+    await call.begin(grpc=front_pb2.GrpcCall(method=method, metadata=metadata, message=first, more=more))
+    if more:
+        await call.send_body(message[len(first) :], more=False)
+
+
 async def _feed(call: Call, receive: Receive) -> None:
-    """The request's body, and that the client has left."""
+    """The request's body, as fast as whoever answers reads it, and that the client has left."""
     while (message := await receive())["type"] == "http.request":
-        call.send(body=front_pb2.HttpBody(data=message.get("body", b""), more=message.get("more_body", False)))
-        await call.room()  # a client that sends faster than the router reads waits
+        await call.send_body(message.get("body", b""), more=message.get("more_body", False))
     call.close()
 
 
@@ -124,5 +130,5 @@ def _request(scope: Scope) -> front_pb2.HttpRequest:
     )
 
 
-def _refusal(error: Unavailable) -> Response:
+def _refusal(error: TandemError) -> Response:
     return Response(error_body(error), error.http_status, error_headers(error), "application/json")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.e2e.test_same_tokens import ask
 from wire.generated.tandem.v1 import inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 NEW_TOKENS = 12
 CLIENTS = 3
@@ -64,7 +64,7 @@ class Traffic:
 
 async def live(cluster: Any, prompts: list[tuple[int, ...]]) -> None:
     """Through all modes, and then without the only worker that decodes until it is back."""
-    channel = open_channel(cluster.grpc_address)
+    channel = open_client_channel(cluster.grpc_address)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)
         quiet = {prompt: (await ask(stub, prompt, NEW_TOKENS, salt="quiet"))[0] for prompt in prompts}

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from router.config import RouterConfig
-from router.placement import Mode
 from router.server import RouterServer
 from tests.unit.router.fake_cluster import until
 from tests.unit.router.test_traces import TRIES, Receiver, attributes, seconds
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
+from wire.mode import Mode
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2
 Traced = tuple[str, RouterServer, Receiver]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 from wire.timeline import Edge
 
 REQUESTS = 200
@@ -74,7 +74,7 @@ async def cancel_at_token(stub: Any, prompt: tuple[int, ...], tokens: int, rng: 
 
 async def close_the_socket(address: str, prompt: tuple[int, ...], tokens: int, rng: random.Random) -> str:
     """Its own connection, closed under the running call."""
-    channel = open_channel(address)
+    channel = open_client_channel(address)
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
         request_of(prompt, tokens, f"socket-{rng.random()}"), timeout=240
     )
@@ -117,7 +117,7 @@ async def _endings(call: Any) -> list[int]:
 
 async def storm(cluster: Any, prompts: list[tuple[int, ...]], requests: int, seed: int) -> dict[str, int]:
     rng = random.Random(seed)
-    channel = open_channel(cluster.grpc_address)
+    channel = open_client_channel(cluster.grpc_address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     gate = asyncio.Semaphore(AT_ONCE)
 
@@ -188,7 +188,7 @@ def test_pages_come_home_from_the_midst_of_a_prompt(
 
 
 async def cancel_amid_prefill(cluster: Any, prompt: tuple[int, ...], name: str) -> None:
-    channel = open_channel(cluster.grpc_address)
+    channel = open_client_channel(cluster.grpc_address)
     stub: Any = inference_pb2_grpc.InferenceStub(channel)
     request = request_of(prompt, 64, name)
     request.options.cache_salt = name

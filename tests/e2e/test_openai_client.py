@@ -90,7 +90,7 @@ def test_several_answers(client: openai.OpenAI, model: str) -> None:
 def test_errors_are_typed(client: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens"):
         client.completions.create(model=model, prompt="x", max_tokens=0)
-    with pytest.raises(openai.BadRequestError, match="gpt-17"):
+    with pytest.raises(openai.NotFoundError, match="gpt-17"):
         client.completions.create(model="gpt-17", prompt="x")
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client.chat.completions.create(model=model, messages=QUESTION, logit_bias={"5": 3})  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 
 async def sample(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...], seed: int | None) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ async def sample(stub: inference_pb2_grpc.InferenceStub, prompt: tuple[int, ...]
 
 
 async def alone_and_in_company(address: str, prompts: list[tuple[int, ...]]) -> tuple[set[Any], set[Any]]:
-    channel = open_channel(address)
+    channel = open_client_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     alone = await sample(stub, prompts[0], 7)
     company = await asyncio.gather(*(sample(stub, prompts[i % 8], 7 if i % 8 == 0 else i) for i in range(17)))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.reference import Choices, Reference, compare
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 Prompt = tuple[int, ...]
 NEW_TOKENS = 64
@@ -53,7 +53,7 @@ async def ask_all(
     address: str, prompts: list[tuple[int, ...]], tokens: int, salt: str = ""
 ) -> list[tuple[list[int], Any]]:
     """All prompts at once."""
-    channel = open_channel(address)
+    channel = open_client_channel(address)
     try:
         stub = inference_pb2_grpc.InferenceStub(channel)
         return await asyncio.gather(*(ask(stub, p, tokens, salt) for p in prompts))

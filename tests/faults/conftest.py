@@ -55,13 +55,12 @@ def pair(
 ) -> Callable[..., Any]:
     """One prefill and one decode worker, a chunk of a prompt a page long."""
 
-    def start(kv_direction: str = "write") -> Any:
+    def start() -> Any:
         engine_faults.reach_workers(monkeypatch)
         sizes = {"page_tokens": 16, "max_step_tokens": 16, "kv_cache_bytes": 1 << 27}
         return running_cluster(
             model=small_model,
             dtype="float32",
-            kv_direction=kv_direction,
             step_deadline_s=STEP_DEADLINE_S,
             **sizes,
         )

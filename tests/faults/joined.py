@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from cli.controller_client import ControllerClient
+from cli.connection.controller_client import ControllerClient
 from cluster.launcher import Endpoints
 from tests.ray_start import UP
 from wire import rpc

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.health import Health
+from cluster.supervision.health import Health
 from wire.generated.tandem.v1 import worker_pb2
 
 TRIES_S = 60.0

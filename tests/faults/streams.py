@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 DEADLINE_S = 120.0
 """Of each request: what is not over by then hangs."""
@@ -88,7 +88,7 @@ class Client:
         self._asked = 0
 
     async def __aenter__(self) -> Client:
-        self._channel = open_channel(self._address)
+        self._channel = open_client_channel(self._address)
         self._stub: Any = inference_pb2_grpc.InferenceStub(self._channel)
         return self
 

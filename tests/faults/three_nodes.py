@@ -34,6 +34,7 @@ SETTINGS = {
     "grpc_port": 0,
     "http_port": 0,
     "start_timeout_s": START_S - 30,
+    "trusted_network": True,
 }
 
 

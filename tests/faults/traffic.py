@@ -9,7 +9,7 @@ from collections.abc import Callable
 import grpc
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
-from wire.rpc import open_channel
+from wire.rpc import open_client_channel
 
 from .streams import Client, Question, Stream
 
@@ -31,7 +31,7 @@ async def in_flight_when(address: str, breaks: Callable[[], None]) -> tuple[list
 
 async def serves_again(address: str, within_s: float, request: inference_pb2.GenerateRequest) -> int:
     """Tokens of the first request that works again."""
-    channel = open_channel(address)
+    channel = open_client_channel(address)
     stub = inference_pb2_grpc.InferenceStub(channel)
     give_up = time.monotonic() + within_s
     while True:

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from costs.step_grid import WINDOW_TOKENS
+from engine.config.attention import attention_shape
 from engine.kernels.base import StepLayout
 from engine.kernels.cuda import CudaKernels
-from engine.layers.attention import attention_shape
 from engine.models.shapes import shape_config
 from tests.kernels.prefill_cases import to_device
-from tests.kernels.split_cases import as_graph
 from tests.kernels.steps import LAYER, make_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -37,14 +35,11 @@ def kernels() -> CudaKernels:
     return CudaKernels(MODEL, torch.device("cuda:0"), torch.bfloat16, PAGE, max_decode_rows=16)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
 @pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS.keys())
 def test_the_same_bits_as_in_turn(
-    kernels: CudaKernels, chunks: list[tuple[int, int]], split: bool, monkeypatch: pytest.MonkeyPatch
+    kernels: CudaKernels, chunks: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = make_step([*ANSWERS, *chunks], SHAPE, PAGE)
-    if split:
-        step = as_graph(step, WINDOW_TOKENS)
     device = torch.device("cuda:0")
     layout = replace(to_device(step.layout, device), single_rows=len(ANSWERS))
     q, cache = step.q.to(device, torch.bfloat16), step.cache.to(device, torch.bfloat16)

@@ -13,7 +13,7 @@ PAGE_TOKENS = SHAPE[4]
 
 def test_the_same_on_both_devices() -> None:
     # Not above: without a GPU, nothing may import Triton before tests/kernels has chosen its interpreter.
-    from engine.kernels.triton_checksum import reference_sums
+    from engine.kernels.rowwise.triton_checksum import reference_sums
 
     cache = torch.randn(SHAPE, device="cuda", dtype=torch.bfloat16)
     pages, filled = [5, 0, 3], [PAGE_TOKENS, 1, PAGE_TOKENS - 1]

@@ -1,4 +1,6 @@
-"""Penalties and log probabilities on a GPU, with CUDA graphs and steps one ahead: those of the plain kernels."""
+"""Penalties, least lengths and log probabilities on a GPU, with CUDA graphs and steps one ahead, as plain kernels have
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 CACHE = 1 << 30
 NEW_TOKENS = 24
-PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] * 2 for s, n in enumerate((5, 17, 30, 64, 9))]
+PROMPTS = [[(7 * i * i + 31 * s) % 40_000 for i in range(n)] * 2 for s, n in enumerate((5, 17, 30, 64, 9, 23))]
 SAMPLING = [
     SamplingParams(NEW_TOKENS, frequency_penalty=1.2, presence_penalty=0.4, logprobs=5),
     SamplingParams(NEW_TOKENS),
     SamplingParams(NEW_TOKENS, repetition_penalty=1.3, logprobs=0),
     SamplingParams(NEW_TOKENS, logprobs=20),
     SamplingParams(NEW_TOKENS, temperature=0.8, top_p=0.9, seed=3, repetition_penalty=1.2, frequency_penalty=0.5),
+    SamplingParams(NEW_TOKENS, min_tokens=NEW_TOKENS // 2, stop_token_ids=tuple(range(0, 40_000, 2)), logprobs=2),
 ]
 
 Answers = tuple[list[list[int]], list[list[TokenLogprobs | None]]]

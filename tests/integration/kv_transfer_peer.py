@@ -1,10 +1,11 @@
 """The other end of the NIXL tests: a process with a pool and a transport, told what to do by JSON lines on stdin.
 
-Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE DIRECTION
+Usage: kv_transfer_peer.py WORKER_ID INCARNATION PAGES PAGE_FLOATS SEED DEVICE
 """
 
 import hashlib
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kv_transfer.backends import open_transport
-from kv_transfer.base import Direction, PageWrite
+from kv_transfer.base import PageWrite
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_transport import NixlTransport
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
@@ -60,7 +61,6 @@ def looks_of(transport: NixlTransport) -> list[None]:
 
 def main() -> None:
     worker_id, (incarnation, pages, page_floats, seed), device = sys.argv[1], map(int, sys.argv[2:6]), sys.argv[6]
-    direction = Direction(sys.argv[7])
     pool = on_device(pool_of(seed, pages, page_floats), device)
     layout = layout_of(pool)
     heard: list[dict[str, object]] = []
@@ -71,10 +71,14 @@ def main() -> None:
         whole = digest(pool[first : first + notice.pages]) == notice.token_hash.hex()
         heard.append({"epoch": notice.lease.epoch, "whole": whole})
 
-    transport = open_transport("nixl", layout, PeerRef(worker_id, incarnation), on_notice, direction)
+    trusted = "UCX_TLS" in os.environ  # tests that set it ask for TCP
+    me = PeerRef(worker_id, incarnation)
+    transport = open_transport("nixl", layout, me, on_notice, trusted_network=trusted)
     assert isinstance(transport, NixlTransport)
     looks = looks_of(transport)
-    print(json.dumps({"metadata": transport.describe().agent_metadata.hex(), "base": layout.base_address}), flush=True)
+    mine = transport.describe()
+    hello = {"metadata": mine.agent_metadata.hex(), "base": layout.base_address}
+    print(json.dumps(hello | {"process": mine.process, "probe": mine.probe_address}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
         match command["do"]:
@@ -89,7 +93,7 @@ def main() -> None:
                 transport.write(PageWrite(ref, range(pages), range(pages), notice), deadline_s=60.0)
                 answer = None
             case "moving":
-                answer = len(transport._mover.handles)
+                answer = len(transport._writes.handles)
             case "wire":
                 answer = [transport.transport_name(), *transport.warnings()]
             case "expect":

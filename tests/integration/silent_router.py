@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
-
 from wire.generated.tandem.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 PAGE_TOKENS = 16
@@ -22,19 +20,19 @@ class SilentRouter:
         of_role = {member.role: member for member in cluster.members()}
         self.writer, self.reader = of_role["prefill"], of_role["decode"]
         self._told = {"prefill_worker_id": self.writer.worker_id, "prefill_incarnation": self.writer.incarnation}
-        self._asked = {"metadata": cluster._credentials(), "timeout": 60}
+        self._channel_to = cluster.channel
         self._pages = cluster.inspect_worker(self.reader.worker_id).pages_total - _SPARE_PAGES
         self._leases: list[tuple[types_pb2.Lease, range]] = []
 
     def __enter__(self) -> SilentRouter:
-        self._channels = [grpc.insecure_channel(each.address) for each in (self.writer, self.reader)]
+        self._channels = [self._channel_to(each.address) for each in (self.writer, self.reader)]
         self._prefill, self._decode = map(worker_pb2_grpc.WorkerStub, self._channels)
-        self._events = self._decode.Attach(worker_pb2.AttachRequest(router_id=_ME), metadata=self._asked["metadata"])
+        self._events = self._decode.Attach(worker_pb2.AttachRequest(router_id=_ME))
         return self
 
     def __exit__(self, *_: object) -> None:
         for lease, _ in self._leases:
-            self._decode.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **self._told), **self._asked)
+            self._decode.ReleaseLease(worker_pb2.ReleaseLeaseRequest(lease=lease, **self._told), timeout=60)
         self._events.cancel()
         for channel in self._channels:
             channel.close()
@@ -44,10 +42,10 @@ class SilentRouter:
         for number, pages in enumerate([*_portions(self._pages - _SMALL_PAGES, _LARGEST_PAGES), _SMALL_PAGES]):
             prompt = range(1, pages * PAGE_TOKENS - _ANSWER.max_tokens)
             asked = self._request(worker_pb2.ReserveRequest, number, prompt, **self._told)
-            lease = self._decode.Reserve(asked, **self._asked).lease
+            lease = self._decode.Reserve(asked, timeout=60).lease
             self._leases.append((lease, prompt))
             allot = worker_pb2.AllotPagesRequest(lease=lease, pages=pages, **self._told)
-            assert self._decode.AllotPages(allot, **self._asked).page_ids
+            assert self._decode.AllotPages(allot, timeout=60).page_ids
 
     def hand_over(self) -> None:
         """The prompt of the last one, a small one, whose lease the prefill worker gives back itself."""
@@ -57,9 +55,7 @@ class SilentRouter:
         there = worker_pb2.Destination(
             worker_id=reader.worker_id, incarnation=reader.incarnation, address=reader.address, lease=lease
         )
-        self._prefill.Prefill(
-            self._request(worker_pb2.PrefillRequest, number, prompt, destination=there), **self._asked
-        )
+        self._prefill.Prefill(self._request(worker_pb2.PrefillRequest, number, prompt, destination=there), timeout=60)
 
     def _request(self, kind: type[Any], number: int, prompt: range, **fields: Any) -> Any:
         name = {"router_id": _ME, "request_id": f"silent-{number}", "attempt": 1}

@@ -7,15 +7,18 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import psutil
 import pytest
 
@@ -43,6 +46,21 @@ def tokens_once_it_serves(address: str, within_s: float) -> int:
             if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up:
                 raise
             time.sleep(0.2)
+
+
+def answers_once_healthy(url: str, within_s: float) -> list[int]:
+    """Statuses of many requests, sent together as soon as `/health` is 200; it is asked from before the port opens."""
+    give_up = time.monotonic() + within_s
+    body = {"prompt": "Once upon a time", "max_tokens": 2}
+    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(16) as threads:
+        while True:
+            with contextlib.suppress(httpx.ConnectError):
+                if http.get("/health").status_code == 200:
+                    break
+            assert time.monotonic() < give_up, "it never was"
+            time.sleep(0.02)
+        asked = [threads.submit(http.post, "/v1/completions", json=body) for _ in range(92)]
+        return [each.result().status_code for each in asked]
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -231,7 +249,10 @@ def test_down_stops_what_up_started(
 ) -> None:
     """And lets what runs end first, as long as it was told to."""
     before = shared_memory()
-    process = start_up("--stop-grace", "60")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = start_up("--stop-grace", "60", "--http-port", str(port))
+    assert set(answers_once_healthy(f"http://127.0.0.1:{port}", within_s=120.0)) == {200}
     read_until(process, "Ctrl-C stops it")
     relatives = family(process.pid)
     tandem = [sys.executable, "-m", "cli.main"]

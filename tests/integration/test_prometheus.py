@@ -81,7 +81,12 @@ class Watched:
 @pytest.fixture(scope="module")
 def watched(running_cluster: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     cluster = running_cluster(
-        dtype="float32", page_tokens=PAGE_TOKENS, max_step_tokens=512, slo_classes=CLASSES, front_processes=2
+        dtype="float32",
+        page_tokens=PAGE_TOKENS,
+        max_step_tokens=512,
+        slo_classes=CLASSES,
+        front_processes=2,
+        hang_deadline_s=0.0,  # tests stop processes until an alert fires
     )
     folder = tmp_path_factory.mktemp("prometheus")
     with (
@@ -206,7 +211,7 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
     """
     cluster, prometheus, seen = watched.cluster, watched.prometheus, set()
     full, lost = {"TandemKvFull"}, {"TandemPagesQuarantined", "TandemWorkerNotReady", "TandemNoDecodeWorker"}
-    grown = {"TandemLeasesExpire", "TandemTransfersFail"}
+    grown = {"TandemLeasesExpired", "TandemTransferFailures"}
     expected = lost | grown
     with SilentRouter(cluster) as router:
         router.reserve()
@@ -215,7 +220,12 @@ def test_a_router_that_falls_silent_fires_and_its_end_rests(watched: Watched) ->
         _await(lambda: not cluster.inspect_worker("decode-0").pages_advertised)
         router.hand_over()
         _await(lambda: expected <= (seen.update(prometheus.firing()) or seen))
-    assert not seen & {"TandemNoPrefillWorker", "TandemProcessDown", "TandemPoolUnsound", "TandemKvChangedOnTheWay"}
+    assert not seen & {
+        "TandemNoPrefillWorker",
+        "TandemProcessDown",
+        "TandemKvPoolInconsistent",
+        "TandemKvChecksumFailed",
+    }
     _await(lambda: not (lost | full) & prometheus.firing())
     watched.fired |= grown
 
@@ -243,16 +253,20 @@ def test_a_worker_that_hangs_fires_and_its_waking_rests(watched: Watched, tmp_pa
         hangs = watched.cluster.worker("prefill").pid
         os.kill(hangs, signal.SIGSTOP)
         try:
-            _await(lambda: "TandemProcessSilent" in prometheus.firing())
-            assert not prometheus.firing() & {"TandemControllerSilent", "TandemNoDecodeWorker", "TandemProcessDown"}
+            _await(lambda: "TandemProcessNotResponding" in prometheus.firing())
+            assert not prometheus.firing() & {
+                "TandemControllerUnreachable",
+                "TandemNoDecodeWorker",
+                "TandemProcessDown",
+            }
         finally:
             os.kill(hangs, signal.SIGCONT)
-        _await(lambda: "TandemProcessSilent" not in prometheus.firing())
+        _await(lambda: "TandemProcessNotResponding" not in prometheus.firing())
 
 
 def test_a_controller_that_stands_still_fires_and_its_waking_rests(watched: Watched) -> None:
     """A controller that waits for a worker is as silent, for a Prometheus without patience: that must be over."""
-    prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerSilent"
+    prometheus, hangs, expected = watched.prometheus, watched.cluster.controller_pid(), "TandemControllerUnreachable"
     _await(lambda: expected not in prometheus.firing())
     os.kill(hangs, signal.SIGSTOP)
     try:
@@ -274,10 +288,10 @@ def test_a_killed_worker_fires_and_its_return_rests(watched: Watched, role: str,
     os.kill(cluster.worker(role).pid, signal.SIGKILL)
     _await(lambda: {expected, "TandemProcessDown"} <= prometheus.firing())
     if role == "prefill":
-        assert "TandemProcessFlaps" not in prometheus.firing(), "once is daily life"
-        _kill_until(cluster, "prefill-0", lambda: "TandemProcessFlaps" in prometheus.firing())
-        watched.fired.add("TandemProcessFlaps")
-    assert not prometheus.firing() & {other, "TandemControllerSilent", "TandemPoolUnsound"}
+        assert "TandemProcessRestartsOften" not in prometheus.firing(), "once is daily life"
+        _kill_until(cluster, "prefill-0", lambda: "TandemProcessRestartsOften" in prometheus.firing())
+        watched.fired.add("TandemProcessRestartsOften")
+    assert not prometheus.firing() & {other, "TandemControllerUnreachable", "TandemKvPoolInconsistent"}
     cluster.worker(role)
     _await(lambda: not prometheus.firing() & {expected, "TandemProcessDown"})
     prometheus.await_scrape(PROCESSES)

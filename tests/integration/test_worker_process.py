@@ -79,7 +79,7 @@ def test_what_is_wrong_with_it_is_among_what_it_announces(model: Path) -> None:
     process._call(refuse(worker.peers))
     assert isinstance(worker.transport, NixlTransport)
     worker.transport._wires.warnings = ("KV pages go over TCP",)
-    worker.admission._room._lost.not_ready = "too many pages are lost"
+    worker.admission._budget._lost.not_ready = "too many pages are lost"
     told = process._info(engine, worker, "")
     assert told.not_ready == "too many pages are lost"
     wire, misfit = told.warnings

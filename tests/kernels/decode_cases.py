@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import Plan, PlanFunction
 from engine.kernels.reference import ReferenceKernels
-from engine.kernels.triton_attention import DecodeAttention
-from engine.kernels.triton_attention_plan import Plan, PlanFunction
 from engine.kernels.triton_launch import overlaps_launches
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step

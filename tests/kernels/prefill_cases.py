@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.prefill_attention import PrefillAttention
 from engine.kernels.base import StepLayout
-from engine.kernels.prefill_attention import PrefillAttention
 from engine.kernels.reference import ReferenceKernels
 
 from .steps import LAYER, Step, assert_as_good, heads
@@ -40,7 +40,6 @@ def to_device(layout: StepLayout, device: torch.device) -> StepLayout:
         max_row_tokens=layout.max_row_tokens,
         max_context=layout.max_context,
         single_rows=layout.single_rows,
-        windows=layout.windows,
     )
 
 
@@ -58,7 +57,6 @@ def run(
     q = step.q.to(device, dtype)
     held = (step.cache if cache is None else cache).to(device, dtype)
     attention.begin_step(held, layout, first_row)
-    attention.begin_layer(q, layout, step.shape)
     out = attention(q, held, LAYER, layout, step.shape, first_row)[int(step.layout.row_starts[first_row]) :]
     assert out.dtype == dtype
     return out.flatten(1).cpu()

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, StepLayout
+from engine.config.attention import AttentionShape
+from engine.kernels.base import StepLayout
 
 LAYERS, LAYER = 3, 1
 

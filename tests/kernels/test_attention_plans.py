@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels import triton_attention
-from engine.kernels.triton_attention import DecodeAttention
-from engine.kernels.triton_attention_plan import LARGE_TILE, NARROW_TILE, ROUNDS_TILE, SMALL_TILE, Plan, make_plan
+from engine.kernels.attention import triton_attention
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import (
+    LARGE_TILE,
+    NARROW_TILE,
+    ROUNDS_TILE,
+    SMALL_TILE,
+    Plan,
+    make_plan,
+)
 
 from .decode_cases import DEVICE, SHAPES, attention_of, check, decode_step, rows_of, run, torch_of
 from .steps import LAYER, assert_as_good, heads

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape, Kernels
-from engine.kernels.cpu import CpuKernels
+from engine.config.attention import AttentionShape
+from engine.kernels.base import Kernels
+from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.reference import ReferenceKernels
+from tests.pairwise import pairwise
 
 from .steps import LAYER, Step, assert_as_good, heads, make_step
 
@@ -26,15 +28,20 @@ STEPS = {
     "chunks": [(17, 127), (1, 1025), (7, 513), (33, 300), (2, 3)],
     "long": [(257, 1025)],
 }
+EDGES = [
+    ("long", "narrow", "16", "bfloat16"),
+    ("chunks", "window", "16", "bfloat16"),
+    ("decode", "tail", "16", "bfloat16"),
+]
+"""Windows that begin within a page behind others that nothing sees, and a head that fills no vector of bfloat16."""
+NAMED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def attend(kernels: Kernels, step: Step, dtype: torch.dtype) -> Tensor:
     return kernels.attention(step.q.to(dtype), step.cache_as(dtype), LAYER, step.layout, step.shape)
 
 
-@pytest.mark.parametrize("rows", STEPS.values(), ids=STEPS.keys())
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("page_tokens", [16, 128])
+@pairwise(rows=STEPS, shape=SHAPES, page_tokens=[16, 128], dtype=NAMED_DTYPES, always=EDGES)
 def test_attention_is_as_exact_as_torch(
     rows: list[tuple[int, int]], shape: AttentionShape, page_tokens: int, kernels: CpuKernels, dtype: torch.dtype
 ) -> None:
@@ -78,8 +85,7 @@ def test_large_scores_do_not_overflow(kernels: CpuKernels, dtype: torch.dtype) -
     assert_as_good(ours, REFERENCE.attention(q, step.cache_as(dtype), LAYER, step.layout, step.shape), exact)
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "qk_norm"])
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pairwise(shape=SHAPES, normed={"plain": False, "qk_norm": True}, dtype=NAMED_DTYPES)
 def test_rope_and_store(shape: AttentionShape, normed: bool, kernels: CpuKernels, dtype: torch.dtype) -> None:
     step = make_step([(1, 1), (17, 33), (1, 500), (129, 129)], shape, filled=False)
     norms = [torch.linspace(0.5, 1.5, shape.head_dim).bfloat16().double() for _ in range(2)] if normed else [None, None]

@@ -15,7 +15,7 @@ import sys, torch
 sys.path.insert(0, "tests")
 from kernels.steps import LAYER, assert_as_good, heads, make_step
 from engine.kernels.base import Linear
-from engine.kernels.cpu import CpuKernels
+from engine.kernels.cpu.kernels import CpuKernels
 from engine.kernels.reference import ReferenceKernels
 torch.set_num_threads(1)
 reference, step = ReferenceKernels(), make_step([(1, 18), (1, 300), (60, 70)], heads(4, 2, 80), 16)

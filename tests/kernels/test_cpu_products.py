@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Kernels, Linear
-from engine.kernels.cpu import CpuKernels
-from engine.kernels.cpu_products import LONG_TOKENS
+from engine.kernels.cpu.kernels import CpuKernels
+from engine.kernels.cpu.products import LONG_TOKENS
 from engine.kernels.reference import ReferenceKernels
 from wire.errors import Internal
 

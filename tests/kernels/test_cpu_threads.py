@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.base import Linear
-from engine.kernels.cpu import CpuKernels
-from engine.kernels.cpu_pool import SLEEPING
+from engine.kernels.cpu.kernels import CpuKernels
+from engine.kernels.cpu.pool import SLEEPING
 
 NAME = "tandem-kernels"
 

@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from costs.step_grid import WINDOW_TOKENS
-from engine.kernels.base import AttentionShape
+from engine.config.attention import AttentionShape, attention_shape
+from engine.kernels.attention.prefill_attention import FlashPrefill
 from engine.kernels.cuda import CudaKernels
-from engine.kernels.prefill_attention import FlashPrefill, flash_kinds
 from engine.kernels.reference import attend
 from engine.kernels.triton_launch import overlaps_launches
-from engine.layers.attention import attention_shape
 from engine.models.shapes import shape_config
 
 from .prefill_cases import run, to_device, torch_of
-from .split_cases import as_graph
 from .steps import LAYER, assert_as_good, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,13 +30,12 @@ class Flash:
     def __init__(self) -> None:
         self.calls: list[tuple[int | None, int]] = []
 
-    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, **asked: Any) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, **asked: Any) -> tuple[Tensor, None]:
         left, right = asked["window_size"]
         assert asked["causal"]
         assert right == (None if left is None else 0)
         self.calls.append((left, asked["max_seqlen_q"]))
         out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
-        lse = torch.full((q.shape[1], len(q)), float("nan"), device=q.device)
         starts = asked["cu_seqlens_q"].tolist()
         shape = AttentionShape(
             q.shape[1], keys.shape[2], q.shape[2], asked["softmax_scale"], None if left is None else left + 1
@@ -54,15 +50,7 @@ class Flash:
             k, v = (each[pages].flatten(0, 1)[:context].transpose(0, 1).float() for each in (keys, values))
             positions = torch.arange(context - tokens, context, device=q.device)
             out[here] = attend(q[here].float(), k, v, positions, shape).to(q.dtype)
-            lse[:, here] = _lse(q[here], k, positions, shape)
-        return out, (lse if asked.get("return_lse") else None)
-
-
-def _lse(q: Tensor, keys: Tensor, positions: Tensor, shape: AttentionShape) -> Tensor:
-    scores = q.float().transpose(0, 1) @ keys.repeat_interleave(shape.heads // shape.kv_heads, 0).transpose(1, 2)
-    key = torch.arange(keys.shape[1], device=q.device)
-    seen = (key <= positions[:, None]) & (key > positions[:, None] - (shape.window or keys.shape[1]))
-    return (scores * shape.scale).masked_fill(~seen, float("-inf")).logsumexp(-1)
+        return out, None
 
 
 @pytest.fixture
@@ -83,44 +71,25 @@ def test_plain_steps(flash: Flash, shape: AttentionShape, first_row: int) -> Non
     assert flash.calls == [(None if shape is WHOLE else 39, 9)]
 
 
-@pytest.mark.parametrize("first_row", [0, 1])
-def test_split_steps(flash: Flash, first_row: int) -> None:
-    step = make_step([(1, 9), (3, 2 * WINDOW_TOKENS + 1), (2, 7)], WHOLE, PAGE)
-    attention = FlashPrefill(PAGE, overlaps_launches())
-    ours = run(attention, as_graph(step, WINDOW_TOKENS, tokens=1), torch.bfloat16, DEVICE, first_row=first_row)
-    whole, exact = torch_of(step, torch.bfloat16, DEVICE), torch_of(step, torch.float64, DEVICE)
-    assert_as_good(ours[:-1], whole[first_row:], exact[first_row:])
-    assert flash.calls == [(WINDOW_TOKENS - 1, 4)]
-
-
-def test_layers_with_a_window_of_their_own_are_not_split(flash: Flash) -> None:
-    step = make_step([(3, 2 * WINDOW_TOKENS)], WINDOWED, PAGE)
-    run(FlashPrefill(PAGE, overlaps_launches()), as_graph(step, WINDOW_TOKENS), torch.bfloat16, DEVICE)
-    assert flash.calls == [(39, 3)]
-
-
 def test_one_step_of_layers_of_both_kinds(flash: Flash) -> None:
-    step = as_graph(make_step([(3, 100)], WHOLE, PAGE), WINDOW_TOKENS)
+    step = make_step([(3, 100)], WHOLE, PAGE)
     attention = FlashPrefill(PAGE, overlaps_launches())
     layout = to_device(step.layout, DEVICE)
     q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
     attention.begin_step(cache, layout, 0)
     for shape in (WINDOWED, WHOLE, WINDOWED, WHOLE):
-        attention.begin_layer(q, layout, shape)
         attention(q, cache, LAYER, layout, shape, 0)
-    assert flash.calls == [(39, 3), (WINDOW_TOKENS - 1, 3)] * 2
+    assert flash.calls == [(39, 3), (None, 3)] * 2
 
 
 def test_what_is_compiled(flash: Flash) -> None:
     """Nothing but the library runs: beside it, other kernels are compiled and launches left out."""
     attention = FlashPrefill(PAGE, overlaps_launches())
-    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE, flash_kinds(split=False))
+    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE)
     assert flash.calls == [(None, 1), (None, 257), (39, 1), (39, 257)]
     flash.calls.clear()
-    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE, flash_kinds(split=True))
-    assert [(left is not None, longest) for left, longest in flash.calls] == [
-        (False, 1), (False, 257), (True, 1), (True, 257), (True, 1), (True, 257),
-    ]  # fmt: skip
+    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE, [257])
+    assert flash.calls == [(None, 257), (39, 257)]
 
 
 @pytest.mark.parametrize("single", [0, 2])
@@ -131,11 +100,11 @@ def test_all_kernels_together(flash: Flash, single: int) -> None:
     shape = attention_shape(model, 0)
     kernels = CudaKernels(model, DEVICE, torch.bfloat16, PAGE, max_decode_rows=4)
     kernels.__dict__["_prefill"] = FlashPrefill(PAGE, overlaps_launches())
-    step = make_step([(1, 140), (1, 7), (3, 2 * WINDOW_TOKENS + 1), (2, 7)], shape, PAGE)
+    step = make_step([(1, 140), (1, 7), (3, 4097), (2, 7)], shape, PAGE)
     whole, exact = torch_of(step, torch.bfloat16, DEVICE), torch_of(step, torch.float64, DEVICE)
-    layout = replace(to_device(as_graph(step, WINDOW_TOKENS).layout, DEVICE), single_rows=single)
+    layout = replace(to_device(step.layout, DEVICE), single_rows=single)
     q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
     kernels.begin_step(cache, layout)
     ours = kernels.attention(q, cache, LAYER, layout, shape).cpu()
     assert_as_good(ours, whole, exact)
-    assert flash.calls == [(WINDOW_TOKENS - 1, 3)]
+    assert flash.calls == [(None, 3)]

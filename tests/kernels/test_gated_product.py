@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.base import Linear
-from engine.kernels.gated_product import (
+from engine.kernels.linear.gated_product import (
     FUSED_TOKENS,
     FusedGated,
     PlainGated,

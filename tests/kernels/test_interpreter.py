@@ -3,7 +3,7 @@
 import torch
 from triton.runtime.interpreter import InterpretedFunction
 
-from engine.kernels import triton_norm
+from engine.kernels.rowwise import triton_norm
 from engine.kernels.triton_launch import INTERPRETED
 
 

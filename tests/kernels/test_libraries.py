@@ -10,14 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine.kernels import gated_product, prefill_attention
+from engine.kernels.attention import prefill_attention
+from engine.kernels.attention.prefill_attention import FlashPrefill, SdpaPrefill, compiled
 from engine.kernels.fallback import failure_of, why_not_imported
-from engine.kernels.gated_product import PlainGated, choose_gated_product
 from engine.kernels.libraries import keep_compiled
-from engine.kernels.prefill_attention import FlashPrefill, SdpaPrefill, compiled, flash_kinds
+from engine.kernels.linear import gated_product
+from engine.kernels.linear.gated_product import PlainGated, choose_gated_product
 
 CPU = torch.device("cpu")
-KINDS = flash_kinds(split=True)
 _SETTINGS = ("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "QUACK_CACHE_DIR")
 
 
@@ -87,9 +87,9 @@ def test_a_product_that_does_not_compile_is_replaced(
 def test_attention_that_does_not_compile_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
     flash: Any = Mock(FlashPrefill, compile=Mock(side_effect=ValueError("no such tile")))
     with caplog.at_level(logging.WARNING, prefill_attention.__name__):
-        assert isinstance(compiled(flash, [], torch.bfloat16, CPU, KINDS), SdpaPrefill)
+        assert isinstance(compiled(flash, [], torch.bfloat16, CPU), SdpaPrefill)
     (said,) = caplog.messages
     assert "flash-attn-4: ValueError: no such tile" in said
     works: Any = Mock(FlashPrefill)
-    assert compiled(works, [], torch.bfloat16, CPU, KINDS) is works
-    works.compile.assert_called_once_with([], torch.bfloat16, CPU, KINDS)
+    assert compiled(works, [], torch.bfloat16, CPU) is works
+    works.compile.assert_called_once_with([], torch.bfloat16, CPU)

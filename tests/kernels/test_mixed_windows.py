@@ -12,11 +12,11 @@ from torch import Tensor
 
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cache.paged_cache import PagedCache, cache_bytes
+from engine.config.model import ModelConfig, load_model_config
 from engine.host_stepper import HostStepper, forward_over
 from engine.kernels.base import Kernels
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.reference import ReferenceKernels
-from engine.models.config import ModelConfig, load_model_config
 from engine.models.llama import LlamaModel
 from engine.models.parameters import Parameters, allocate_parameters
 from engine.step_packer import StepPacker, step_limits
@@ -79,7 +79,7 @@ def logits(model: ModelConfig, kernels: Kernels, dtype: torch.dtype) -> dict[str
     """Of each step, in float64."""
     cache = PagedCache(model, PAGE, cache_bytes(model, PAGES, PAGE, dtype), dtype, DEVICE)
     forward = forward_over(LlamaModel(model, weights(model, dtype), kernels, model.max_context), cache)
-    stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE)
+    stepper = HostStepper(StepPacker(step_limits(model, cache)), forward, DEVICE, ())
     found = {}
     with torch.inference_mode():
         for name, step in STEPS.items():

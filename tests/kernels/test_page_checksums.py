@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.page_checksums import as_words, page_checksums
-from engine.kernels.triton_checksum import SPLITS, partial_sums, reference_sums
+from engine.kernels.rowwise.triton_checksum import SPLITS, partial_sums, reference_sums
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SHAPES = [(5, 2, 2, 3, 16, 64), (4, 3, 2, 1, 5, 6), (3, 1, 2, 1, 4, 2), (4, 4, 2, 8, 128, 8)]

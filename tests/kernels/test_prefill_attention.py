@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from engine.kernels import prefill_attention
-from engine.kernels.base import AttentionShape
-from engine.kernels.prefill_attention import SdpaPrefill, choose_prefill_attention, leaves_idle
+from engine.config.attention import AttentionShape
+from engine.kernels.attention import prefill_attention
+from engine.kernels.attention.prefill_attention import SdpaPrefill, choose_prefill_attention, leaves_idle
 
 from .prefill_cases import LENGTHS, LONG, ROWS, SHAPES, check, run, torch_of
 from .steps import assert_as_good, heads, make_step

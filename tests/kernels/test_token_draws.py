@@ -1,6 +1,6 @@
 """Draws of many steps on the device, launched one ahead, against the CPU sampler one step at a time."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -32,7 +32,12 @@ KINDS: list[dict[str, Any]] = [
     {"logprobs": 0},
     {"temperature": 1.2, "top_k": 20, "repetition_penalty": 0.7, "presence_penalty": -1.0, "logprobs": 20, "seed": 6},
     {"repetition_penalty": 3.0},
+    {"min_tokens": 5},
+    {"min_tokens": 4, "stop_token_ids": (30,), "temperature": 0.9, "seed": 8, "logprobs": 3},
+    {"min_tokens": 6, "ignore_eos": True, "frequency_penalty": 0.7, "temperature": 1.1, "top_p": 0.9, "seed": 9},
 ]
+EOS = (3, 31)
+"""Likely ones."""
 
 
 @dataclass
@@ -68,7 +73,7 @@ def one_by_one(steps: int, dtype: torch.dtype, **changes: float) -> list[Request
     for step in range(steps):
         logits = logits_of(step, len(requests), dtype)
         draws = [each.draw(step) for each in requests]
-        tokens = sampler.sample(logits, draws)
+        tokens = sampler.sample(logits, draws, EOS)
         scores = sampler.score(logits, draws, tokens)
         for request, token, score in zip(requests, tokens.tolist(), scores, strict=True):
             request.answer.append(token)
@@ -80,7 +85,7 @@ def make_draws(rows: int, most: int = 16) -> tuple[TokenDraws, PenaltyCounts, Te
     """For at most `rows` rows at once, and as many with penalties at a time."""
     drawn = torch.zeros(most, dtype=torch.int64, device=DEVICE)
     counts = PenaltyCounts(VOCAB, rows, DEVICE)
-    return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, pdl=PDL), counts, drawn
+    return TokenDraws(DeviceSampler(VOCAB, rows, DEVICE, PDL), counts, drawn, EOS, pdl=PDL), counts, drawn
 
 
 def one_ahead(steps: int, rows: int, dtype: torch.dtype) -> list[Request]:
@@ -124,6 +129,35 @@ def test_one_ahead_as_one_by_one(rows: int, dtype: torch.dtype) -> None:
             if here is not None and there is not None:
                 assert here.top_ids == there.top_ids
                 assert (here.chosen, *here.top) == pytest.approx((there.chosen, *there.top), abs=1e-5)
+
+
+def test_no_answer_ends_early() -> None:
+    for request in one_ahead(STEPS, 4, torch.bfloat16):
+        early = request.answer[: request.sampling.min_tokens]
+        assert not {*EOS, *request.sampling.stop_token_ids} & {*early}, request.sampling
+
+
+def test_every_least_length_matters_here() -> None:
+    for free, bound in zip(
+        one_by_one(STEPS, torch.float32, min_tokens=0), one_by_one(STEPS, torch.float32), strict=True
+    ):
+        assert (free.answer != bound.answer) == (bound.sampling.min_tokens > 0), bound.sampling
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_are_the_models_own_behind_a_draw_that_may_not_end(temperature: float) -> None:
+    draws, _, drawn = make_draws(2)
+    logits = torch.full((2, VOCAB), -5.0, device=DEVICE)
+    logits[:, EOS[0]], logits[:, 9] = 8.0, 7.0
+    before = logits.clone()
+    drawn[:2] = EOS[0]  # as a graph draws them, which knows nothing of least lengths
+    asked = [draw(temperature=temperature, min_tokens=least, logprobs=1, seed=3) for least in (1, 0)]
+    bound = replace(asked[0], index=0), replace(asked[1], index=0, sampling=replace(asked[1].sampling, temperature=0.0))
+    tokens, scores = draws.launch(logits, bound, [None, None], draws.make_memory(), greedy_is_drawn=True)()
+    assert tokens[0] != EOS[0]
+    assert tokens[1] == EOS[0]
+    assert torch.equal(logits, before)
+    assert all(each is not None and each.top_ids == (EOS[0],) for each in scores)
 
 
 def test_every_penalty_matters_here() -> None:

@@ -7,9 +7,9 @@ judged on a GPU only.
 import pytest
 import torch
 
-from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention import DecodeAttention
-from engine.kernels.triton_attention_plan import PlanFunction, make_plan
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
 from engine.kernels.triton_launch import overlaps_launches
 
 from .decode_cases import (

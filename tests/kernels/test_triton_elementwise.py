@@ -5,14 +5,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.base import AttentionShape
+from engine.config.attention import AttentionShape
+from engine.kernels.linear.triton_activation import silu_mul
 from engine.kernels.reference import ReferenceKernels
 from engine.kernels.reference import rms_norm as reference_rms_norm
-from engine.kernels.triton_activation import silu_mul
-from engine.kernels.triton_embed import embed
+from engine.kernels.rowwise.triton_embed import embed
+from engine.kernels.rowwise.triton_norm import rms_norm
+from engine.kernels.rowwise.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_norm import rms_norm
-from engine.kernels.triton_rope import SMALL_TOKENS, TINY_TOKENS, plan_tile, rope_and_store
 from tests.kernels.steps import LAYER, Step, assert_as_good, heads, make_step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

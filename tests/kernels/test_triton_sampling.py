@@ -10,8 +10,8 @@ from torch import Tensor
 
 from engine import sampler
 from engine.batch import Draw, History
+from engine.kernels.sampling.triton_logprobs import logprobs
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_logprobs import logprobs
 from engine.sampler_cuda import CANDIDATES, IN_PROMPT, DeviceSampler
 from engine.seeded import uniform
 from tests.factories import draw

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.kernels.attention.triton_tails import clear_value_tails
 from engine.kernels.triton_launch import overlaps_launches
-from engine.kernels.triton_tails import clear_value_tails
 
 from .prefill_cases import to_device
 from .steps import heads, make_step

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.kernels.triton_attention_kernels import Walk
+from engine.kernels.attention.triton_attention_kernels import Walk
 
 WASTE = Fraction(9, 8)
 """Cells that places of one length may take, to the tiles that there are."""

@@ -14,8 +14,8 @@ import pytest
 
 import kv_transfer.in_memory
 from decode_worker.admission import DecodeAdmission
-from decode_worker.holdings import Holdings
 from decode_worker.request import DecodeRequest, Stage
+from decode_worker.requests import DecodeRequests
 from decode_worker.running_batch import RunningBatch
 from engine.cache.prefix_cache import Prefix, PrefixCache
 from kv_transfer.fence import Exposure
@@ -24,7 +24,7 @@ from kv_transfer.lease import LeaseTable
 from kv_transfer.lease_change import LeaseChange, PageAction
 from prefill_worker.half import PrefillHalf
 from prefill_worker.handoff import Handoff
-from prefill_worker.outgoing import OutgoingWrites
+from prefill_worker.page_writes import OutgoingWrites
 from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
 from wire.errors import TransferFailed
@@ -132,7 +132,7 @@ def pages_are_freed_under_their_writes(patch: pytest.MonkeyPatch) -> None:
         self._engine.withdraw(self._request)
         await self._request.progress.until_released()
         self._engine.forget(self._request)
-        await self._writes.quiet()
+        await self._writes.settled()
 
     patch.setattr(Handoff, "_settle", settle)
 
@@ -151,10 +151,10 @@ def pages_are_freed_under_a_prefill_step(patch: pytest.MonkeyPatch) -> None:
 def pages_are_freed_under_a_decode_step(patch: pytest.MonkeyPatch) -> None:
     """A cancelled request leaves the batch with its pages while a step writes to them."""
 
-    def gone(self: RunningBatch) -> list[DecodeRequest]:
-        return [seat.request for seat in self._stopping]
+    def drained(self: RunningBatch) -> list[DecodeRequest]:
+        return [slot.request for slot in self._stopped]
 
-    patch.setattr(RunningBatch, "gone", gone)
+    patch.setattr(RunningBatch, "drained", drained)
 
 
 def what_prefill_reads_is_not_held(patch: pytest.MonkeyPatch) -> None:
@@ -197,14 +197,14 @@ def a_prompt_may_be_cached_to_its_end(patch: pytest.MonkeyPatch) -> None:
 
 def what_decode_holds_is_let_go_at_the_notice(patch: pytest.MonkeyPatch) -> None:
     """The pages that nobody had to send count as read only until the others have come."""
-    adopt = Holdings.adopt
+    adopt = DecodeRequests.adopt
 
-    def hasty(self: Holdings, request: DecodeRequest, check_until: float) -> None:
+    def hasty(self: DecodeRequests, request: DecodeRequest, check_until: float) -> None:
         adopt(self, request, check_until)
         self._cache.let_go(request.prefix)
         request.prefix.digests.clear()
 
-    patch.setattr(Holdings, "adopt", hasty)
+    patch.setattr(DecodeRequests, "adopt", hasty)
 
 
 MUTANTS: dict[Mutant, str] = {

@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from router.answer import Answer, Ending
-from router.choices import Choices
+from costs.step_cost import StepCost
+from costs.transfer_cost import TransferCost
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.placement import LeastLoaded
-from router.request import Admitted
-from router.text_thread import RequestText
+from router.placement.fleet import Fleet
+from router.placement.policy import Placement, PlacementPolicy
+from router.placement.queued_request import QueuedRequest
+from router.requests.answer import Answer, Ending
+from router.requests.choices import Choices
+from router.requests.dispatch import Dispatcher
+from router.requests.request import Admitted
+from router.requests.text_thread import RequestText
 from tests.fake_engine import answer_to
 from tests.model.checks import Broken
 from tests.model.virtual_loop import Process, VirtualLoop
@@ -45,7 +49,7 @@ class Words:
 
 
 class InlineText:
-    """`router.text_thread.TextThread` without the thread."""
+    """`router.requests.text_thread.TextThread` without the thread."""
 
     def __init__(self, deliver: Callable[[list[RequestText]], None]) -> None:
         self._deliver = deliver
@@ -119,6 +123,16 @@ class Client:
             raise Broken(f"{self.name} ended more than once: {self.answer.ends}")
 
 
+class UnmeasuredPolicy(PlacementPolicy):
+    """The product's placement, without what workers measure: durations of real steps differ from run to run."""
+
+    def place(self, request: QueuedRequest, fleet: Fleet, waited_s: float) -> Placement | None:
+        for worker in fleet.live:
+            worker.transfer = TransferCost()
+            worker.learn_cost(StepCost())
+        return super().place(request, fleet, waited_s)
+
+
 class RouterProcess:
     """The router and everybody who asks it."""
 
@@ -135,7 +149,7 @@ class RouterProcess:
             max_queued_requests=16,
         )
         self.clients: list[Client] = []
-        self.dispatcher = self.process.run(Dispatcher, self.config, LeastLoaded(), Words(), lambda: None)
+        self.dispatcher = self.process.run(Dispatcher, self.config, UnmeasuredPolicy(), Words(), lambda: None)
 
     def ask(self, prompt: list[int], sampling: SamplingParams) -> Client:
         """A client sends a request and reads its answer to the end."""
@@ -151,9 +165,9 @@ class RouterProcess:
             self.process.run(client.answer.close)
 
     def left(self) -> str:
-        """What the router still keeps books of; "" when nothing."""
+        """What the router still keeps state of; "" when nothing."""
         dispatcher = self.dispatcher
-        links = [link for link in dispatcher.pool.links if not link.books.idle or len(link.leases)]
+        links = [link for link in dispatcher.pool.links if not link.state.idle or len(link.leases)]
         live = dispatcher._live
         busy = live or live._by_client_id or dispatcher.waiting or len(dispatcher._walks) or links
         return f"{list(live.values())} {links}" if busy else ""

@@ -15,7 +15,7 @@ import pytest
 
 from kv_transfer.fence import Exposure, nobody_knows
 from kv_transfer.lease import LeaseTable
-from prefill_worker.permission import Permission
+from prefill_worker.write_window import WriteWindow
 from tests.model.mutants import Mutant, a_release_is_never_in_doubt
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
@@ -35,7 +35,7 @@ def begun(world: World) -> tuple[str, str]:
     for _ in range(40):
         if found := world.handing_over():
             return found[0]
-        known = [request for one in world.workers.values() for _, request in one.worker._halves.prefill._register]
+        known = [request for one in world.workers.values() for _, request in one.worker._halves.prefill._registry]
         computed = any(request.progress.computed_tokens for request in known)
         world.calm(frozenset({"writes", "engines"} if computed else {"writes"}))
     raise AssertionError("no prompt is handed over")
@@ -61,7 +61,7 @@ def cut_off_while_it_may_write(world: World) -> None:
 
 
 def cut_off_for_long(world: World) -> None:
-    """Permission and grace are over, D's pages free."""
+    """WriteWindow and grace are over, D's pages free."""
     cut_off(world, WINDOW_S + 1.3 * QUARANTINE_S)
 
 
@@ -132,11 +132,11 @@ def a_permission_is_no_bound(patch: pytest.MonkeyPatch) -> None:
 def a_permission_has_no_end(patch: pytest.MonkeyPatch) -> None:
     """The prefill worker asks once and then writes for as long as it takes."""
 
-    async def begin_by(self: Permission) -> float:
+    async def ensure_open(self: WriteWindow) -> float:
         return math.inf
 
-    patch.setattr(Permission, "begin_by", begin_by)
-    patch.setattr(Permission, "until", lambda self: math.inf)
+    patch.setattr(WriteWindow, "ensure_open", ensure_open)
+    patch.setattr(WriteWindow, "closes_at", lambda self: math.inf)
 
 
 def renewals_are_never_refused(patch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ class WorkerProcess:
         """So that most outgrow what was expected of them, and some give way to others."""
         for limit in (1, 2, 4, 8):
             for _ in range(SEEN_MIN):
-                self.worker.admission._room._lengths.learn(limit, 1)
+                self.worker.admission._budget._lengths.learn(limit, 1)
 
     @property
     def loop(self) -> LoopByHand:
@@ -147,7 +147,7 @@ class WorkerProcess:
         self.worker._cache.check_integrity()
         admission = self.worker.admission
         running = self.worker._halves.decode._batch.requests
-        alive = [*admission._held._ready, *(r for r in running if not (r.cancelled or r.ended))]
+        alive = [*admission._requests._ready, *(r for r in running if not (r.cancelled or r.ended))]
         for request in alive:
             ref = request.reservation.ref
             if ref.attempt <= self._aborted.get(ref.request_id, 0):
@@ -160,7 +160,7 @@ class WorkerProcess:
         found = self.worker.report.inspect()
         held = found.pages_total - found.pages_free - found.pages_cached
         busy = held + found.pages_promised + found.requests + found.leases
-        committed = self.worker.admission._room.committed
+        committed = self.worker.admission._budget.committed
         return f"{found}, {committed} pages committed" if busy or committed else ""
 
     def _watch_renewals(self, leases: Iterable[Lease], prefill: PeerRef) -> tuple[Lease, ...]:

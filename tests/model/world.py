@@ -18,18 +18,17 @@ from typing import NoReturn
 import pytest
 
 import kv_transfer.checksums
-import prefill_worker.permission
-import prefill_worker.renewals
-import router.dispatch
-import router.ends
-import router.lease_keeper
-import router.live_requests
-import router.stream
-import router.worker_link
-import router.worker_pool
+import prefill_worker.write_window
+import router.requests.dispatch
+import router.requests.ends
+import router.requests.live_requests
+import router.requests.stream
+import router.workers.lease_keeper
+import router.workers.worker_link
+import router.workers.worker_pool
 import wire.rpc
+import worker.known_peers
 import worker.loop
-import worker.neighbours
 import worker.worker
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
 from kv_transfer.in_memory_flight import Flight
@@ -112,28 +111,33 @@ class World:
     def _patch(self) -> None:
         """Replace what is a thread, a clock, a socket or a random number."""
         clock = SimpleNamespace(monotonic=self.loop.time, time_ns=lambda: int(self.loop.time() * 1e9), sleep=_no_sleep)
-        for module in (router.dispatch, router.lease_keeper, router.stream, router.worker_link, worker.worker):
+        for module in (
+            router.requests.dispatch,
+            router.workers.lease_keeper,
+            router.requests.stream,
+            router.workers.worker_link,
+            worker.worker,
+        ):
             self._patches.setattr(module, "time", clock)
         for timed in (
-            router.ends,
-            router.live_requests,
+            router.requests.ends,
+            router.requests.live_requests,
             worker.loop,
-            prefill_worker.permission,
-            prefill_worker.renewals,
+            prefill_worker.write_window,
         ):
             self._patches.setattr(timed, "time", clock)
         numbers = itertools.count(1)
         uuid = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=f"{next(numbers):012d}"))
-        self._patches.setattr(router.live_requests, "uuid", uuid)
-        self._patches.setattr(router.live_requests, "Answer", CountedAnswer)
-        self._patches.setattr(router.stream, "TextThread", InlineText)
+        self._patches.setattr(router.requests.live_requests, "uuid", uuid)
+        self._patches.setattr(router.requests.live_requests, "Answer", CountedAnswer)
+        self._patches.setattr(router.requests.stream, "TextThread", InlineText)
         self._patches.setattr(worker.worker, "StepLoop", LoopByHand)
         self._patches.setattr(
             kv_transfer.checksums, "threading", SimpleNamespace(Thread=ThreadByHand, Lock=threading.Lock)
         )
-        for module in (router.worker_link, router.worker_pool, wire.rpc):
+        for module in (router.workers.worker_link, router.workers.worker_pool, wire.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(worker.neighbours.Neighbours, "lives", lambda _, peer: self._lives(peer))
+        self._patches.setattr(worker.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:
@@ -206,7 +210,7 @@ class World:
         pairs = [
             (request.task.destination.peer.worker_id, one.me.worker_id)
             for one in self.workers.values()
-            for _, request in one.worker._halves.prefill._register
+            for _, request in one.worker._halves.prefill._registry
             if request.task.destination is not None and not request.progress.released
             if any(request is writer for writer in self.fabric.writers.values())
         ]
@@ -312,7 +316,7 @@ class World:
     def _writer_of(self, flight: Flight) -> PrefillRequest:
         """The prompt that this write, which is being posted, is about."""
         half = self.workers[flight.sender.worker_id].worker._halves.prefill
-        write, known = flight.write, [*half._register._requests.values(), *half._register._replaced]
+        write, known = flight.write, [*half._registry._requests.values(), *half._registry._replaced]
         writers = [one for one in known if set(write.local_pages) <= set(one.pages)]
         target = self._holder(write.peer, write.remote_pages[0])
         if not writers:
@@ -373,7 +377,7 @@ class World:
         """A byte of a page that has landed flips; checksums must see it."""
         found = self.workers.get(one.flight.write.peer.worker_id)
         if one.landed and found is not None and found.me == one.flight.write.peer:
-            self._alarms.expected.add("decode_worker.arrival")
+            self._alarms.expected.add("decode_worker.kv_arrival")
             page = one.flight.write.remote_pages[byte % one.landed]
             memory = found.engine.memory[page].view("u1").reshape(-1)
             memory[byte % len(memory)] ^= 0x40

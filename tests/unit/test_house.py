@@ -1,8 +1,10 @@
-"""The house itself: each room is imported from this repository, and generated code matches its schemas."""
+"""The workers itself: each room is imported from this repository, and generated code matches its schemas."""
 
 import importlib
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,11 @@ def test_the_environment_stays_out_of_the_repository(tmp_path: Path) -> None:
 
 def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=folder, check=False).stdout.strip()
+
+
+def test_gpu_tests_need_no_plugin_of_pytest() -> None:
+    """GPU hosts often have pytest alone; an option of a plugin that is missing ended the run before its first test."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu/test_ceilings_cuda.py"]
+    plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    run = subprocess.run([*command, "--collect-only"], capture_output=True, text=True, cwd=ROOT, env=plain, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr

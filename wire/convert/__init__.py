@@ -38,7 +38,6 @@ from wire.convert.prefixes import (
     prefix_list_from_proto,
     prefix_list_to_proto,
 )
-from wire.convert.reads import decode_read_note, encode_read_note, read_note_from_proto, read_note_to_proto
 from wire.convert.traces import trace_from_proto, trace_to_proto, traces_from_json, traces_to_json
 from wire.convert.transfer import (
     decode_notice,
@@ -85,7 +84,6 @@ __all__ = [
     "cost_from_proto",
     "cost_to_proto",
     "decode_notice",
-    "decode_read_note",
     "description_from_proto",
     "description_to_proto",
     "destination_from_proto",
@@ -95,7 +93,6 @@ __all__ = [
     "edges_from_proto",
     "edges_to_proto",
     "encode_notice",
-    "encode_read_note",
     "error_from_proto",
     "error_to_proto",
     "event_from_proto",
@@ -122,8 +119,6 @@ __all__ = [
     "prefix_changes_to_proto",
     "prefix_list_from_proto",
     "prefix_list_to_proto",
-    "read_note_from_proto",
-    "read_note_to_proto",
     "ref_from_proto",
     "ref_to_proto",
     "reservation_from_proto",

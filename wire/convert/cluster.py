@@ -51,6 +51,8 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
         warnings=value.warnings,
         duty=None if value.duty is None else duty_to_proto(value.duty),
         closing="" if value.closing is None else value.closing.value,
+        started_unix_nanos=value.started_unix_nanos,
+        kv_ports=value.kv_ports,
     )
 
 
@@ -71,6 +73,8 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
         warnings=tuple(message.warnings),
         duty=duty_from_proto(message.duty) if message.HasField("duty") else None,
         closing=Role(message.closing) if message.closing else None,
+        started_unix_nanos=message.started_unix_nanos,
+        kv_ports=tuple(message.kv_ports),
     )
 
 

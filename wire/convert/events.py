@@ -1,5 +1,7 @@
 """From workers to routers: what steps bring to requests."""
 
+import logging
+
 from wire.convert.load import load_from_proto, load_to_proto
 from wire.convert.prefixes import prefix_changes_from_proto, prefix_changes_to_proto
 from wire.convert.types import (
@@ -12,8 +14,13 @@ from wire.convert.types import (
     transfer_from_proto,
     transfer_to_proto,
 )
+from wire.ending import failure_event
+from wire.errors import Internal
 from wire.generated.tandem.v1 import worker_pb2
+from wire.logs import about
 from wire.messages import RequestEvent, RequestRef, StepEvents, StepTokens, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 def token_logprobs_to_proto(value: TokenLogprobs) -> worker_pb2.TokenLogprobs:
@@ -71,20 +78,52 @@ def step_tokens_from_proto(message: worker_pb2.StepTokens) -> StepTokens:
 
 
 def step_events_to_proto(value: StepEvents) -> worker_pb2.StepEvents:
+    """An event that cannot be written is replaced by its request's failure: everybody else's go with the message."""
+    unwritten: list[RequestEvent] = []
+    tokens = [_tokens_to_proto(each, unwritten) for each in value.tokens]
     return worker_pb2.StepEvents(
         step=value.step,
-        events=[event_to_proto(e) for e in value.events],
+        events=[_event_or_failure_to_proto(e) for e in (*value.events, *unwritten)],
         load=load_to_proto(value.load),
         prefixes=[prefix_changes_to_proto(each) for each in value.prefixes],
-        tokens=[step_tokens_to_proto(each) for each in value.tokens],
+        tokens=[each for each in tokens if each is not None],
     )
 
 
 def step_events_from_proto(message: worker_pb2.StepEvents) -> StepEvents:
+    """An event that cannot be read is replaced by its request's failure: everybody else's are taken."""
     return StepEvents(
         message.step,
-        tuple(event_from_proto(e) for e in message.events),
+        tuple(_event_or_failure_from_proto(e) for e in message.events),
         load_from_proto(message.load),
         tuple(prefix_changes_from_proto(each) for each in message.prefixes),
         tuple(step_tokens_from_proto(each) for each in message.tokens),
     )
+
+
+def _event_or_failure_to_proto(value: RequestEvent) -> worker_pb2.RequestEvent:
+    try:
+        return event_to_proto(value)
+    except Exception:
+        return event_to_proto(_failure(value.ref, "written"))
+
+
+def _event_or_failure_from_proto(message: worker_pb2.RequestEvent) -> RequestEvent:
+    try:
+        return event_from_proto(message)
+    except Exception:
+        return _failure(RequestRef(message.request_id, message.attempt), "read")
+
+
+def _tokens_to_proto(value: StepTokens, unwritten: list[RequestEvent]) -> worker_pb2.StepTokens | None:
+    """None for columns that cannot be written; then their events, one by one, are among the `unwritten`."""
+    try:
+        return step_tokens_to_proto(value)
+    except Exception:
+        unwritten.extend(value.events())
+        return None
+
+
+def _failure(ref: RequestRef, verb: str) -> RequestEvent:
+    log.exception("an event of request %s could not be %s", ref.request_id, verb, extra=about(ref.request_id))
+    return failure_event(ref, Internal(f"what a worker said of the request could not be {verb}; see the log"))

@@ -17,6 +17,7 @@ def description_to_proto(value: PeerDescription) -> worker_pb2.PeerDescription:
         memory=value.memory,
         host=value.host,
         process=value.process,
+        probe_address=value.probe_address,
     )
 
 
@@ -31,6 +32,7 @@ def description_from_proto(message: worker_pb2.PeerDescription) -> PeerDescripti
         memory=message.memory,
         host=message.host,
         process=message.process,
+        probe_address=message.probe_address,
     )
 
 

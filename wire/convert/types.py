@@ -22,6 +22,7 @@ def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:
         presence_penalty=value.presence_penalty,
         repetition_penalty=value.repetition_penalty,
         logprobs=value.logprobs,
+        min_tokens=value.min_tokens,
     )
 
 
@@ -39,6 +40,7 @@ def sampling_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         presence_penalty=message.presence_penalty,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
+        min_tokens=message.min_tokens,
     )
 
 

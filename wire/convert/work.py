@@ -86,7 +86,6 @@ def prefill_task_to_proto(value: PrefillTask) -> worker_pb2.PrefillRequest:
         destination=None if value.destination is None else destination_to_proto(value.destination),
         answered=value.answered,
         cache_salt=value.cache_salt,
-        first_gap_s=value.first_gap_s if value.first_gap_s < math.inf else 0.0,
     )
 
 
@@ -99,5 +98,4 @@ def prefill_task_from_proto(message: worker_pb2.PrefillRequest) -> PrefillTask:
         destination=destination_from_proto(message.destination) if message.HasField("destination") else None,
         answered=message.answered,
         cache_salt=message.cache_salt,
-        first_gap_s=message.first_gap_s or math.inf,
     )

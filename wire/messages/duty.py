@@ -43,7 +43,7 @@ class Duty:
     """
 
     role: Role
-    step_policy: PolicyName = PolicyName.UNCHUNKED
+    step_policy: PolicyName = PolicyName.DECODE_PRIORITY
     step_budget: int | None = None
     itl_target_s: float | None = None
 

@@ -41,6 +41,10 @@ class WorkerInfo:
     """What it was told to do last; None = nobody knows."""
     closing: Role | None = None
     """The halves among `role` that take nothing new and finish what they have."""
+    started_unix_nanos: int = 0
+    """When its process started by its host's clock, for people; 0 = unknown."""
+    kv_ports: tuple[str, ...] = ()
+    """host:port of each TCP socket at which its KV transport listens: whoever reaches it can write into its memory."""
 
     @property
     def open(self) -> Role | None:

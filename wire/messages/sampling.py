@@ -16,7 +16,8 @@ CACHE_SALT_MAX = 512
 class SamplingParams:
     """How the next token is chosen; already validated. `temperature` 0 is greedy, `top_k` 0 keeps all.
 
-    `logprobs` is how many tokens are reported beside each chosen one, None = no log probabilities at all.
+    `logprobs` is how many tokens are reported beside each chosen one, None = no log probabilities at all. Until the
+    answer has `min_tokens` tokens, no token is chosen that would end it.
     """
 
     max_tokens: int
@@ -31,11 +32,12 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    min_tokens: int = 0
 
     @property
     def runs_to_limit(self) -> bool:
         """Whether no token ends the answer before `max_tokens`; a stop string still may."""
-        return self.ignore_eos and not self.stop_token_ids
+        return (self.ignore_eos and not self.stop_token_ids) or self.min_tokens >= self.max_tokens
 
     @property
     def penalized(self) -> bool:

@@ -15,6 +15,7 @@ class PeerDescription:
     """How to reach a worker's KV memory: back-end metadata, base address (bytes), page size (bytes) and count.
 
     `host` names the running host, `process` the owner's process to those who can see it; empty = unknown.
+    At `probe_address` there is a page of registered host memory that means nothing and may be read; 0 = none.
     """
 
     peer: PeerRef
@@ -26,6 +27,7 @@ class PeerDescription:
     memory: str
     host: str = ""
     process: str = ""
+    probe_address: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,6 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTask(_Continued):
-    """Router to prefill: build this prompt's KV and sample the next token. No destination: the next is the last. The
-    answer bears `first_gap_s` seconds between that token and the one behind it, infinite = any.
-    """
+    """Router to prefill: build this prompt's KV and sample the next token. No destination: the next is the last."""
 
     destination: Destination | None
-    first_gap_s: float = field(default=math.inf, kw_only=True)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from engine.models.config import ModelConfig, parse_model_config
+from engine.config.model import ModelConfig, parse_model_config
 from wire.errors import InvalidArgument
 
 _HERE = Path(__file__).parent

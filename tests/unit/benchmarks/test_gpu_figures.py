@@ -12,10 +12,10 @@ from benchmarks.attention_timing import Size
 from benchmarks.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
 from benchmarks.gpu_engine import GpuEngine
 from engine.batch import StepBatch, StepResult
-from engine.kernels.base import AttentionShape
-from engine.kernels.triton_attention_plan import PlanFunction, make_plan
+from engine.config.attention import AttentionShape
+from engine.config.model import load_model_config
+from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
-from engine.models.config import load_model_config
 from engine.models.shapes import write_shape
 
 LAYERS = 32

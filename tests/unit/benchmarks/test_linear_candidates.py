@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.linear_candidates import Model, Product, candidates, model_of
-from engine.kernels.triton_linear_plan import TOKEN_TILES, fits_scratch
-from engine.kernels.triton_linear_tiles import TUNED, Skinny
+from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
+from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
 from engine.models.parameters import allocate_parameters
 from engine.models.shapes import shape_config, shape_names
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import streaming
 from benchmarks.streaming import _figures, _read, _shares, _turn
-from benchmarks.token_source import TokenSource
+from benchmarks.token_source import TOKEN, TokenSource
 from router.config import RouterConfig
 from router.server import RouterServer
 from tests.unit.router import conftest
@@ -30,7 +30,9 @@ class Pipe:
 
 async def test_every_token_of_every_answer_is_read(model: Path) -> None:
     source = TokenSource(0.001)
-    config = RouterConfig("router-0", model, "tokens", await source.start(), grpc_port=0, http_port=0, chunks_per_s=1e9)
+    config = RouterConfig(
+        "router-0", model, "tokens", await source.start(), TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
+    )
     router = RouterServer(config)
     doors = await router.start()
     await until(lambda: router.ready, "the source is found")

@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load.report import LoadReport
-from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel
-from benchmarks.tables import make_page
 from benchmarks.walls import __main__ as program
 from benchmarks.walls import command
 from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
 from benchmarks.walls.look import Door, Finding, _look, read
-from cluster.config import ClusterConfig, Mode
+from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost
 from engine.models.shapes import shape_config
@@ -29,6 +27,7 @@ from telemetry.walls import PILED_UP, Wall
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Role
+from wire.mode import Mode
 
 TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
 """Of one stream on a host's loopback, staged through host memory, and if that goes badly."""
@@ -166,14 +165,6 @@ def test_what_is_said_of_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["walls_named_right"] == "1 of 2"
     assert figures["wall_some"] == "bandwidth, MBU 0.80, MFU 0.10"
     assert figures["wall_long_prompts"] == "bandwidth (wrong: compute), MBU 0.80, MFU 0.10"
-
-
-def test_a_saved_run_has_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = {"model": "tiny", "dtype": "float32", "walls_workers": 1, **command.figures([finding(monkeypatch)])}
-    save_result("walls-tiny-1-workers", result | run_facts("cpu"), tmp_path)
-    page = make_page(tmp_path)
-    assert "| `walls_named_right` | 1 of 1 |" in page
-    assert "| `wall_some` | bandwidth, MBU 0.80, MFU 0.10 |" in page
 
 
 @pytest.mark.parametrize("wall", [Wall.BANDWIDTH, Wall.HOST])

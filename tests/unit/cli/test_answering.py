@@ -9,10 +9,10 @@ import grpc.aio
 import pytest
 from typer.testing import CliRunner
 
-from cli.answering import answer_chat
-from cli.client import Answer, RouterClient, Sampling
+from cli.connection.client import Answer, RouterClient, Sampling
 from cli.main import app
-from wire.errors import TandemError, Unavailable
+from cli.requests.answering import answer_chat
+from wire.errors import TandemError, Unauthenticated, Unavailable
 from wire.rpc import ERROR_CODE
 
 
@@ -71,3 +71,11 @@ def test_only_the_transport_s_words_are_replaced() -> None:
     assert words(broken(grpc.StatusCode.UNAVAILABLE), begun=False).startswith("cannot reach the router at r:1; ")
     own = broken(grpc.StatusCode.UNAVAILABLE, (ERROR_CODE, Unavailable.code))
     assert words(own, begun=True) == "the router at r:1: Stream removed (fd 7)"
+
+
+@pytest.mark.parametrize(("key", "what"), [("", "asks for an API key"), ("k", "does not accept this API key")])
+def test_a_router_that_wants_a_key_is_told_with_the_option_that_gives_one(key: str, what: str) -> None:
+    refused = broken(grpc.StatusCode.UNAUTHENTICATED, (ERROR_CODE, Unauthenticated.code))
+    typed = RouterClient("r:1", key)._typed(refused)
+    assert isinstance(typed, Unauthenticated)
+    assert typed.message == f"the router at r:1 {what}; give --api-key or --api-key-file (TANDEM_API_KEY)"

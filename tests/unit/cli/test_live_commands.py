@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli import state
+from cli.connection import state
 from cli.main import app
 from wire.errors import FailedPrecondition, Unavailable
 from wire.messages import Absence, Duty, ModelFacts, PeerRef, Role, WorkerInfo
@@ -17,7 +17,7 @@ WORKER = WorkerInfo(PeerRef("w-0", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cp
 
 
 class Controller:
-    """In the place of `cli.controller_client.ControllerClient`: notes what is asked."""
+    """In the place of `cli.connection.controller_client.ControllerClient`: notes what is asked."""
 
     asked: list[tuple[Any, ...]]
     away: tuple[Absence, ...] = ()
@@ -56,7 +56,7 @@ class Controller:
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setenv(state.FOLDER_VARIABLE, str(tmp_path / "state"))
-    monkeypatch.setattr("cli.controller_client.ControllerClient", Controller)
+    monkeypatch.setattr("cli.connection.controller_client.ControllerClient", Controller)
     Controller.asked = []
     return Controller.asked
 
@@ -69,7 +69,7 @@ def test_the_running_cluster_is_asked(asked: list[tuple[Any, ...]]) -> None:
     assert result.exit_code == 0, result.stderr
     options = {"step_policy": "chunked", "step_budget": 512, "itl_target_s": 0.025, "grace_s": 30.0}
     assert asked == [("c:1", "secret"), ("colocated", options)]
-    assert result.stdout == "w-0: both, unchunked\nthe cluster is colocated now, after 0.2 s\n"
+    assert result.stdout == "w-0: both, decode-priority\nthe cluster is colocated now, after 0.2 s\n"
 
 
 def test_another_cluster_is_named(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_all_workers_of_a_node_that_leaves_are_drained(asked: list[tuple[Any, ..
 def test_a_controller_may_change_while_a_node_leaves(
     patience_s: float, drained: bool, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cli.drain.AGAIN_S", 0.0)
-    monkeypatch.setattr("cli.drain.PATIENCE_S", patience_s)
+    monkeypatch.setattr("cli.operations.drain.AGAIN_S", 0.0)
+    monkeypatch.setattr("cli.operations.drain.PATIENCE_S", patience_s)
     monkeypatch.setattr(Controller, "silent", 2)
     result = CliRunner().invoke(app, ["drain", "--node", "b", "--controller", "c:1", "--token", "t"])
     assert ("y has drained" in result.stdout) is drained

@@ -1,13 +1,15 @@
 """`tandem logs`: whole lines of the newest run, once each, and of runs that begin while it follows."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from cli.log_folder import log_root, new_log_folder
-from cli.log_tail import LogTail
 from cli.main import app
+from cli.observe.log_folder import log_root, new_log_folder
+from cli.observe.log_tail import LogTail
+from wire.log_file import earlier
 
 
 def write(root: Path, run_name: str, file: str, text: str) -> None:
@@ -24,6 +26,59 @@ def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
     assert list(tail.lines()) == []
     write(tmp_path, "2026-01-02T0000-7", "router.log", "o\nthree\n")
     assert list(tail.lines()) == ["two", "three"]
+
+
+def turn(file: Path) -> None:
+    """As `wire.log_file` does it; `test_a_full_log_goes_on_in_another_file` follows the real one."""
+    for number in (3, 2, 1):
+        if earlier(file, number).exists():
+            earlier(file, number).replace(earlier(file, number + 1))
+    file.replace(earlier(file, 1))
+
+
+def test_it_goes_on_across_turned_files(tmp_path: Path) -> None:
+    run = "2026-01-02T0000-7"
+    log = tmp_path / run / "router.log"
+    write(tmp_path, run, "router.log", "one\ntwo\n")
+    turn(log)
+    tail = LogTail(tmp_path)
+    write(tmp_path, run, "router.log", "three\n")
+    assert list(tail.lines()) == ["one", "two", "three"]
+    write(tmp_path, run, "router.log", "four\nfi")
+    turn(log)
+    write(tmp_path, run, "router.log", "ve\n")
+    turn(log)
+    write(tmp_path, run, "router.log", "six\n")
+    assert list(tail.lines()) == ["four", "five", "six"]
+    turn(log)
+    write(tmp_path, run, "router.log", "")
+    assert list(tail.lines()) == []
+
+
+def test_no_line_is_told_twice_that_is_turned_over_as_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = "2026-01-02T0000-7"
+    log = tmp_path / run / "router.log"
+    write(tmp_path, run, "router.log", "one\n")
+    turn(log)
+    write(tmp_path, run, "router.log", "two\n")
+    opened = Path.open
+    turned: list[Path] = []
+
+    def open_and_turn(path: Path, *how: Any, **settings: Any) -> Any:
+        content = opened(path, *how, **settings)
+        if path == log and not turned:
+            turned.append(path)
+            turn(log)
+            (tmp_path / run / "fresh").write_text("three\n")
+            (tmp_path / run / "fresh").replace(log)
+        return content
+
+    tail = LogTail(tmp_path)
+    monkeypatch.setattr(Path, "open", open_and_turn)
+    assert list(tail.lines()) == ["one", "two"]
+    assert list(tail.lines()) == ["three"]
 
 
 def test_earlier_runs_are_left_out_and_later_ones_are_not(tmp_path: Path) -> None:

@@ -33,5 +33,5 @@ def test_every_setting_of_an_engine_is_an_option_of_up() -> None:
     up = get_command(app).commands["up"]  # type: ignore[attr-defined]
     options = {name for option in up.params for name in option.opts}
     assert set(SETTINGS.values()) <= options
-    by_others = {"cuda_graphs", "split_attention"}  # of benchmarks and tests
+    by_others = {"cuda_graphs"}  # of benchmarks and tests
     assert {field.name for field in fields(EngineConfig)} - by_others <= SETTINGS.keys()

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.plan_check import Compared, bracket
+from cli.planning.plan_check import Compared, bracket
 from simulation.hardware import hardware
 
 LOAD = ["--prompt-tokens", "2000", "--answer-tokens", "500"]

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli import log_folder, serving, state
-from cli.client import Sampling
-from cli.serving import FirstPrompt, serve
-from cli.start_view import StartView
+from cli.connection import state
+from cli.connection.client import Sampling
+from cli.observe import log_folder
+from cli.start import serving
+from cli.start.serving import FirstPrompt, serve
+from cli.start.start_view import StartView
 from cluster.config import ClusterConfig
 from cluster.launcher import Endpoints, Progress
 from wire.errors import Unavailable

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cli import state
+from cli.connection import state
 from wire.errors import Unavailable
 
 

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from cli import state
-from cli.client import Answer, ServerView
-from cli.controller_client import ControllerClient
-from cli.status import absences, remarks, summary, worker_table
-from cli.timeline_table import timeline_rows, timeline_table
+from cli.connection import state
+from cli.connection.client import Answer, ServerView
+from cli.connection.controller_client import ControllerClient
+from cli.observe.status import absences, remarks, summary, worker_table
+from cli.requests.timeline_table import timeline_rows, timeline_table
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import Absence, FinishReason
 from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
@@ -80,8 +80,8 @@ def test_what_did_not_happen_is_a_dash() -> None:
 def test_status() -> None:
     started = int(datetime(2026, 3, 1, 12).timestamp() * 1e9) + 7
     worker = inference_pb2.WorkerStatus(
-        worker_id="decode-0", role="decode", incarnation=started, connected=True, requests=2, pages_used=3,
-        pages_total=9, transport="UCX write (cma)", device="cpu", step_policy="chunked 512",
+        worker_id="decode-0", role="decode", incarnation=17, connected=True, requests=2, pages_used=3,
+        started_unix_nanos=started, pages_total=9, transport="UCX (cma)", device="cpu", step_policy="chunked 512",
     )  # fmt: skip
     view = ServerView(
         inference_pb2.GetServerInfoResponse(version="0.1.0", workers=[worker], mode="adaptive"),
@@ -89,7 +89,7 @@ def test_status() -> None:
         inference_pb2.GetModelInfoResponse(model="m", dtype="float32", max_context=2048),
     )
     shown = text(worker_table(view))
-    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX write (cma)", "cpu", "chunked 512"):
+    for word in ("decode-0", "2026-03-01 12:00:00", "connected", "3 / 9", "UCX (cma)", "cpu", "chunked 512"):
         assert word in shown
     line = summary("127.0.0.1:5", view)
     assert "adaptive, 2 running, 4 waiting" in line

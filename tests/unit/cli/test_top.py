@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.top_view import picture
+from cli.observe.top_view import picture
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.door import METRICS_PATH, MetricsDoor
@@ -115,7 +115,7 @@ def door() -> Iterator[str]:
 
 
 def test_once_prints_one_picture(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.top._FIRST_S", 0.01)
+    monkeypatch.setattr("cli.observe.top._FIRST_S", 0.01)
     done = CliRunner().invoke(app, ["top", "--metrics", door, "--metrics-key", KEY, "--once"])
     assert done.exit_code == 0, done.output
     assert done.output.count("2 of 3 processes up") == 1

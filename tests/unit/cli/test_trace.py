@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.trace_view import drawn, listed
+from cli.observe.trace_view import drawn, listed
 from telemetry.door import TRACES_PATH, MetricsDoor
 from wire.convert import traces_to_json
 from wire.request_trace import RequestTrace, TraceContext

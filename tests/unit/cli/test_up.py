@@ -6,14 +6,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cli.client import Sampling
+from cli.connection.client import Sampling
 from cli.main import app
-from cli.serving import FirstPrompt
+from cli.start.serving import FirstPrompt
 from cluster.config import GIB, ClusterConfig
 from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import parse_ceilings
 from planner.decision import Limits, Range
 from router.slo import parse_class, with_defaults
+from wire.door_limits import DoorLimits
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
@@ -33,7 +34,6 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--max-batch-requests 33": ("max_batch_requests", 33),
     "--no-prefix-cache": ("prefix_cache", False),
     "--kv-checksum-rate 0.2": ("kv_checksum_rate", 0.2),
-    "--kv-direction read": ("kv_direction", "read"),
     "--kv-lease 7": ("kv_lease_s", 7.0),
     "--kv-transfer-deadline 44": ("kv_transfer_deadline_s", 44.0),
     "--kv-quarantine-share 0.3": ("kv_quarantine_share", 0.3),
@@ -48,6 +48,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
         PlannerConfig(PlannerMode.DRY_RUN, 22.0, Limits(Range(1, 3), Range(1, 4), Range(2, 8))),
     ),
     "--host 1.2.3.4": ("host", "1.2.3.4"),
+    "--insecure": ("insecure", True),
     "--grpc-port 1001": ("grpc_port", 1001),
     "--http-port 1002": ("http_port", 1002),
     "--metrics-port 1003": ("metrics_port", 1003),
@@ -58,8 +59,15 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     f"--metrics-key {KEY}": ("metrics_key", KEY),
     "--otlp-endpoint http://a:4": ("otlp_endpoint", "http://a:4"),
     "--log-format json": ("log_format", "json"),
+    "--log-max-mib 3": ("log_max_mib", 3),
+    "--allowed-origins https://a --allowed-origins http://b:8": ("allowed_origins", ("https://a", "http://b:8")),
+    "--max-messages 9": ("max_messages", 9),
+    "--max-request-bytes 1 --max-connections 2 --max-calls 3 --header-timeout 4 --body-timeout 5 --idle-timeout 6 "
+    "--unread-timeout 7 --keepalive 8": ("doors", DoorLimits(1, 2, 3, 4.0, 5.0, 6.0, 7.0, 8.0)),
+    "--strict-requests": ("strict_requests", True),
     "--front-processes 2": ("front_processes", 2),
     "--slo-class gold:100:20": ("slo_classes", with_defaults([parse_class("gold:100:20")])),
+    "--default-max-tokens 9": ("default_max_tokens", 9),
     "--default-slo-class gold": ("default_slo_class", "gold"),
     f"--api-key {KEY} --api-key {SECRET}": ("api_keys", (KEY, SECRET)),
 }
@@ -70,7 +78,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Config, model, first prompt and whether to end after it, of each cluster that was asked for."""
     asked: list[Any] = []
     monkeypatch.setattr(
-        "cli.serving.serve", lambda config, model, first, *, once: asked.extend((config, model, first, once))
+        "cli.start.serving.serve", lambda config, model, first, *, once: asked.extend((config, model, first, once))
     )
     return asked
 
@@ -97,7 +105,32 @@ def test_the_other_modes_have_workers(served: list[Any]) -> None:
 
 
 def test_random_weights_are_a_models_shape(served: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.random_model.random_model", lambda shape: Path("/cache") / shape)
+    monkeypatch.setattr("cli.models.random_model.random_model", lambda shape: Path("/cache") / shape)
     up("--random-weights llama-3-8b")
     config, model, *_ = served
     assert (config.random_weights, model) == (True, Path("/cache/llama-3-8b"))
+
+
+def test_secrets_come_from_files_too(served: list[Any], tmp_path: Path) -> None:
+    for name, text in (
+        ("keys", f"{KEY}  # of one client\n\n# nobody's\nk2 k3\n"),
+        ("token", f"{SECRET}\n"),
+        ("m", "mk"),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o600)
+    files = f"--api-key-file {tmp_path}/keys", f"--token-file {tmp_path}/token", f"--metrics-key-file {tmp_path}/m"
+    up("--api-key k2", "--api-key k0", *files)
+    config = served[0]
+    assert (config.api_keys, config.token, config.metrics_key) == (("k2", "k0", KEY, "k3"), SECRET, "mk")
+    served.clear()
+    up("--token other", *files)
+    assert served[0].token == "other", "what is given by hand is taken"
+
+
+@pytest.mark.parametrize("option", ["--max-messages", "--max-calls", "--header-timeout", "--keepalive"])
+def test_limits_are_above_0_and_named_by_their_options(served: list[Any], option: str) -> None:
+    result = CliRunner().invoke(app, ["up", option, "0"])
+    assert result.exit_code
+    assert option in result.output
+    assert not served

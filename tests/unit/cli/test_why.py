@@ -7,7 +7,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cli.main import app
-from cli.why import findings
+from cli.observe.why import findings
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge
@@ -72,7 +72,7 @@ async def test_who_has_just_come_waits_for_nothing() -> None:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cli.top.scrape", Cluster().scrape)
+    monkeypatch.setattr("cli.observe.top.scrape", Cluster().scrape)
     done = CliRunner().invoke(app, ["why", "--metrics", "m:1", "--seconds", "0.1"])
     assert done.exit_code == 0, done.output
     assert "bandwidth" in done.output

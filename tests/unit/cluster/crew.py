@@ -7,17 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.config import ClusterConfig, Mode
-from cluster.duties import Duties
-from cluster.fleet import Fleet
-from cluster.health import Phase
-from cluster.keeper import Keeper, Process
-from cluster.modes import Sharing
-from cluster.operator import Operator
-from cluster.registry import Registry
-from cluster.roles import Slot, another
+from cluster.config import ClusterConfig
+from cluster.operations.assignments import Duties
+from cluster.operations.operator import Operator
+from cluster.operations.worker_slots import Fleet
+from cluster.supervision.health import Phase
+from cluster.supervision.modes import Sharing
+from cluster.supervision.process_supervisor import Process, ProcessSupervisor
+from cluster.supervision.registry import Registry
+from cluster.supervision.roles import Slot, another
 from wire.errors import Unavailable
 from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.mode import Mode
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
 FACTS = ModelFacts("m", 10, 10, (), "float32")
@@ -120,6 +121,12 @@ class ProcessOf(Process):
         await self.over.wait()
         return "it has drained"
 
+    async def works(self) -> None:
+        return
+
+    async def kill(self) -> None:
+        raise AssertionError("it never hangs")
+
     async def end(self, grace_s: float) -> None:
         self.over.set()
 
@@ -167,14 +174,14 @@ class Crew:
     async def _release(self, slot: Slot) -> None:
         self.released.append(slot.worker_id)
 
-    def _keeper(self, slot: Slot) -> Keeper:
+    def _keeper(self, slot: Slot) -> ProcessSupervisor:
         name = slot.worker_id
 
         async def spawn(incarnation: int) -> Process:
             self.processes[name] = ProcessOf(self, name, incarnation)
             return self.processes[name]
 
-        return Keeper(name, spawn, lambda incarnation: self._died(PeerRef(name, incarnation)))
+        return ProcessSupervisor(name, spawn, lambda incarnation: self._died(PeerRef(name, incarnation)))
 
     def _died(self, peer: PeerRef) -> None:
         self.workers.infos.pop(peer.worker_id, None)

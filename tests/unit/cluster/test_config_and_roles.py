@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.config import ClusterConfig
-from cluster.modes import Sharing
-from cluster.roles import Slot, bundle, offer, plan
-from cluster.worker_actors import WorkerActors
+from cluster.ray_processes.worker_actors import WorkerActors
+from cluster.supervision.modes import Sharing
+from cluster.supervision.roles import Slot, bundle, offer, plan
 from wire.errors import InvalidArgument
 from wire.messages import Role
 from wire.policy_name import PolicyName
@@ -37,7 +37,6 @@ def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
         ({"device": "cpu:7"}, "--device"),
         ({"memory_fraction": 0.0}, "--memory-fraction"),
         ({"memory_fraction": 1.1}, "--memory-fraction"),
-        ({"kv_direction": "push"}, "--kv-direction"),
         ({"kv_checksum_rate": -0.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": 1.1}, "--kv-checksum-rate"),
         ({"kv_checksum_rate": float("nan")}, "--kv-checksum-rate"),

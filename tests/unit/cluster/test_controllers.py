@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster.controllers import next_number
+from cluster.ray_processes.controllers import next_number
 
 
 class Table:
@@ -49,3 +49,9 @@ def test_numbers_rise_and_never_come_again(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_number_that_another_was_faster_to_take_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     reach(Table(rivals=2), monkeypatch, "tandem-a")
     assert next_number() == 3
+
+
+def test_a_number_may_have_to_be_above_what_somebody_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all later ones are above it, whoever asks for them."""
+    reach(Table(), monkeypatch, "tandem-a")
+    assert [next_number(), next_number(40), next_number(7), next_number()] == [1, 41, 42, 43]

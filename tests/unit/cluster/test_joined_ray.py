@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from cluster.joined_ray import JoinedRay
-from wire.errors import FailedPrecondition, Unavailable
+from cli.plain_errors import exit_code
+from cluster.ray_processes.joined_ray import JoinedRay
+from wire.errors import FailedPrecondition, InvalidArgument, Unavailable
 
 
 def test_a_silent_address_is_told_at_once() -> None:
@@ -45,7 +46,7 @@ def test_missing_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("cluster.joined_ray.LOOK_S", 0.001)
+    monkeypatch.setattr("cluster.ray_processes.joined_ray.LOOK_S", 0.001)
     offers = iter([{}, {}, {"prefill": 1.0}, {"prefill": 2.0}])
     monkeypatch.setattr("ray.cluster_resources", lambda: next(offers))
     node = JoinedRay("head:6379")
@@ -62,3 +63,25 @@ def test_who_stops_does_not_wait_for_nodes(monkeypatch: pytest.MonkeyPatch) -> N
     node = JoinedRay("head:6379", 1e9, stopping)
     with pytest.raises(FailedPrecondition, match="has 0 places"):
         node._waiting(time.monotonic() + 1e9, lambda: node._check_places({"prefill": 2.0}))
+
+
+def node(address: str, *, alive: bool = True, **resources: float) -> dict[str, object]:
+    return {"NodeManagerAddress": address, "Alive": alive, "Resources": {"CPU": 2.0, **resources}}
+
+
+NEEDED = {"prefill": 1.0, "decode": 1.0, "GPU": 2.0}
+ONE_HOST = [node("10.0.0.1", prefill=1.0), node("10.0.0.1", decode=1.0)]
+
+
+def test_workers_on_several_hosts_need_a_trusted_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [*ONE_HOST, node("10.0.0.2", decode=1.0)])
+    with pytest.raises(InvalidArgument, match=r"2 hosts \(10\.0\.0\.1, 10\.0\.0\.2\).*--trusted-network") as refusal:
+        JoinedRay("head:6379")._check_network(NEEDED)
+    assert exit_code(refusal.value) == 2
+    JoinedRay("head:6379", trusted_network=True)._check_network(NEEDED)
+
+
+def test_workers_on_one_host_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = [node("10.0.0.2"), node("10.0.0.3", GPU=8.0), node("10.0.0.4", alive=False, decode=1.0)]
+    monkeypatch.setattr("ray.nodes", lambda: [*ONE_HOST, *others])
+    JoinedRay("head:6379")._check_network(NEEDED)

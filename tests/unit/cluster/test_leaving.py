@@ -11,12 +11,12 @@ import pytest
 from cluster import controller
 from cluster.config import ClusterConfig
 from cluster.controller import Controller
-from cluster.household import ControllerConfig
+from cluster.worker_supervisor import ControllerConfig
 
 OUTLIVING = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
 
-class Succession:
+class LeaderElection:
     """What this controller's part is, as the test says."""
 
     def __init__(self, keeps: bool, alone: bool) -> None:
@@ -32,7 +32,7 @@ class Succession:
         return self._alone
 
 
-class Household:
+class WorkerSupervisor:
     """Remembers how it was stopped."""
 
     def __init__(self, taken_over: bool, started: bool) -> None:
@@ -57,11 +57,11 @@ async def leaves(
 ) -> bool:
     """Whether a controller in this state leaves workers when it stops."""
     stopped = Controller(ControllerConfig(config, (), 0, "t"))
-    household = Household(taken_over, started)
-    stopped._succession = Succession(keeps, alone)  # type: ignore[assignment]
-    stopped._household = household  # type: ignore[assignment]
+    supervisor = WorkerSupervisor(taken_over, started)
+    stopped._election = LeaderElection(keeps, alone)  # type: ignore[assignment]
+    stopped._supervisor = supervisor  # type: ignore[assignment]
     left = await stopped.stop(leave_workers=asked)
-    assert household.stops == [not left]
+    assert supervisor.stops == [not left]
     await asyncio.wait_for(stopped.run(), 60)
     return left
 

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.health import Health, Phase
 from cluster.metrics import ClusterMetrics
+from cluster.supervision.health import Health, Phase
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
+from tests.stranger import Stranger
+from wire.credentials import metrics_key_of
 from wire.errors import Unavailable
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +28,7 @@ UP = Health("decode-0", Phase.SERVING, 7, 1, 2, "")
 async def worker(name: str) -> tuple[MetricsDoor, str]:
     board = Board({"model": "m", "worker": name})
     board.count(f.PREEMPTIONS).add()
-    door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({TOKEN}))
+    door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({metrics_key_of(TOKEN)}))
     return door, await door.open("127.0.0.1")
 
 
@@ -89,6 +91,15 @@ async def test_who_lives_is_asked_where_that_changes() -> None:
     metrics = ClusterMetrics("m", TOKEN, frozenset(), kept, roles)
     assert 'role="decode"' in await metrics.text()
     assert set(asked) == {threading.current_thread()}
+
+
+async def test_whoever_has_a_gone_processs_port_is_not_shown_the_token(cluster: ClusterMetrics) -> None:
+    stranger = await Stranger().start()
+    cluster.opened("decode-0", "decode", stranger.address)
+    await cluster.text()
+    assert stranger.connections == 1
+    assert TOKEN.encode() not in stranger.heard
+    await stranger.stop()
 
 
 async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(cluster: ClusterMetrics) -> None:

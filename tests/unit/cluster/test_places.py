@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import ray
 
-from cluster import left_workers
 from cluster.config import ClusterConfig
-from cluster.left_workers import RayLeftWorkers, give_back
-from cluster.roles import Slot
-from cluster.worker_actors import WorkerActors
+from cluster.ray_processes import orphaned_workers as left_workers
+from cluster.ray_processes.orphaned_workers import RayOrphanedWorkers, give_back
+from cluster.ray_processes.worker_actors import WorkerActors
+from cluster.supervision.roles import Slot
 from wire.messages import Role
 from worker.actor import give_place_back
 
@@ -155,9 +155,9 @@ def test_a_place_that_ray_does_not_forget_is_told(
 async def test_what_no_worker_needs_is_cleared(groups: Groups) -> None:
     for name in ("decode-0", "decode-1"):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached")
-    await RayLeftWorkers().clear({"decode-0"})
+    await RayOrphanedWorkers().clear({"decode-0"})
     assert list(groups.mine) == ["decode-0"]
-    await RayLeftWorkers().clear(())
+    await RayOrphanedWorkers().clear(())
     assert not groups.mine
 
 
@@ -174,7 +174,7 @@ async def test_who_waits_for_its_place_is_not_asked_what_it_is(groups: Groups) -
     for name, state in (("decode-0", "CREATED"), ("decode-9", "PENDING")):
         groups.make([{"decode": 1.0}], name=name, lifetime="detached").state = state
     groups.actors = {"decode-0-7", "decode-1-7", "decode-9-7", "router-7"}
-    placed = {each.peer.worker_id: each._placed for each in await RayLeftWorkers().living()}  # type: ignore[attr-defined]
+    placed = {each.peer.worker_id: each._placed for each in await RayOrphanedWorkers().living()}  # type: ignore[attr-defined]
     assert placed == {"decode-0": True, "decode-1": False, "decode-9": False}
 
 

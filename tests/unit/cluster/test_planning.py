@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ClusterConfig, Mode
-from cluster.modes import ModeChange
+from cluster.config import ClusterConfig
 from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
 from cluster.planning import Planning
-from cluster.size import SizeChange
+from cluster.supervision.modes import ModeChange
+from cluster.supervision.size import SizeChange
 from planner.decision import Limits, Range
 from router.slo import DEFAULT_CLASSES
 from telemetry import families as f
@@ -21,6 +21,7 @@ from telemetry.scrape import Scrape
 from wire.cost_parameters import CostParameters
 from wire.errors import DeadlineExceeded, InvalidArgument
 from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.mode import Mode
 from worker.metrics import step_costs
 
 COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)

@@ -1,13 +1,18 @@
-"""Ray that does not come up: started once more, then said in words."""
+"""Ray that does not come up: started once more, then said in words. Its logs rotate as the cluster's do."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
-from cluster.ray_node import RayNode
+from cluster.ray_processes.ray_node import RayNode
+from cluster.ray_processes.temp_folder import ROOT_LENGTH_MAX, temp_root
 from wire.errors import Unavailable
 
+SOCKET_PATH_MAX = 107
+"""Of Linux, in bytes."""
 SLOW = "The current node timed out during startup. This could happen because some of the raylet failed to startup."
 
 
@@ -38,6 +43,19 @@ def test_ray_is_started_once_more(node: RayNode, monkeypatch: pytest.MonkeyPatch
     assert len(set(folders)) == 2, "nothing of the first is left"
 
 
+def test_no_other_user_gets_into_the_folder_that_ray_opens_to_all(
+    node: RayNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = starts(monkeypatch, None)
+    node.start({}, 2)
+    ray_folder = Path(folders[0])
+    ray_folder.mkdir(exist_ok=True)
+    ray_folder.chmod(0o777)  # as Ray does
+    assert ray_folder.parent.stat().st_mode & 0o077 == 0
+    socket_path = ray_folder / "session_2026-11-24_04-59-14_287174_4194304" / "sockets" / "plasma_store"
+    assert ROOT_LENGTH_MAX + len(str(socket_path.relative_to(temp_root()))) + 1 <= SOCKET_PATH_MAX
+
+
 def test_ray_that_never_comes_up_is_said_in_words(node: RayNode, monkeypatch: pytest.MonkeyPatch) -> None:
     starts(monkeypatch, Exception(SLOW), Exception(SLOW))
     with pytest.raises(Unavailable, match="twice; free processors"):
@@ -49,3 +67,17 @@ def test_another_failure_is_not_tried_again(node: RayNode, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="no such option"):
         node.start({}, 2)
     assert len(folders) == 1
+
+
+def test_its_logs_rotate_by_the_clusters_setting_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    starts(monkeypatch, None, None)
+    monkeypatch.setenv("RAY_ROTATION_BACKUP_COUNT", "7")
+    monkeypatch.setenv("RAY_ROTATION_MAX_BYTES", "1")  # so that its absence is restored, too
+    monkeypatch.delenv("RAY_ROTATION_MAX_BYTES")
+    node = RayNode(3 << 20)
+    node.start({}, 2)
+    node.stop()
+    assert os.environ["RAY_ROTATION_MAX_BYTES"] == str(3 << 20)
+    assert os.environ["RAY_ROTATION_BACKUP_COUNT"] == "7"

@@ -5,16 +5,16 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
-from cli.controller_client import ControllerClient
-from cluster.modes import ModeChange
-from cluster.operator import Operator
-from cluster.registry import Registry
+from cli.connection.controller_client import ControllerClient
+from cluster.operations.operator import Operator
 from cluster.service import ClusterServicer
-from cluster.size import SizeChange
-from wire.errors import InvalidArgument, NotFound, Unauthenticated
+from cluster.supervision.modes import ModeChange
+from cluster.supervision.registry import Registry
+from cluster.supervision.size import SizeChange
+from wire.errors import InvalidArgument, NotFound, Unauthenticated, Unavailable
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
 from wire.messages import Absence, PeerRef, WorkerInfo
-from wire.rpc import open_channel, open_server
+from wire.rpc import is_refused_peer, listen, open_channel, open_server
 
 ABSENT = Absence("decode-1", "waiting for a node", coming=True)
 
@@ -43,9 +43,9 @@ class Asked(Operator):
 @pytest.fixture
 async def door() -> AsyncIterator[tuple[str, Registry]]:
     registry = Registry()
-    server = open_server(tokens=frozenset({"secret"}))
+    server = open_server()
     cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked()), server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = listen(server, "127.0.0.1:0", "secret")
     await server.start()
     yield f"127.0.0.1:{port}", registry
     await server.stop(None)
@@ -87,8 +87,10 @@ async def test_unregister_is_for_good(door: tuple[str, Registry]) -> None:
 async def test_who_is_absent_is_known_to_those_with_the_secret(door: tuple[str, Registry]) -> None:
     address, _ = door
     assert await ControllerClient(address, "secret").absent() == (ABSENT,)
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(Unauthenticated, match=r"the TLS handshake .* failed: is --token .* the token of that cluster"):
         await ControllerClient(address, "wrong").absent()
+    with pytest.raises(Unavailable, match="cannot reach the controller"):
+        await ControllerClient("127.0.0.1:1", "secret").absent()
 
 
 async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
@@ -96,7 +98,7 @@ async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
     async with open_channel(address, "wrong") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster_pb2_grpc.ClusterStub(channel).Register(registration("decode-0", 7))
-    assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert is_refused_peer(failure.value)
     assert registry.membership().workers == ()
 
 
@@ -126,4 +128,4 @@ async def test_what_an_operator_asks_arrives_as_it_was_asked(door: tuple[str, Re
         ):
             with pytest.raises(grpc.aio.AioRpcError) as failure:
                 await call
-            assert failure.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert is_refused_peer(failure.value)

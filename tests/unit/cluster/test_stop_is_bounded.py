@@ -11,8 +11,8 @@ import pytest
 
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
-from cluster.ray_node import RayNode
-from cluster.temp_folder import TempFolder
+from cluster.ray_processes.ray_node import RayNode
+from cluster.ray_processes.temp_folder import TempFolder
 from wire.errors import Unavailable
 
 
@@ -21,7 +21,7 @@ class HangingNode:
 
     gpus = 0
 
-    def __init__(self) -> None:
+    def __init__(self, _: int) -> None:
         self.starting = threading.Event()
         self.killed = threading.Event()
 
@@ -49,14 +49,15 @@ def test_a_ray_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster.wait()
 
 
+@pytest.mark.parametrize("error", [Unavailable("it does not answer"), AttributeError("Ray is shut down")])
 @pytest.mark.parametrize("outlive_s", [0.0, 9.0])
 def test_workers_of_a_controller_that_does_not_stop_in_time_may_live_on(
-    outlive_s: float, monkeypatch: pytest.MonkeyPatch
+    outlive_s: float, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=outlive_s)
     cluster = Cluster(config, lambda _: None)
     cluster._controller = MagicMock()
-    monkeypatch.setattr("cluster.launcher._ask", MagicMock(side_effect=Unavailable("it does not answer")))
+    monkeypatch.setattr("cluster.launcher._ask", MagicMock(side_effect=error))
     cluster._stop_controller()
     assert cluster.left_workers is bool(outlive_s)
 

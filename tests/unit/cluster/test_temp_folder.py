@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from cluster.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
+from cluster.ray_processes.temp_folder import LOCK, YOUNG_S, TempFolder, remove_abandoned
 
 
 def age(path: Path) -> None:
@@ -54,9 +54,10 @@ def start(name: str, log: Path) -> subprocess.Popen[bytes]:
 
 
 def test_agents_of_a_killed_cluster_end_with_its_folder(tmp_path: Path) -> None:
-    owned = "from cluster.temp_folder import TempFolder; import os, sys; from pathlib import Path\n"
+    owned = "from cluster.ray_processes.temp_folder import TempFolder; import os, sys; from pathlib import Path\n"
     owned += "TempFolder(Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-    subprocess.run([sys.executable, "-c", owned, str(tmp_path)], check=False)
+    killed = subprocess.run([sys.executable, "-c", owned, str(tmp_path)], check=False)
+    assert killed.returncode == -9
     (folder,) = tmp_path.iterdir()
     agent, pager = start("ray::DashboardAgent", folder / "agent.log"), start("less", folder / "other.log")
     elsewhere = start("ray::DashboardAgent", tmp_path / "agent.log")

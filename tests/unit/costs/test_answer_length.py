@@ -2,7 +2,7 @@
 
 import random
 
-from costs.answer_length import BEYOND, SEEN_MIN, WINDOW, AnswerLengths
+from costs.answer_length import BEYOND, SEEN_MIN, UNSEEN_TOKENS, WINDOW, AnswerLengths
 
 
 def taught(lengths: list[int], limit: int = 500) -> AnswerLengths:
@@ -17,9 +17,18 @@ def test_until_enough_have_ended_an_answer_is_as_long_as_it_may_be() -> None:
     assert taught([3] * SEEN_MIN).expect(500) == 3
 
 
+def test_until_then_the_whole_context_is_not_counted_on() -> None:
+    """Requests without a limit of their own had a pool to themselves, one after the other."""
+    answers = taught([3] * (SEEN_MIN - 1), limit=100_000)
+    assert answers.expect(100_000) == AnswerLengths().expect(100_000) == AnswerLengths().mean(100_000) == UNSEEN_TOKENS
+    for so_far in (UNSEEN_TOKENS // 2, UNSEEN_TOKENS, 60_000):
+        assert so_far < answers.expect(100_000, so_far) == min(100_000, max(UNSEEN_TOKENS, BEYOND * so_far))
+    assert answers.expect(100_000, to_the_limit=True) == AnswerLengths().mean(100_000, to_the_limit=True) == 100_000
+
+
 def test_limits_of_another_size_say_nothing() -> None:
     answers = taught([3] * SEEN_MIN, limit=500)
-    assert answers.expect(1500) == 1500
+    assert answers.expect(200) == 200
     assert answers.expect(300) == 3
 
 
@@ -59,7 +68,7 @@ def test_the_mean_is_of_those_with_such_a_limit() -> None:
     for tokens in (10, 30):
         lengths.learn(100, tokens)
     assert lengths.mean(100) == 20.0
-    assert lengths.mean(1000) == 1000.0
+    assert lengths.mean(400) == 400.0
     assert lengths.mean(100, to_the_limit=True) == 100.0
     for _ in range(WINDOW):
         lengths.learn(100, 50)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from costs.chunks import GAP_NOISE, PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, first_gap_target, gap_target
+from costs.chunks import PATIENCE, PROGRESS_TOKENS, Beside, Chunks, chunks, step_limit
 from costs.step_cost import CostParameters, StepCost, StepWork
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
@@ -36,7 +36,9 @@ def test_decoding_alone_may_leave_nothing() -> None:
     ("duty", "rows", "expected"),
     [
         (None, 20, Chunks(2028)),
-        (Duty(Role.BOTH), 20, Chunks(2028)),
+        (Duty(Role.BOTH), 20, Chunks(492)),
+        (Duty(Role.BOTH, PolicyName.UNCHUNKED), 20, Chunks(2028)),
+        (Duty(Role.BOTH, PolicyName.UNCHUNKED, itl_target_s=0.001), 20, Chunks(2028, PATIENCE)),
         (Duty(Role.BOTH, PolicyName.CHUNKED, 512), 20, Chunks(492)),
         (Duty(Role.BOTH, PolicyName.CHUNKED), 20, Chunks(492)),
         (Duty(Role.BOTH, PolicyName.CHUNKED, 512), 0, Chunks(2048)),
@@ -49,46 +51,46 @@ def test_what_each_policy_gives(duty: Duty | None, rows: int, expected: Chunks) 
     assert chunks(H200, duty, 2048, Beside(rows, 1000 * rows), 1000.0) == expected
 
 
-def test_without_a_target_prompts_may_double_an_unloaded_step() -> None:
-    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(ROWS, CONTEXT), 1000.0)
-    twice_s = 2 * H200.decode_step_seconds(1, 0)
-    assert given.tokens == H200.tokens_within(twice_s / GAP_NOISE, ROWS, CONTEXT, 1000.0) > 64
+def test_without_a_target_a_step_has_its_token_budget() -> None:
+    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, 700), 2048, Beside(ROWS, CONTEXT), 1000.0)
+    assert given == Chunks(700 - ROWS)
 
 
-def test_where_decoding_alone_takes_too_long_prompts_do_not_starve() -> None:
-    """A target that was asked for holds; the one that is only guessed saves nobody any more."""
+def test_a_target_that_decoding_alone_exceeds_shortens_nothing() -> None:
+    """One that was asked for holds; that of an answer that misses it anyway gives way to the token budget."""
     many, context = 60, 180_000
-    decoding_s = H200.decode_step_seconds(many, context)
-    assert decoding_s > 2 * H200.decode_step_seconds(1, 0)
-    assert chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context), 500.0).tokens > 300
+    duty = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+    assert H200.decode_step_seconds(many, context) > 0.008
+    assert chunks(H200, duty, 2048, Beside(many, context, (0.008,)), 500.0) == Chunks(512 - many)
     asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.008)
     assert chunks(H200, asked, 4096, Beside(many, context), 500.0) == Chunks(PROGRESS_TOKENS, PATIENCE)
 
 
-def test_steps_last_as_long_as_answers_bear() -> None:
-    many, context, bears_s = 60, 180_000, 0.025
-    beside = Beside(many, context, (bears_s,))
-    given = chunks(H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, beside, 500.0)
-    assert given == Chunks(H200.tokens_within(bears_s / GAP_NOISE, many, context, 500.0))
-    mixed = chunks(
-        H200, Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), 2048, Beside(many, context, (bears_s, math.inf)), 500.0
-    )
-    assert mixed.tokens < given.tokens, "who has no class is spared"
+@pytest.mark.parametrize("policy", PolicyName)
+def test_no_policy_ignores_the_target_of_an_answer(policy: PolicyName) -> None:
+    """Until these were bounds of every policy, only decode-priority kept what service classes promise."""
+    beside, target_s = Beside(ROWS, CONTEXT, (0.012, math.inf)), 0.012
+    given = chunks(H200, Duty(Role.BOTH, policy, 4096), 8192, beside, 1000.0)
+    assert given == Chunks(H200.tokens_within(target_s / H200.margin, ROWS, CONTEXT, 1000.0))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 20])
-def test_two_steps_fit_into_a_first_gap_that_decoding_leaves_room_for(rows: int) -> None:
-    decoding_s = H200.decode_step_seconds(max(1, rows), 1000 * rows)
-    assert first_gap_target(H200, rows, 1000 * rows, 0.025) == 0.025 / 2 / GAP_NOISE
-    assert first_gap_target(H200, rows, 1000 * rows, 2.01 * decoding_s) < math.inf
-    assert first_gap_target(H200, rows, 1000 * rows, 1.99 * decoding_s) == math.inf, "lost: nobody waits for it"
-    assert first_gap_target(H200, rows, 1000 * rows, math.inf) == math.inf
+def test_a_step_lasts_as_long_as_all_answers_tolerate() -> None:
+    many, context, tolerated_s = 60, 180_000, 0.045
+    duty = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+    given = chunks(H200, duty, 2048, Beside(many, context, (tolerated_s,)), 500.0)
+    assert given == Chunks(H200.tokens_within(tolerated_s / H200.margin, many, context, 500.0))
+    assert given.tokens > 512
+    mixed = chunks(H200, duty, 2048, Beside(many, context, (tolerated_s, math.inf)), 500.0)
+    assert mixed == Chunks(512 - many), "for the sake of the answer without a target"
 
 
-def test_noise_shortens_what_is_promised_and_not_what_is_usual() -> None:
+@pytest.mark.parametrize("noise", [1.0, 1.15, 1.4])
+def test_the_margin_is_the_noise_that_was_observed_and_the_delivery(noise: float) -> None:
+    assert StepCost(replace(H200.parameters, mixed_noise=noise)).margin == pytest.approx(noise + 0.05)
+
+
+def test_noise_shortens_promised_steps() -> None:
     noisy = StepCost(replace(H200.parameters, mixed_noise=1.3))
-    beside = (ROWS, CONTEXT)
     for targets, asked_s in (((0.025,), None), ((0.025, math.inf), 0.02), ((), 0.02)):
-        assert gap_target(noisy, asked_s, *beside, targets) < gap_target(H200, asked_s, *beside, targets)
-    assert gap_target(noisy, None, *beside) == gap_target(H200, None, *beside)
-    assert first_gap_target(noisy, *beside, 0.025) < first_gap_target(H200, *beside, 0.025)
+        duty, beside = Duty(Role.BOTH, itl_target_s=asked_s), Beside(ROWS, CONTEXT, targets)
+        assert step_limit(noisy, duty, beside).seconds < step_limit(H200, duty, beside).seconds < math.inf

@@ -7,25 +7,21 @@ import pytest
 from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
 from costs.step_grid import (
     TILE_TOKENS,
-    WINDOW_TOKENS,
     StepGrid,
     answer_slots,
     gpu_grid,
-    most_split,
     padded_prompts,
     slots_of,
-    splits_attention,
     step_sizes,
     unpadded_prompts,
-    window_counts,
 )
+from tests.pairwise import pairwise
 
 H200 = CostParameters(
     base_s=4e-3, prompt_base_s=3e-4, token_s=2.5e-5, pair_s=9e-10, row_s=1e-5, context_s=3e-8, free_tokens=150
 )
 TILED = StepCost(replace(H200, tile_tokens=TILE_TOKENS))
 IN_WAVES = StepCost(replace(H200, tile_tokens=TILE_TOKENS, wave_tokens=gpu_grid(32).wave_tokens))
-SPLIT = StepCost(replace(IN_WAVES.parameters, window_tokens=WINDOW_TOKENS))
 
 
 def test_answers_have_places_by_powers_of_two() -> None:
@@ -63,10 +59,12 @@ def test_tokens_that_begin_another_tile_are_left_for_the_next_step() -> None:
     assert unpadded_prompts(200, 5, 1) == 200
 
 
-@pytest.mark.parametrize("target_s", [0.0052, 0.0065, 0.008, 0.012, 0.025])
-@pytest.mark.parametrize("pairs", [0.0, 1000.0, 4096.0, 9000.0, 50_000.0])
-@pytest.mark.parametrize("rows", [3, 20, 100])
-@pytest.mark.parametrize("cost", [TILED, IN_WAVES, SPLIT], ids=["tiles", "waves", "windows"])
+@pairwise(
+    cost={"tiles": TILED, "waves": IN_WAVES},
+    rows=[3, 20, 100],
+    pairs=[0.0, 1000.0, 4096.0, 9000.0, 50_000.0],
+    target_s=[0.0052, 0.0065, 0.008, 0.012, 0.025],
+)
 def test_the_most_tokens_within_a_target(cost: StepCost, target_s: float, pairs: float, rows: int) -> None:
     context = 400 * rows
     tokens = cost.tokens_within(target_s, rows, context, pairs)
@@ -85,7 +83,6 @@ def test_a_tile_costs_the_same_however_full_it_is() -> None:
 
 def test_a_wave_is_what_all_multiprocessors_attend_with_at_once() -> None:
     assert gpu_grid(32) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS)
-    assert gpu_grid(32, split=True) == StepGrid(TILE_TOKENS, 4 * TILE_TOKENS, WINDOW_TOKENS)
     assert gpu_grid(16, multiprocessors=132).wave_tokens == 8 * TILE_TOKENS
     assert gpu_grid(200).wave_tokens == TILE_TOKENS, "less than a tile for each head there is not"
 
@@ -100,52 +97,9 @@ def test_a_short_chunk_behind_much_context_attends_for_as_long_as_a_wave() -> No
     assert attention[2] == pytest.approx(2 * attention[1], rel=0.1)
 
 
-def test_attention_is_split_that_leaves_half_of_a_wave_idle_behind_two_windows_or_more() -> None:
-    wave, window = gpu_grid(32).wave_tokens, WINDOW_TOKENS
-
-    def split(tokens: int, context: float) -> bool:
-        return splits_attention(tokens, context, wave, window)
-
-    assert [split(tokens, 2 * window) for tokens in (0, 1, 256, 257)] == [False, True, True, False]
-    assert [split(112, context) for context in (2 * window - 1, 2 * window, 64 * window, 64 * window + 1)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
-    assert not splits_attention(112, 8 * window, wave, 0), "a device that never does"
-    assert not splits_attention(1, 8 * window, 1, window), "one that computes each token by itself"
-
-
-def test_few_heads_leave_more_idle_than_is_captured() -> None:
-    tiles = {heads: most_split(gpu_grid(heads).wave_tokens) // TILE_TOKENS for heads in (8, 24, 32, 40, 64, 100)}
-    assert tiles == {8: 2, 24: 2, 32: 2, 40: 1, 64: 1, 100: 0}
-
-
-def test_the_longest_context_has_room_in_the_last_count_of_windows() -> None:
-    assert [window_counts(context, 2048) for context in (4095, 4096, 4097, 8192)] == [[], [2], [3], [4]]
-    assert window_counts(8193, 2048) == [4, 5]
-    assert window_counts(40_960, 2048) == [4, 16, 20]
-    assert window_counts(131_072, 2048) == window_counts(1 << 20, 2048) == [4, 16, 64]
-    assert window_counts(131_072, 0) == []
-
-
-def test_short_chunks_attend_for_their_share_of_a_wave_where_attention_is_split() -> None:
-    def attention(cost: StepCost, tokens: int, context: int) -> float:
-        return cost.seconds(NOTHING.with_chunk(tokens, context)) - cost.seconds(StepWork(tokens, 0.0))
-
-    assert attention(SPLIT, 128, 65_536) == pytest.approx(attention(IN_WAVES, 128, 65_536) / 4)
-    assert attention(SPLIT, 512, 65_536) == attention(IN_WAVES, 512, 65_536)
-    assert attention(SPLIT, 128, 4000) == attention(IN_WAVES, 128, 4000)
-    one_window = H200.pair_s * 512 * WINDOW_TOKENS
-    assert attention(SPLIT, 1, 5000) == attention(SPLIT, 128, 5000) == pytest.approx(one_window)
-
-
-@pytest.mark.parametrize("uncached", [100, 600, 2148])
-@pytest.mark.parametrize("context", [4000, 30_000])
-@pytest.mark.parametrize("cost", [IN_WAVES, SPLIT], ids=["waves", "windows"])
-def test_a_prompt_takes_what_its_steps_take(cost: StepCost, context: int, uncached: int) -> None:
-    chunk = 1024
+@pairwise(context=[4000, 30_000], uncached=[100, 600, 2148])
+def test_a_prompt_takes_what_its_steps_take(context: int, uncached: int) -> None:
+    cost, chunk = IN_WAVES, 1024
     steps = [min(chunk, uncached - done) for done in range(0, uncached, chunk)]
     seconds = sum(
         cost.seconds(NOTHING.with_chunk(tokens, context + chunk * number)) for number, tokens in enumerate(steps)

@@ -321,7 +321,7 @@ def test_a_result_that_cannot_be_followed_ends_the_request(monkeypatch: pytest.M
     lease = house.reserve("a")
     house.allot(lease)
     house.deliver(lease, checksums=SUMS)
-    monkeypatch.setattr("decode_worker.holdings.EdgeStamp", None)
+    monkeypatch.setattr("decode_worker.requests.EdgeStamp", None)
     checks.results[0]("")
     assert errors_of(house) == ["TRANSFER_FAILED"]
     house.assert_empty()
@@ -427,6 +427,27 @@ def random_walk(rng: random.Random) -> None:
     house.admission.peer_gone(P)
     house.now += 10.0
     house.admission.expire()
+    house.assert_empty()
+
+
+@pytest.mark.parametrize("stage", ["leased", "arrived", "running"])
+def test_an_abort_of_an_earlier_attempt_leaves_the_one_that_is_here(stage: str) -> None:
+    """It is repeated until it is heard, which may be when the next attempt has begun."""
+    house = House()
+    lease = house.reserve("q", attempt=2)
+    house.allot(lease)
+    if stage != "leased":
+        house.deliver(lease)
+    if stage == "running":
+        assert len(house.half.schedule(16)) == 1
+        house.half.apply([7])
+    house.abort("q", attempt=1)
+    if stage == "leased":
+        house.deliver(lease)
+    assert len(house.half.schedule(16)) == 1
+    house.half.apply([8])
+    house.abort("q", attempt=3)
+    assert len(house.half.schedule(16)) == 0
     house.assert_empty()
 
 

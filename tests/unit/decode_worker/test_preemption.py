@@ -15,10 +15,10 @@ from costs.answer_length import SEEN_MIN
 from decode_worker.admission import DecodeAdmission
 from decode_worker.config import DecodeConfig
 from decode_worker.half import DecodeHalf
+from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
-from decode_worker.room import AWAY_S
-from decode_worker.running_requests import RunningRequests
+from decode_worker.requests import RunningRequests
 from engine.batch import StepRow
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
@@ -111,7 +111,7 @@ class House:
     def believe_in_short_answers(self, *limits: int) -> None:
         for limit in limits:
             for _ in range(SEEN_MIN):
-                self.admission._room._lengths.learn(limit, 1)
+                self.admission._budget._lengths.learn(limit, 1)
 
     def ask(self, name: str, tokens: int, max_tokens: int, length: int | None = None, **sampling: Any) -> Asked:
         first = 10 + len(self.asked)
@@ -175,7 +175,7 @@ class House:
         counts = self.pool.counts()
         assert (counts.free + counts.cached, counts.promised) == (counts.total, 0)
         assert self.admission.open_requests == self.admission.open_leases == 0
-        assert self.admission._room.committed == 0
+        assert self.admission._budget.committed == 0
 
     def _send(self, asked: Asked) -> None:
         ref, answered = RequestRef(asked.name, asked.attempt + 1), len(asked.got)
@@ -235,6 +235,16 @@ def test_expected_lengths_let_more_run_at_once(behind: bool) -> None:
 
     assert most_running(taught=False) == 24 // 11
     assert most_running(taught=True) == 6
+
+
+def test_answers_that_may_fill_the_context_share_a_pool_from_the_first_on(behind: bool) -> None:
+    """Clients that name no limit had it to themselves, one after the other, until 16 of them had ended."""
+    house = House(pages=400, behind=behind)
+    for number in range(6):
+        house.ask(f"q{number}", 4, 1500, length=7)
+    house.run()
+    assert house.most_running > 1
+    assert not house.admission.running.preemptions
 
 
 def test_the_youngest_gives_way_and_goes_on_behind_its_tokens(behind: bool) -> None:
@@ -301,7 +311,7 @@ def test_nobody_new_takes_the_pages_of_one_that_gave_way() -> None:
     house.place()
     assert house.waiting
     house.waiting.clear()
-    house.now += AWAY_S
+    house.now += RETURN_S
     house.waiting.append(house.asked["new"])
     house.place()
     assert not house.waiting
@@ -353,7 +363,7 @@ def test_the_oldest_goes_on_where_its_limit_was_lowered(behind: bool) -> None:
     house.believe_in_short_answers(50)
     house.ask("old", 4, 50)
     house.place()
-    house.admission._room._credits._limit = 3
+    house.admission._budget._claims._limit = 3
     house.run()
 
 

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from decode_worker.batch_slots import BUFFERED_STEPS
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
-from decode_worker.unheard import HEARD_TOGETHER
-from engine.batch import History
+from engine.batch import FROM_HOST, History
 from engine.cache.prefix_cache import Prefix
-from engine.token_rows import FROM_HOST
 from wire.ending import Ending
 from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams
 
@@ -61,10 +60,11 @@ class Model:
     def join(self) -> None:
         dice, prompt = self.dice, tuple(range(10, 10 + self.dice.randrange(1, 12)))
         sampling = SamplingParams(
-            dice.choice((2, 9, 2 * HEARD_TOGETHER, 150)),
+            dice.choice((2, 9, 2 * BUFFERED_STEPS, 150)),
             stop_token_ids=(STOP,) if dice.random() < 0.5 else (),
             ignore_eos=True,
             presence_penalty=dice.choice((0.0, 0.0, 1.0)),
+            min_tokens=dice.choice((0, 0, 0, 1, 2, 7)),
         )
         self.made += 1
         reservation = Reservation(dice.choice(ROUTERS), RequestRef(f"q{self.made}", 1), prompt, sampling, PEER)
@@ -85,7 +85,7 @@ class Model:
         for request in needy:
             if self.dice.random() < share:
                 request.pages.append(request.pages[0] + len(request.pages))
-                self.batch.grown(request)
+                self.batch.page_added(request)
 
     def launch(self) -> None:
         expected = [each for each in self.known if each.due and not each.short]
@@ -94,11 +94,13 @@ class Model:
         if rows is None:
             return
         by_request = {each.request: each for each in expected}
-        step = [by_request.pop(seat.request) for seat in self.batch.flying[-1][1].seats]
+        step = [by_request.pop(slot.request) for slot in self.batch.in_flight_steps[-1][1].slots]
         assert not by_request
         before = self.flying[-1] if self.flying else []
         assert rows.context_tokens == sum(each.next_position + 1 for each in step)
         assert rows.columns.longest == max(each.next_position + 1 for each in step)
+        draws = rows.columns.draws
+        assert draws.may_not_end == any(each.index < each.sampling.min_tokens for each in draws)
         for each, row in zip(step, rows, strict=True):
             source = before.index(each) if each in before else None
             assert (row.start, row.source) == (each.next_position, source)
@@ -114,12 +116,12 @@ class Model:
     def land(self) -> None:
         step = self.flying.popleft()
         drawn = [self.dice.choice((STOP, *range(20, 60))) for _ in step]
-        landed = self.batch.land(drawn)
+        completed = self.batch.complete(drawn)
         told: dict[str, tuple[int, int]] = {}
-        for routed in landed.usual():
+        for routed in completed.plain_tokens():
             for event in routed.tokens.events():
                 told[event.ref.request_id] = (event.first_index, event.token_ids[0])
-        special = {request: (index, token) for request, index, token in map(landed.token, landed.special)}
+        special = {request: (index, token) for request, index, token in map(completed.token, completed.special)}
         for each, token in zip(step, drawn, strict=True):
             each.landed += 1
             request, name = each.request, each.request.reservation.ref.request_id
@@ -138,7 +140,7 @@ class Model:
                 self.ended += 1
 
     def leave(self) -> None:
-        gone = self.batch.gone()
+        gone = self.batch.drained()
         over = [each for each in self.known if each.stopped and not any(each in step for step in self.flying)]
         assert set(gone) == {each.request for each in over}
         for each in over:

@@ -43,8 +43,9 @@ class Chart:
         return done.stdout
 
     def render(self, *arguments: str) -> list[Manifest]:
-        """All manifests of a release with the default values and `arguments`."""
-        text = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *arguments)
+        """All manifests of a release with the default values, a secret with API keys, and `arguments`."""
+        keys = () if "-f" in arguments else ("--set", "auth.apiKeys.existingSecret=tandem-keys")
+        text = self.run("template", RELEASE, str(CHART), "--namespace", NAMESPACE, *keys, *arguments)
         return [each for each in yaml.load_all(text, _LOADER) if each]
 
     @functools.cache  # noqa: B019

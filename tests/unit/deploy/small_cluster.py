@@ -10,9 +10,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.health import Backoff, Phase
-from cluster.keeper import Keeper, Process
 from cluster.metrics import ClusterMetrics
+from cluster.supervision.health import Backoff, Phase
+from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 from engine.graph_use import GraphUse
 from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
@@ -39,6 +39,12 @@ class Living(Process):
     async def ended(self) -> str:
         return await asyncio.shield(self.death)
 
+    async def works(self) -> None:
+        return
+
+    async def kill(self) -> None:
+        raise AssertionError("it never hangs")
+
     async def end(self, grace_s: float) -> None:
         pass
 
@@ -61,7 +67,7 @@ class SmallCluster:
         for end in self.pair.ends:
             self._doors[end.me.worker_id] = end, await self._open_door(end)
         names = (ROUTER, *self._doors)
-        self._keepers = {name: Keeper(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
+        self._keepers = {name: ProcessSupervisor(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
                          for name in names}  # fmt: skip
         await self.open_controller()
         self._runs = [asyncio.ensure_future(keeper.run()) for keeper in self._keepers.values()]

@@ -44,7 +44,7 @@ async def test_a_controller_that_is_gone(tmp_path: Path) -> None:
         await cluster.minutes(5)
         await cluster.open_controller()
         await cluster.minutes(2)
-    assert_fires(cluster, {3: set(), 5: {"TandemControllerSilent"}}, tmp_path)
+    assert_fires(cluster, {3: set(), 5: {"TandemControllerUnreachable"}}, tmp_path)
 
 
 async def test_a_worker_that_dies_again_and_again(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ async def test_a_worker_that_dies_again_and_again(tmp_path: Path) -> None:
             await cluster.kill("decode-0")
             await cluster.minutes(2)
         await cluster.minutes(16)
-    assert_fires(cluster, {2: set(), 7: {"TandemProcessFlaps"}, 16: {"TandemProcessFlaps"}}, tmp_path)
+    assert_fires(cluster, {2: set(), 7: {"TandemProcessRestartsOften"}, 16: {"TandemProcessRestartsOften"}}, tmp_path)
 
 
 async def test_a_decode_worker_that_has_lost_its_pages(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ async def test_writes_that_do_not_rest(tmp_path: Path) -> None:
         pair.prefill.worker.abort(ROUTER, [RequestRef(f"lost-{number}", 1) for number in range(2)])
         await cluster.minutes(4)
         pair.fabric.let_go()
-        await until(lambda: not pair.prefill.worker.report.restless_pages)
+        await until(lambda: not pair.prefill.worker.report.pending_transfer_pages)
         await cluster.minutes(2)
-    assert_fires(cluster, {5: {"TandemWritesRestless"}}, tmp_path)
+    assert_fires(cluster, {5: {"TandemTransfersStuck"}}, tmp_path)
 
 
 async def test_hand_overs_that_fail(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ async def test_hand_overs_that_fail(tmp_path: Path) -> None:
             await until(lambda heard=heard: heard.finish is not None)
         await until(lambda: not pair.decode.engine.pool.counts().quarantined)
         await cluster.minutes(13)
-    assert_fires(cluster, {5: set(), 9: {"TandemTransfersFail"}}, tmp_path)
+    assert_fires(cluster, {5: set(), 9: {"TandemTransferFailures"}}, tmp_path)
 
 
 async def test_pages_that_arrive_changed(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ async def test_pages_that_arrive_changed(tmp_path: Path) -> None:
             heard = pair.send(name, PROMPT, ONE)
             await until(lambda heard=heard: heard.finish is not None)
         await cluster.minutes(34)
-    assert_fires(cluster, {3: {"TandemKvChangedOnTheWay"}, 20: {"TandemKvChangedOnTheWay"}}, tmp_path)
+    assert_fires(cluster, {3: {"TandemKvChecksumFailed"}, 20: {"TandemKvChecksumFailed"}}, tmp_path)
 
 
 async def test_a_pool_that_contradicts_itself(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ async def test_a_pool_that_contradicts_itself(tmp_path: Path) -> None:
     async with SmallCluster() as restarted:
         await restarted.minutes(2)
     cluster.texts += restarted.texts
-    assert_fires(cluster, {3: {"TandemPoolUnsound"}}, tmp_path)
+    assert_fires(cluster, {3: {"TandemKvPoolInconsistent"}}, tmp_path)
 
 
 async def test_a_decode_worker_without_pages_to_spare(tmp_path: Path) -> None:

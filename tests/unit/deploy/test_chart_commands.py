@@ -12,13 +12,15 @@ import pytest
 import typer
 from ray.scripts import scripts as ray_scripts
 
-from cli.log_folder import log_root
 from cli.main import app
+from cli.observe.log_folder import log_root
 from cluster.config import ClusterConfig
 from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
-from cluster.roles import GPU, offer
+from cluster.supervision.roles import GPU, offer
 from planner.decision import Limits, Range
-from tests.unit.deploy.chart import EXAMPLES, Chart, driver, one, pods
+from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
+from wire.credentials import check_guarded
+from wire.errors import InvalidArgument
 
 TANDEM: Any = typer.main.get_command(app)
 
@@ -69,6 +71,12 @@ def test_tandem_up_asks_for_the_places_that_pods_offer(chart: Chart, example: st
     assert {resource: count for resource, count in offered.items() if count} == offer(config)
 
 
+def test_answers_without_a_limit_are_bounded_as_values_say(chart: Chart) -> None:
+    assert parsed(driver(chart.render())["command"])[1]["default_max_tokens"] is None
+    rendered = chart.render("--set", "serving.defaultMaxTokens=1000")
+    assert parsed(driver(rendered)["command"])[1]["default_max_tokens"] == 1000
+
+
 def test_the_planner_is_asked_for_as_values_say(chart: Chart) -> None:
     assert parsed(driver(chart.render())["command"])[1]["planner"] == PlannerMode.OFF
     settings = "planner.mode=on,planner.windowSeconds=30,planner.workers=2:8,planner.decode=1:6"
@@ -82,7 +90,7 @@ def test_a_routers_pod_finds_the_workers_of_the_one_before(chart: Chart) -> None
     _, options = parsed(driver(chart.render())["command"])
     assert (options["workers_outlive"], options["cluster_name"]) == (300.0, "llm-tandem")
     env = {each["name"] for each in driver(chart.render())["env"]}
-    assert "TANDEM_CLUSTER_TOKEN" in env, "else nobody could take them over"
+    assert "TANDEM_CLUSTER_TOKEN_FILE" in env, "else nobody could take them over"
     _, options = parsed(driver(chart.render("--set", "router.workersOutliveSeconds=0"))["command"])
     assert (options["workers_outlive"], options["cluster_name"]) == (0.0, "tandem")
 
@@ -117,7 +125,8 @@ def test_services_and_probes_meet_the_doors(chart: Chart, example: str) -> None:
         assert all(port["targetPort"] in doors for port in spec["ports"])
         assert spec["selector"].items() <= pods(manifests)["router"]["template"]["metadata"]["labels"].items()
     assert router["readinessProbe"]["grpc"] == {"port": doors["grpc"], "service": "tandem.v1.Inference"}
-    assert router["startupProbe"]["httpGet"]["path"] == "/ready"
+    assert router["startupProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
+    assert router["livenessProbe"]["httpGet"] == {"path": "/live", "port": "http"}
     assert router["startupProbe"]["periodSeconds"] * router["startupProbe"]["failureThreshold"] == 3600
     address = next(env["value"] for env in router["env"] if env["name"] == "TANDEM_CONTROLLER")
     controller = one(manifests, "Service", "-controller")
@@ -138,7 +147,7 @@ def test_workers_pods_drain_before_they_end(chart: Chart, example: str) -> None:
         assert (name, options["node"]) == ("drain", "$POD_IP")
         assert options["grace"] + 60 <= spec["terminationGracePeriodSeconds"]
         env = {each["name"] for each in spec["containers"][0]["env"]}
-        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= env
+        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN_FILE"} <= env
 
 
 def test_the_routers_pod_stays_until_what_runs_has_ended(chart: Chart) -> None:
@@ -205,7 +214,40 @@ def test_a_pod_is_ready_when_its_workers_are(chart: Chart, example: str) -> None
         assert execute == "exec"
         asked, options = parsed(command)
         assert (asked, options["node"]) == ("ready", "$POD_IP")
-        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN"} <= {each["name"] for each in ray["env"]}
+        assert {"POD_IP", "TANDEM_CONTROLLER", "TANDEM_CLUSTER_TOKEN_FILE"} <= {each["name"] for each in ray["env"]}
+
+
+def test_secrets_are_files_that_the_commands_beside_them_find(chart: Chart) -> None:
+    manifests = chart.example("many-hosts")
+    for name, container in containers(manifests):
+        files = {each["name"]: each["value"] for each in container.get("env", []) if each["name"].endswith("_FILE")}
+        mounted = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+        volumes = {each["name"]: each for each in pods(manifests)[name]["template"]["spec"]["volumes"]}
+        for variable, file in files.items():
+            folder, _, path = file.rpartition("/")
+            volume = volumes[mounted[folder]["name"]]
+            assert mounted[folder]["readOnly"]
+            source = volume.get("secret") or volume["projected"]
+            assert source["defaultMode"] == 0o440, "the pod's own group reads it, and no others"
+            items = [item for each in source.get("sources", [{"secret": source}]) for item in each["secret"]["items"]]
+            assert path in {item["path"] for item in items}, variable
+    names = {each["name"] for each in driver(manifests)["env"]}
+    assert {"TANDEM_API_KEY_FILE", "TANDEM_METRICS_KEY_FILE", "TANDEM_CLUSTER_TOKEN_FILE"} <= names
+
+
+def test_without_keys_the_router_is_told_that_it_is_meant(chart: Chart) -> None:
+    assert parsed(driver(chart.render())["command"])[1]["insecure"] is False
+    settings = "auth.apiKeys.existingSecret=,auth.insecure=true"
+    _, options = parsed(driver(chart.render("--set", settings))["command"])
+    assert options["insecure"] is True
+    with pytest.raises(InvalidArgument, match="--host"):
+        check_guarded("--host", options["host"], (), insecure=False)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_kv_pages_cross_the_network_unless_values_forbid_it(trusted: bool, chart: Chart) -> None:
+    arguments = [] if trusted else ["--set", "networkPolicy.trustedNetwork=false"]
+    assert parsed(driver(chart.render(*arguments))["command"])[1]["trusted_network"] is trusted
 
 
 def test_a_misspelt_option_would_be_seen() -> None:

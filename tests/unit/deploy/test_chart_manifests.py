@@ -14,7 +14,7 @@ import pytest
 import yaml
 from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscaling_config_from_ray_cr
 
-from cluster.roles import Slot, bundle
+from cluster.supervision.roles import Slot, bundle
 from tests.unit.deploy.chart import CHART, EXAMPLES, NAMESPACE, ROOT, Chart, Manifest, containers, one, pods
 from wire.messages import Role
 
@@ -99,7 +99,11 @@ def test_no_container_may_more_than_it_needs(chart: Chart, example: str) -> None
         mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
         assert "model" not in mounts or mounts["model"].get("readOnly") or container["name"] == "model"
         for env in container.get("env", []):
-            assert ("TOKEN" not in env["name"] and "KEY" not in env["name"]) or "valueFrom" in env, env["name"]
+            assert (
+                ("TOKEN" not in env["name"] and "KEY" not in env["name"])
+                or "valueFrom" in env
+                or env["name"].endswith("_FILE")
+            ), env["name"]
 
 
 def test_rdma_reaches_the_workers_alone(chart: Chart) -> None:
@@ -122,6 +126,39 @@ def test_workers_on_their_hosts_network_reach_head_and_router(chart: Chart) -> N
     kubernetes_validate.validate(policy, KUBERNETES, strict=True)
     assert hosts in policy["spec"]["ingress"][0]["from"]
     chart.render("--set", "rdma.enabled=true,rdma.hostNetwork=true,networkPolicy.enabled=false")
+
+
+def admits(rule: dict[str, Any], labels: dict[str, str], port: int) -> bool:
+    """Whether a rule of a NetworkPolicy lets a pod with these labels reach this TCP port."""
+    selectors = [each["podSelector"]["matchLabels"] for each in rule["from"] if "podSelector" in each]
+    ports = [(each["port"], each.get("endPort", each["port"])) for each in rule["ports"]]
+    return any(first <= port <= last for first, last in ports) and any(
+        selector.items() <= labels.items() for selector in selectors
+    )
+
+
+def test_none_but_workers_reach_the_ports_where_ucx_listens(chart: Chart) -> None:
+    manifests = chart.render("--set", "networkPolicy.kvPorts.first=22000,networkPolicy.kvPorts.last=22009")
+    rules = one(manifests, "NetworkPolicy", "-tandem")["spec"]["ingress"]
+    groups = pods(manifests)
+    everyone = {
+        name: groups[name]["template"]["metadata"]["labels"] for name in ("head", "prefill", "decode", "router")
+    }
+    for port, allowed in ((21999, set(everyone)), (22000, {"prefill", "decode"}), (22009, {"prefill", "decode"})):
+        reach = {name for name, labels in everyone.items() if any(admits(rule, labels, port) for rule in rules)}
+        assert reach == allowed, port
+    assert {name for name, labels in everyone.items() if any(admits(rule, labels, 22010) for rule in rules)} == set(
+        everyone
+    )
+    for name, container in containers(manifests):
+        env = {each["name"]: each.get("value") for each in container.get("env", [])}
+        works = name in {"prefill", "decode"} and container["name"] == "ray-worker"
+        assert (env.get("UCX_TCP_PORT_RANGE") == "22000-22009") is works
+    settings = "monitoring.serviceMonitor.enabled=true,monitoring.serviceMonitor.scrape=processes"
+    peers = "networkPolicy.monitoring[0].podSelector.matchLabels.app=prometheus,auth.metricsKey.existingSecret=k"
+    scrapers = one(chart.render("--set", f"{settings},{peers}"), "NetworkPolicy", "-scrapers")["spec"]["ingress"]
+    assert not any(admits(rule, {"app": "prometheus"}, 21000) for rule in scrapers)
+    assert any(admits(rule, {"app": "prometheus"}, 40000) for rule in scrapers)
 
 
 @pytest.mark.parametrize(("policy", "key"), [("together", "podAffinity"), ("spread", "topologySpreadConstraints")])

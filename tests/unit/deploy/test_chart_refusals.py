@@ -42,6 +42,7 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         ("model.source=hostPath,model.hostPath=/srv,model.path=/models-2/x", r"model.path /models-2/x is not below"),
         ("hugepages.size=2Mi", r"hugepages.size and hugepages.amount need each other"),
         ("hugepages.amount=4Gi", r"hugepages.size and hugepages.amount need each other"),
+        ("networkPolicy.kvPorts.first=30000", r"networkPolicy.kvPorts.first is above last"),
         ("rdma.enabled=true,rdma.hostNetwork=true", r"rdma.hostNetwork needs networkPolicy.nodes, the hosts"),
         ("planner.mode=on,planner.workers=4:2", r"planner.workers: 4:2 is no range, its minimum is above its maximum"),
         (f"{SHARED},planner.mode=on", r"planner.mode on needs planner.workers where serving.mode is adaptive"),
@@ -59,6 +60,7 @@ GATEWAY = "gateway.enabled=true,gateway.parentRefs[0].name=public"
         (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{a.b}}", r"a.b is one of gateway.hostnames, too"),
         (f"{GATEWAY},gateway.hostnames={{*.b}},gateway.grpcHostnames={{g.b}}", r"g.b is one of .*, too \(\*\.b\)"),
         (f"{GATEWAY},gateway.hostnames={{a.b}},gateway.grpcHostnames={{*.b}}", r"\*.b is one of .*, too \(a\.b\)"),
+        ("auth.apiKeys.existingSecret=", r"auth.apiKeys.existingSecret is needed: without keys, whoever reaches the"),
         ("monitoring.serviceMonitor.enabled=true", r"monitoring.serviceMonitor needs auth.metricsKey.existingSecret"),
     ],
 )
@@ -69,12 +71,16 @@ def test_what_is_wrong_is_named(chart: Chart, setting: str, message: str) -> Non
 
 
 def test_what_is_dangerous_is_told(chart: Chart) -> None:
-    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", "ingress.enabled=true,ingress.host=a.b")
-    assert "no auth.apiKeys.existingSecret: whoever reaches the router is served" in notes
+    settings = "auth.insecure=true,ingress.enabled=true,ingress.host=a.b"
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)
+    assert "auth.insecure: whoever reaches the router is served" in notes
     assert "the ingress has no tlsSecret" in notes
+    assert "can write into their memory" not in notes
     assert "rdma.enabled is false: KV pages between hosts go over TCP" in notes
     assert "workersOutliveSeconds" not in notes[notes.index("NOTES:") :]
-    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", "router.workersOutliveSeconds=0")
+    settings += ",router.workersOutliveSeconds=0,networkPolicy.enabled=false"
+    notes = chart.run("install llm", str(CHART), "--dry-run=client", "--set", settings)
+    assert "whoever reaches workers' pods at ports 21000 to 21099 can write into their memory" in notes
     assert "workersOutliveSeconds is 0: whenever the router's pod goes, workers end" in notes
 
 

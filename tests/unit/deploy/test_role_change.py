@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.health import Health, Phase
 from cluster.metrics import ClusterMetrics
+from cluster.supervision.health import Health, Phase
 from costs.roofline import Ceilings, ModelSizes, Roofline
 from deploy.dashboards.__main__ import DASHBOARDS, text_of
 from telemetry import families as f

@@ -7,8 +7,8 @@ import pytest
 
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.step_buffer import StepSizes
 from engine.step_graph import StepGraph
-from engine.step_sections import StepSizes
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

@@ -11,8 +11,8 @@ from engine import cuda_stepper
 from engine.batch import Draw, StepBatch, StepRow
 from engine.cuda_stepper import CudaStepper
 from engine.graph_use import GraphUse
+from engine.step_buffer import StepSizes
 from engine.step_packer import StepLimits, StepPacker
-from engine.step_sections import StepSizes
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.config.model import ModelConfig, parse_model_config
 from engine.device import choose_kernels, parse_device, parse_dtype
 from engine.memory import GIB, kv_cache_bytes, naming_the_setting
-from engine.models.config import ModelConfig, parse_model_config
 from tests.factories import FAMILIES, tiny_engine_config
 from wire.errors import InvalidArgument
 
@@ -51,6 +51,14 @@ def test_a_gpu_that_is_too_old_is_told_so(
         parse_device("cuda")
 
 
+def test_a_gpu_without_triton_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    play_gpu(monkeypatch)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgument, match=r"need triton, which is not installed; pip install '.\[gpu\]'"):
+        parse_device("cuda")
+    assert parse_device("cpu").type == "cpu"
+
+
 def test_a_checkpoint_of_another_dtype_is_told_so() -> None:
     with pytest.raises(InvalidArgument, match="'float8_e4m3fn' is not supported; use auto, float32, bfloat16, float16"):
         parse_dtype(config(), GPU, model(torch_dtype="float8_e4m3fn"))
@@ -73,7 +81,7 @@ class TestPrefillAttention:
         monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
 
     def choose(self, page_tokens: int = 128, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
-        from engine.kernels.prefill_attention import choose_prefill_attention
+        from engine.kernels.attention.prefill_attention import choose_prefill_attention
 
         return type(choose_prefill_attention(GPU, dtype, head_dim, page_tokens, pdl=False)).__name__
 

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.linear_candidates import model_of
-from engine.kernels import triton_linear_plan
-from engine.kernels.triton_linear_plan import fits_scratch, tile_for
-from engine.kernels.triton_linear_tiles import Gemv
+from engine.kernels.linear import triton_linear_plan
+from engine.kernels.linear.triton_linear_plan import fits_scratch, tile_for
+from engine.kernels.linear.triton_linear_tiles import Gemv
 from engine.models.shapes import shape_config, shape_names
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256)

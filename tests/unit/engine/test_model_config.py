@@ -8,8 +8,8 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from engine.config.model import ModelConfig, RopeConfig, load_model_config, parse_model_config
 from engine.layers.rope import rope_frequencies, rope_table
-from engine.models.config import ModelConfig, RopeConfig, load_model_config, parse_model_config
 from tests.factories import FAMILIES
 from wire.errors import ModelError
 
@@ -35,6 +35,21 @@ def test_frequencies_are_those_of_transformers(scaling: str) -> None:
     parsed = parse(config)
     torch.testing.assert_close(rope_frequencies(parsed.rope, parsed.head_dim), wanted, rtol=1e-6, atol=0)
     assert parsed.rope.attention_factor == pytest.approx(attention_factor)
+
+
+@pytest.mark.parametrize(("theta", "ends"), [(10000.0, (0, 3)), (4.0, (0, 15)), (2.0, (0, 15))])
+def test_yarn_s_ramp_ends_within_the_dimensions(theta: float, ends: tuple[int, int]) -> None:
+    """The dimension that turns once in the original context is beyond the last one where theta is small."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    config = FAMILIES["llama2"] | {"max_position_embeddings": 1024, "rope_theta": theta, "rope_scaling": scaling}
+    parsed = parse(config)
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](AutoConfig.for_model(**config), torch.device("cpu"))
+    ours = rope_frequencies(parsed.rope, parsed.head_dim)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    low, high = ends
+    divided = ((torch.arange(8.0) - low) / (high - low)).clamp(0, 1)
+    plain = theta ** -(torch.arange(8.0) / 8)
+    torch.testing.assert_close(ours, plain * (1 - divided + divided / 8.0))
 
 
 def test_table_holds_cosines_then_sines() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine.batch import StepBatch, StepRow
+from engine.config.model import load_model_config
 from engine.model_runner import ModelRunner
-from engine.models.config import load_model_config
 from engine.models.parameters import weight_bytes
 from engine.weights.safetensors_file import read_header
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
@@ -71,7 +71,7 @@ def test_a_device_without_room_for_the_weights_says_how_large_they_are(
     def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr("engine.model_runner.fill_randomly", refuse)
+    monkeypatch.setattr("engine.load_engine.fill_randomly", refuse)
     with pytest.raises(InvalidArgument, match=r"device: cpu has no room for the weights, 0\.00 GiB; free memory there"):
         ModelRunner.load(tiny_engine_config(folder, random_weights=True))
 

@@ -1,13 +1,12 @@
 """What a model's steps should take, from its shape alone."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from costs.step_grid import TILE_TOKENS, WINDOW_TOKENS, gpu_grid
+from costs.step_grid import EACH_TOKEN, gpu_grid
 from engine import model_sizes as sizes_module
 from engine.model_runner import ModelRunner
 from engine.model_sizes import cost_guess, model_sizes, step_grid
@@ -33,21 +32,14 @@ def test_sizes_are_those_of_the_loaded_matrices(tmp_path: Path, family: str) -> 
     assert runner.cost_guess.observed == 0
 
 
-def test_where_attention_is_split_costs_know_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_guessed_by_the_device_s_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = ModelRunner.load(tiny_engine_config(write_tiny_model(tmp_path / "llama3", "llama3")))
     shape = runner.model_config
     multiprocessors = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: multiprocessors)
-    grid = step_grid(shape, torch.device("cuda"), split=True)
-    assert grid == gpu_grid(shape.heads, split=True)
-    assert step_grid(shape, torch.device("cuda"), split=False) == gpu_grid(shape.heads)
-    monkeypatch.setattr(sizes_module, "step_grid", lambda *_, split: gpu_grid(shape.heads, split=split))
-    told = [cost_guess(shape, runner.cache, splits_attention=splits) for splits in (True, False)]
-    assert [each.window_tokens for each in told] == [WINDOW_TOKENS, 0]
-    assert {each.tile_tokens for each in told} == {TILE_TOKENS}
-    windowed = replace(shape, windows=(100,) * shape.layers)
-    assert step_grid(windowed, torch.device("cuda"), split=True).window_tokens == 0, (
-        "every layer has a window of its own"
-    )
-    assert step_grid(replace(windowed, windows=(None, *windowed.windows[1:])), torch.device("cuda"), split=True) == grid
-    assert runner.cost_guess.window_tokens == 0, "on a CPU"
+    grid = step_grid(shape, torch.device("cuda"))
+    assert grid == gpu_grid(shape.heads) != EACH_TOKEN
+    assert (runner.cost_guess.tile_tokens, runner.cost_guess.wave_tokens) == (1, 1), "on a CPU"
+    monkeypatch.setattr(sizes_module, "step_grid", lambda *_: grid)
+    guessed = cost_guess(shape, runner.cache)
+    assert (guessed.tile_tokens, guessed.wave_tokens) == (grid.tile_tokens, grid.wave_tokens)

@@ -14,6 +14,7 @@ from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
+from tests.pairwise import pairwise
 
 TOLERANCE = 2e-5
 PROMPT = 150
@@ -52,29 +53,32 @@ def _ids(seed: int, length: int) -> tuple[int, ...]:
     return tuple(rng.randrange(160) for _ in range(length))
 
 
-KERNELS: dict[str, Callable[[], Kernels | None]] = {"reference": ReferenceKernels, "device": lambda: None}
+KERNELS: dict[str, Callable[[], Kernels | None]] = {"device": lambda: None, "reference": ReferenceKernels}
+PAGES = [16, 128]
+every_family = pairwise(family=sorted(FAMILIES), page_tokens=PAGES, kernels=KERNELS)
+two_families = pairwise(family=["llama3", "smollm2"], page_tokens=PAGES, kernels=KERNELS)
+"""One has an output matrix of its own; nothing else of a family matters behind the logits."""
 
 
-@pytest.fixture(scope="module", params=sorted(FAMILIES))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"), request.param, seed=7)
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return functools.cache(lambda family: write_tiny_model(tmp_path_factory.mktemp("model"), family, seed=7))
 
 
-@pytest.fixture(params=[16, 128])
-def page_tokens(request: pytest.FixtureRequest) -> int:
-    return request.param
+@pytest.fixture
+def case(
+    family: str, page_tokens: int, kernels: Callable[[], Kernels | None], folder_of: Callable[[str], Path]
+) -> Case:
+    return Case(folder_of(family), page_tokens, kernels())
 
 
-@pytest.fixture(params=sorted(KERNELS))
-def case(request: pytest.FixtureRequest, folder: Path, page_tokens: int) -> Case:
-    return Case(folder, page_tokens, KERNELS[request.param]())
-
-
+@every_family
 def test_one_chunk(case: Case) -> None:
     ids = _ids(1, PROMPT)
     case.check(case.runner.logits(StepBatch([row(list(ids), 0, case.pages(PROMPT))])), (ids, PROMPT))
 
 
+@every_family
 def test_chunks_and_decode(case: Case) -> None:
     ids, pages = _ids(1, PROMPT), case.pages(PROMPT)
     for start, end in ((0, 7), (7, 8), (8, 40), (40, 140)):
@@ -83,6 +87,7 @@ def test_chunks_and_decode(case: Case) -> None:
         case.check(case.runner.logits(StepBatch([row([ids[at]], at, pages)])), (ids, at + 1))
 
 
+@every_family
 def test_packed_with_others(case: Case) -> None:
     """A decode row, two chunks that draw and one that does not, all in one step; then all decode together."""
     a, b, c, d = _ids(1, PROMPT), _ids(2, 33), _ids(3, 70), _ids(4, 17)
@@ -99,11 +104,13 @@ def test_packed_with_others(case: Case) -> None:
     case.check(case.runner.logits(StepBatch(decode)), (d, 17), (a, 102), (c, 61), (b, 33))
 
 
+@two_families
 def test_a_step_without_draws_has_no_logits(case: Case) -> None:
     result = case.runner.run(StepBatch([row([5, 6], 0, case.pages(2), drawn=False)]))
     assert list(result.token_ids) == [None]
 
 
+@two_families
 def test_run_is_greedy_argmax_of_logits(case: Case) -> None:
     ids, pages = _ids(5, 30), case.pages(30)
     result = case.runner.run(StepBatch([row(list(ids), 0, pages), row([3], 0, case.pages(1), drawn=False)]))

@@ -1,5 +1,7 @@
 """The sampler against transformers' filters, plain penalties, and the distribution it claims to draw from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -103,8 +105,7 @@ def test_inverse_cdf_picks_the_right_token_at_the_edges() -> None:
     assert invert(third, torch.tensor([[almost_one]], dtype=torch.float64)).item() == 6
 
 
-def test_uniform_is_fixed_and_uniform() -> None:
-    assert uniform(0, 0) == uniform(0, 0)
+def test_uniform_is_uniform() -> None:
     assert len({uniform(seed, index) for seed in range(50) for index in range(50)}) == 2500
     numbers = torch.tensor([uniform(seed, index) for seed in (0, 1, 2**64 - 1) for index in range(4000)])
     assert numbers.min() >= 0
@@ -270,3 +271,23 @@ def test_logprobs_stand_at_their_rows() -> None:
 
 def _fields(chosen: SamplingParams, **changes: int) -> dict[str, float]:
     return {name: getattr(chosen, name) for name in SamplingParams.__slots__} | changes
+
+
+EOS = (5, 9)
+
+
+def test_nothing_that_ends_an_answer_is_drawn_before_its_least_length() -> None:
+    logits = random_logits(6)
+    logits[:, [5, 9, 11]] += 40.0
+    kinds = ({}, {"temperature": 0.0}, {"ignore_eos": True}, {"top_k": 3}, {"top_p": 0.5}, {"stop_token_ids": (11,)})
+    for index in range(5):
+        draws = [replace(draw(**({"temperature": 1.0, "min_tokens": 3} | kind)), index=index) for kind in kinds]
+        before = logits.clone()
+        found = sample(logits, draws, EOS).tolist()
+        assert torch.equal(logits, before), "log probabilities are the model's own"
+        if index >= 3:
+            assert {5, 9, 11} >= {*found}
+            continue
+        assert found[:5] == [11] * 5
+        assert found[5] not in {5, 9, 11}
+    assert sample(logits, [draw(min_tokens=0)] * 6, EOS).tolist() == sample(logits, [draw()] * 6).tolist()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.models.config import load_model_config
+from engine.config.model import load_model_config
 from engine.models.parameters import allocate_parameters
 from engine.models.shapes import shape_config, shape_names, write_shape
 from engine.weights.random_weights import fill_randomly, random_revision

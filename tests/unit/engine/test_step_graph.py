@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from engine.step_buffer import StepSizes
 from engine.step_graph import empty_step
 from engine.step_packer import StepLimits, StepPacker
-from engine.step_sections import StepSizes
 
 LIMITS = StepLimits(vocab_size=50, max_context=64, pages=9, page_tokens=4)
 

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Draw, StepBatch, StepRow
+from engine.batch import FROM_HOST, Draw, RowColumns, StepBatch, StepRow, TokenRows
 from engine.draws import Draws
+from engine.step_buffer import StepSizes
 from engine.step_packer import PackedStep, StepLimits, StepPacker, unpack, view_step
-from engine.step_sections import StepSizes
-from engine.token_rows import FROM_HOST, RowColumns, TokenRows
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

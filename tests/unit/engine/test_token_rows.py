@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from engine.batch import Draw, History, StepBatch, StepRow
+from engine.batch import Draw, History, StepBatch, StepRow, TokenRows
 from engine.draws import Draws
-from engine.token_rows import TokenRows
 from wire.messages import SamplingParams
 
 PLAIN = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

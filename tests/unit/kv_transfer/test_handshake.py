@@ -24,7 +24,7 @@ def test_equal_sides_pass_whatever_their_pools_and_the_order_of_facts() -> None:
     check_compatible(handshake("prefill-0"), theirs)
 
 
-@pytest.mark.parametrize("field", ["layers", "kv_heads", "first_head", "page_tokens", "head_dim", "item_bytes"])
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "page_tokens", "head_dim", "item_bytes"])
 def test_each_layout_fact_is_compared(field: str) -> None:
     theirs = handshake("decode-0", layout=replace(LAYOUT, **{field: getattr(LAYOUT, field) + 1}))
     with pytest.raises(FailedPrecondition) as caught:
@@ -45,8 +45,8 @@ def test_a_refusal_names_every_difference_and_what_is_absent() -> None:
 
 
 def test_the_version_is_compared_before_anything_else() -> None:
-    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=7)
-    with pytest.raises(FailedPrecondition, match="version 5, the other side 7"):
+    theirs = replace(handshake("decode-0", {"model": "b"}), protocol_version=8)
+    with pytest.raises(FailedPrecondition, match="version 7, the other side 8"):
         check_compatible(handshake("prefill-0"), theirs)
 
 

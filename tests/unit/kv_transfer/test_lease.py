@@ -272,6 +272,24 @@ def test_a_writer_that_is_seen_to_be_dead_has_no_permission_to_wait_for(desk: De
     assert change.action is PageAction.FREE
 
 
+def test_a_sign_of_life_amid_the_grace_begins_it_anew(desk: Desk) -> None:
+    """Whatever it began while it lived may land for a whole grace after its death."""
+    desk.advertise()
+    desk.seen[WRITER] = False
+    desk.table.peer_gone(WRITER)
+    desk.pass_by(GRACE - 0.1)
+    assert desk.table.expire() == ()
+    desk.seen[WRITER] = True
+    assert desk.table.expire() == ()
+    desk.pass_by(10 * GRACE)
+    desk.seen[WRITER] = False
+    assert desk.table.expire() == ()
+    desk.pass_by(GRACE - 0.1)
+    assert desk.table.expire() == ()
+    desk.pass_by(0.1)
+    assert [change.action for change in desk.table.expire()] == [PageAction.FREE]
+
+
 def test_each_writer_is_looked_at_once_a_round() -> None:
     looks: list[PeerRef] = []
 

@@ -1,12 +1,14 @@
 """A NIXL that does not open: its worker says so in words and leaves no thread."""
 
 import threading
+import time
+from collections.abc import Callable
 
 import pytest
 
 from kv_transfer import nixl_transport
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_transport import LISTEN_S, REST_S, NixlTransport
 from wire.errors import TransferFailed
 from wire.messages import PeerRef
 
@@ -16,7 +18,7 @@ LAYOUT = KVLayout(4096, 8, 1, 1, 1, 2, 4, "float32")
 def test_one_that_takes_too_long_is_a_failure_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, threads = threading.Event(), threading.active_count()
 
-    def hang(*_: object) -> None:
+    def hang(*_: object, **_settings: object) -> None:
         go_on.wait(60)
         raise TransferFailed("too late")
 
@@ -29,3 +31,43 @@ def test_one_that_takes_too_long_is_a_failure_in_words(monkeypatch: pytest.Monke
         if thread.name == "nixl":
             thread.join(60)
     assert threading.active_count() == threads
+
+
+def test_an_error_of_every_step_is_met_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    enough = threading.Event()
+
+    class Failing:
+        """An agent and a mover whose every step fails, but for those that they are told to pass."""
+
+        def __getattr__(self, _: str) -> Callable[..., object]:
+            return lambda *_: self
+
+        def poll(self) -> None:
+            if len(pauses) != 15:
+                raise RuntimeError("the device is lost")
+            pauses.append(0.0)
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) > 20:
+                enough.set()
+
+    failing = Failing()
+    failing.__dict__.update(notice_due=True, reached=[], unfinished=False, handles=[])
+    failing.__dict__.update(notices=lambda: [])
+    monkeypatch.setattr(nixl_transport, "time", Clock)
+    monkeypatch.setattr(nixl_transport, "PoolAgent", lambda *_, **_settings: failing)
+    monkeypatch.setattr(nixl_transport, "Links", lambda *_: failing)
+    monkeypatch.setattr(nixl_transport, "Writes", lambda *_: failing)
+    transport = NixlTransport(LAYOUT, PeerRef("w", 1), lambda _: None)
+    assert enough.wait(60)
+    transport.close()
+    doubled = [LISTEN_S * 2**each for each in range(15)]
+    assert pauses[:15] == [min(each, REST_S) for each in doubled]
+    assert pauses[14] == REST_S
+    assert pauses[16] == LISTEN_S

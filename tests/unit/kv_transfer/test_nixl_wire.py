@@ -1,6 +1,5 @@
 import pytest
 
-from kv_transfer.base import Direction
 from kv_transfer.nixl_wire import find_wire
 
 
@@ -52,5 +51,3 @@ def test_the_newest_table_wins() -> None:
 def test_reads_have_tables_of_their_own() -> None:
     log = CMA + table("prefill-0/1", GET, "| 0..inf | software emulation | tcp/lo |")
     assert find_wire(log, "prefill-0/1", 1) == "cma"
-    assert find_wire(log, "prefill-0/1", 1, direction=Direction.READ) == "tcp"
-    assert find_wire(CMA, "prefill-0/1", 1, direction=Direction.READ) is None

@@ -12,7 +12,7 @@ from kv_transfer import nixl_moves, nixl_writes, pace
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
 from kv_transfer.nixl_agent import Connection, TransferState
-from kv_transfer.nixl_mover import Flight
+from kv_transfer.nixl_flight import Flight
 from kv_transfer.nixl_peers import Links
 from kv_transfer.nixl_writes import Writes
 from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
@@ -31,6 +31,9 @@ class Agent:
         self.calls: list[str] = []
         self.states: dict[int, TransferState] = {}
         self.unreachable = False
+
+    def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
+        return False
 
     def connect(self, peer: PeerDescription) -> Connection:
         if self.unreachable:

@@ -4,17 +4,15 @@ import logging
 
 import pytest
 
-from kv_transfer.base import Direction
 from kv_transfer.layout import KVLayout
-from kv_transfer.wires import Wires, fragile_wire, host_id, slow_wire
-from tests.unit.kv_transfer.test_nixl_wire import GET, PUT, table
+from kv_transfer.wires import Wires, host_id, slow_wire
+from tests.unit.kv_transfer.test_nixl_wire import PUT, table
 from wire.messages import PeerDescription, PeerRef
 
 LAYOUT = KVLayout(0, 8, 2, 2, 16, 64, 4, "float32")
 HERE = "the host of this worker"
 CMA = table("prefill-0/1", PUT, "| 0..inf | zero-copy | cma/memory |")
 TCP_HERE = table("prefill-0/1", PUT, "| 0..inf | zero-copy | tcp/lo |")
-PUT_TCP = table("decode-0/1", PUT, "| 0..inf | zero-copy | tcp/lo |")
 TCP_AWAY = TCP_HERE.replace("intra-node", "inter-node")
 RDMA_AWAY = TCP_AWAY.replace("tcp/lo", "rc_mlx5/mlx5_0:1")
 
@@ -29,15 +27,15 @@ def wires() -> Wires:
 
 def test_each_peer_is_logged_once_with_its_wire(caplog: pytest.LogCaptureFixture) -> None:
     known = wires()
-    assert (known.name, known.warnings) == ("UCX write", ())
+    assert (known.name, known.warnings) == ("UCX", ())
     with caplog.at_level(logging.INFO):
         known.learn(peer("decode-0"), CMA, {})
         known.learn(peer("decode-1"), CMA, {})
     assert [record.message for record in caplog.records] == [
-        "KV pages go to decode-0 by UCX write (cma)",
-        "KV pages go to decode-1 by UCX write (cma)",
+        "KV pages go to decode-0 by UCX (cma)",
+        "KV pages go to decode-1 by UCX (cma)",
     ]
-    assert (known.name, known.warnings) == ("UCX write (cma)", ())
+    assert (known.name, known.warnings) == ("UCX (cma)", ())
 
 
 @pytest.mark.parametrize("ucx_log", [CMA + TCP_AWAY, TCP_AWAY + CMA])
@@ -45,12 +43,12 @@ def test_peers_on_this_host_and_on_others_have_tables_of_their_own(ucx_log: str)
     known = wires()
     known.learn(peer("decode-1", "another host"), ucx_log, {})
     known.learn(peer("decode-0"), ucx_log, {})
-    assert known.name == "UCX write (cma to decode-0, tcp to decode-1)"
-    assert known.kinds == "UCX write (cma, tcp)"
+    assert known.name == "UCX (cma to decode-0, tcp to decode-1)"
+    assert known.kinds == "UCX (cma, tcp)"
     assert known.warnings == ()
     known.forget(PeerRef("decode-1", 1))
-    assert known.name == "UCX write (cma)"
-    assert known.kinds == "UCX write (cma)"
+    assert known.name == "UCX (cma)"
+    assert known.kinds == "UCX (cma)"
     known.forget(PeerRef("decode-1", 1))
 
 
@@ -62,20 +60,20 @@ def test_what_metrics_say_stays_the_same_as_peers_come_and_go() -> None:
         known.learn(peer(f"decode-{number}", "another host"), CMA + TCP_AWAY, {})
         seen.add(known.kinds)
         known.forget(PeerRef(f"decode-{number - 2}", 1))
-    assert seen == {"UCX write (cma, tcp)", "UCX write (tcp)"}
+    assert seen == {"UCX (cma, tcp)", "UCX (tcp)"}
 
 
 def test_a_process_that_writes_to_itself_is_on_this_host() -> None:
     known = wires()
     known.learn(peer("decode-0"), CMA.replace("intra-node", "self") + TCP_AWAY, {})
-    assert known.name == "UCX write (cma)"
+    assert known.name == "UCX (cma)"
 
 
 def test_hosts_that_ucx_judges_otherwise_still_have_a_wire() -> None:
     """Two network namespaces of one machine."""
     known = wires()
     known.learn(peer("decode-0"), TCP_AWAY, {})
-    assert known.name == "UCX write (tcp)"
+    assert known.name == "UCX (tcp)"
 
 
 def test_tcp_on_one_host_is_a_loud_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -135,32 +133,16 @@ def test_pages_on_either_s_gpu_count() -> None:
 def test_a_peer_that_does_not_say_where_it_lives_is_not_judged_by_it() -> None:
     known = wires()
     known.learn(peer("decode-0", ""), TCP_HERE, {})
-    assert (known.name, known.warnings) == ("UCX write (tcp)", ())
+    assert (known.name, known.warnings) == ("UCX (tcp)", ())
 
 
 def test_an_unknown_wire_is_not_guessed(caplog: pytest.LogCaptureFixture) -> None:
     known = wires()
     with caplog.at_level(logging.INFO):
         known.learn(peer("decode-0"), "", {})
-    assert known.name == "UCX write"
+    assert known.name == "UCX"
     assert "UCX does not say which wire" in caplog.text
 
 
 def test_a_host_is_the_same_each_time() -> None:
     assert host_id() == host_id() != ""
-
-
-def test_a_reader_names_where_pages_come_from_and_that_tcp_is_fragile(caplog: pytest.LogCaptureFixture) -> None:
-    known = Wires("UCX", "decode-0/1", LAYOUT, HERE, Direction.READ)
-    assert known.name == "UCX read"
-    cma, tcp = (table("decode-0/1", GET, f"| 0..inf | x | {wire} |") for wire in ("cma/memory", "tcp/lo"))
-    with caplog.at_level(logging.INFO):
-        known.learn(peer("prefill-0"), PUT_TCP + cma, {})
-        assert (known.name, known.warnings) == ("UCX read (cma)", ())
-        known.learn(peer("prefill-1", "another host"), PUT_TCP + cma + tcp.replace("intra", "inter"), {})
-    assert "KV pages come from prefill-0 by UCX read (cma)" in caplog.text
-    assert known.name == "UCX read (cma from prefill-0, tcp from prefill-1)"
-    (warning,) = known.warnings
-    assert "come from prefill-1 over TCP" in warning
-    assert "--kv-direction write" in warning
-    assert fragile_wire("tcp", "go to decode-0", Direction.WRITE) == ""

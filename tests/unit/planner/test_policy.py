@@ -80,6 +80,40 @@ def test_one_window_is_not_enough() -> None:
     assert changes(follow([ANSWERS, PROMPTS] * 10, Limits(patience=3), Split(4, 4))) == []
 
 
+def acted(decisions: list[Decision]) -> list[tuple[int, Direction]]:
+    """The windows in which something was changed, and what."""
+    return [(number, each.change) for number, each in enumerate(decisions) if each.change is not Direction.NONE]
+
+
+def test_a_young_change_is_undone_only_when_that_is_wanted_for_longer() -> None:
+    """Longer than another change has to be wanted, and longer than the rest behind the last one."""
+    loads = [PROMPTS] * 2 + [ANSWERS] * 6
+    first = FLIPS.patience - 1, Direction.TO_PREFILL
+    young = acted(follow(loads, FLIPS, Split(4, 4)))
+    assert young == [first, (first[0] + FLIPS.patience_back, Direction.TO_DECODE)]
+    old = acted(follow(loads, replace(FLIPS, settled=1), Split(4, 4)))
+    assert old == [first, (first[0] + FLIPS.cooldown + 1, Direction.TO_DECODE)]
+
+
+LOW, HIGH, HIGHER = (20.0, 900.0, 450.0), (90.0, 900.0, 450.0), (180.0, 900.0, 450.0)
+
+
+def test_workers_that_were_just_taken_away_come_back_only_when_that_is_wanted_for_longer() -> None:
+    limits = replace(COUNTS, cooldown=0)
+    decisions = acted(follow([LOW] * limits.patience_down + [HIGH] * 6, limits, Split(8, 8)))
+    down = limits.patience_down - 1
+    assert decisions[:2] == [(down, Direction.DOWN), (down + limits.patience_back, Direction.UP)]
+
+
+def test_more_of_the_same_change_takes_no_longer_and_a_removal_no_less_for_being_an_undoing() -> None:
+    limits = replace(COUNTS, cooldown=0)
+    up = limits.patience - 1
+    more = acted(follow([HIGH] * 2 + [HIGHER] * 3, limits, Split(4, 4)))
+    assert more[:2] == [(up, Direction.UP), (up + limits.patience, Direction.UP)]
+    less = acted(follow([HIGH] * 2 + [LOW] * 9, limits, Split(4, 4)))
+    assert less[:2] == [(up, Direction.UP), (up + limits.patience_down, Direction.DOWN)]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_changes_nothing_once_the_split_is_right(seed: int) -> None:
     """Loads and lengths of each window within a quarter of the mean: at most one step on the way there."""

@@ -9,8 +9,8 @@ import pytest
 from planner.demand import Promise
 from planner.reading import fitted, observe
 from router.config import RouterConfig
-from router.metrics import RouterMetrics
 from router.refusal import Refusal, Refused
+from router.requests.metrics import RouterMetrics
 from telemetry import families as f
 from telemetry.board import Board
 from telemetry.exposition import Exposition, merge

@@ -1,7 +1,6 @@
 """Which prompts the prefill half computes next, in which pieces."""
 
 import asyncio
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +10,7 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
-from prefill_worker.line import Waiting
+from prefill_worker.queue import WaitingPrompts
 from prefill_worker.request import PrefillRequest
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, StaleEpoch
@@ -91,14 +90,13 @@ class House:
         *,
         lease: Lease | None = None,
         salt: str | None = None,
-        first_gap_s: float = math.inf,
     ) -> None:
         """Under a salt of its own by default: then no request of another name has anything it could use."""
         there = Destination(ME, "", lease) if lease else None
         prompt = tuple(range(3, 3 + tokens))
         ref, sampling = RequestRef(name, attempt), SamplingParams(max_tokens)
         salt = name if salt is None else salt
-        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=salt, first_gap_s=first_gap_s))
+        self.half.submit(PrefillTask("r", ref, prompt, sampling, there, cache_salt=salt))
 
     def step(self, budget: int) -> list[StepRow]:
         rows = self.half.schedule(budget)
@@ -151,7 +149,7 @@ async def test_the_head_of_the_line_waits_for_pages_and_nobody_overtakes() -> No
     assert house.step(100) == []
     assert house.half.waiting_requests() == 2
     assert house.half.waiting_tokens() == 22
-    assert house.half.waiting() == Waiting(2, 22, 0)
+    assert house.half.waiting() == WaitingPrompts(2, 22, 0)
     house.half.forget(house.requests["first"])
     assert pieces(house.step(100)) == [(0, 20), (0, 2)]
     for name in ("large", "small"):
@@ -185,7 +183,7 @@ async def test_a_withdrawn_request_is_released_only_after_its_step() -> None:
     house.half.withdraw(house.requests["a"])
     assert not house.requests["a"].progress.released
     assert house.half.apply([7] * len(rows)) == []
-    house.half.announce()
+    house.half.deliver_updates()
     await asyncio.sleep(0)
     assert house.requests["a"].progress.released
     assert house.requests["a"].progress.first_token_id is None
@@ -284,19 +282,3 @@ async def test_a_local_lease_that_is_over_fails_its_request_alone() -> None:
     await asyncio.sleep(0)
     assert isinstance(house.requests["lost"].progress.failure, StaleEpoch)
     assert house.requests["lost"].progress.released
-
-
-async def test_what_local_prompts_bear_that_end_in_a_step() -> None:
-    """Until the second token: what comes behind it on another worker is that one's to keep."""
-    house = House()
-    lease = Lease("local", 1, 1)
-    house.local.pages[lease] = list(range(5))
-    for name, there, bears_s in (("local", lease, 0.06), ("away", None, math.inf)):
-        house.submit(name, 20, lease=there, first_gap_s=0.06)
-        assert len(house.step(15)) == 1
-        assert house.half.schedule(15)
-        assert house.half.first_gap_s == bears_s
-        house.half.apply([7])
-    house.submit("more", 20, first_gap_s=0.06)
-    assert house.half.schedule(15)
-    assert house.half.first_gap_s == math.inf, "it goes on"

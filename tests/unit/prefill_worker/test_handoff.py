@@ -11,13 +11,13 @@ import pytest
 from engine.cache.prefix_cache import Prefix
 from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.behind import hold
-from prefill_worker import handoff, permission, renewals
-from prefill_worker.destination import Allotment, DecodePeers, Renewal
+from prefill_worker import handoff, write_window
+from prefill_worker.decode_peers import Allotment, DecodePeers, Renewal
 from prefill_worker.handoff import Handoff
+from prefill_worker.page_writes import WritingTime
 from prefill_worker.progress import Progress
-from prefill_worker.renewals import Renewals
 from prefill_worker.request import PrefillRequest
-from prefill_worker.writing import WritingTime
+from prefill_worker.write_window import WindowRenewals
 from tests.fake_engine import PAGE_TOKENS
 from wire.errors import DeadlineExceeded, StaleEpoch, TandemError, TransferFailed, Unavailable
 from wire.messages import (
@@ -67,7 +67,7 @@ class Scene(Sender, DecodePeers):
             sender=self,
             backend="fake",
             peers=self,
-            renewals=Renewals(self),
+            renewals=WindowRenewals(self),
             local=None,  # type: ignore[arg-type]
             emit=self.events.append,
             deadline_s=1.0,
@@ -366,6 +366,26 @@ async def test_a_lease_is_given_back_until_it_is_heard_and_the_pages_do_not_wait
     assert not scene.refuse_release
 
 
+async def test_the_wait_to_give_a_lease_back_doubles_up_to_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode worker that is back after minutes must hear of it soon: its pages are in quarantine until then."""
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        if seconds:
+            waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(handoff, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": note}))
+    scene = Scene()
+    scene.refuse_release = [Unavailable("away")] * 9
+    scene.handoff.abort()
+    scene.request.progress.release()
+    await asyncio.wait_for(scene.handoff.ended, 60.0)
+    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+    assert scene.diary[-1] == "release"
+
+
 async def test_a_lease_that_is_over_is_not_given_back_again() -> None:
     scene = Scene()
     scene.refuse_release = [StaleEpoch("over")]
@@ -411,8 +431,7 @@ class Hands:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         clock = SimpleNamespace(monotonic=lambda: self.now)
-        patch.setattr(permission, "time", clock)
-        patch.setattr(renewals, "time", clock)
+        patch.setattr(write_window, "time", clock)
 
 
 async def test_a_permission_that_ended_meanwhile_is_asked_for_before_the_next_write(

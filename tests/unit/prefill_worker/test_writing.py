@@ -2,7 +2,7 @@
 
 from threading import Thread
 
-from prefill_worker.writing import WritingTime
+from prefill_worker.page_writes import WritingTime
 
 
 def test_several_at_once_count_for_each_of_them() -> None:

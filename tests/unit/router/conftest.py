@@ -10,10 +10,10 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from router.api.listeners import RouterEndpoints
 from router.config import RouterConfig
-from router.doors import RouterEndpoints
 from router.server import RouterServer
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE, FakeController, FakeWorker, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import PeerRef, Role, WorkerInfo
@@ -84,9 +84,9 @@ class Cluster:
         await until(lambda: not dispatcher._live and not dispatcher._walks, "the router forgot every request")
         await until(lambda: all(w.idle for w in self.workers), "the workers forgot every request")
         for link in dispatcher.pool.links:
-            assert link.books.idle
+            assert link.state.idle
             assert len(link.leases) == 0
-            assert not link.books.slo_loads
+            assert not link.state.gap_targets
         assert not dispatcher._live._by_client_id
         assert dispatcher.waiting == 0
 

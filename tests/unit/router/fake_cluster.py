@@ -36,7 +36,7 @@ from wire.messages import (
     WorkerLoad,
 )
 from wire.prefixes import PrefixChanges, PrefixList, PrefixRun
-from wire.rpc import open_server
+from wire.rpc import listen, open_server
 from wire.timeline import Edge, EdgeStamp, TransferStats
 
 EOS = 2
@@ -76,10 +76,10 @@ class Switches:
     """Refuse Prefill with this."""
     fail_transfers: int = 0
     """Let so many transfers fail after the first token went out."""
-    misfits: frozenset[str] = frozenset()
+    incompatible: frozenset[str] = frozenset()
     """Be refused by these decode workers when a prompt's KV is to go there."""
     silent_prefill: bool = False
-    """Accept prompts and never answer."""
+    """Accept prompts and never answer; each is held until it is aborted."""
     stop_at: int | None = None
     """End with an end-of-sequence token at this index."""
     step_s: float = 0.0
@@ -141,9 +141,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.listed = 0
 
     async def start(self) -> "FakeWorker":
-        self.server = open_server(tokens=frozenset({self.token} if self.token else ()))
+        self.server = open_server()
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{listen(self.server, '127.0.0.1:0', self.token)}"
         await self.server.start()
         return self
 
@@ -153,6 +153,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         await self.server.stop(0)
+
+    def forget(self) -> None:
+        """Let go of every lease and request, as a worker does that has ended them."""
+        self.leases.clear()
+        for task in self.tasks.values():
+            task.cancel()
 
     @property
     def info(self) -> WorkerInfo:
@@ -179,9 +185,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         finally:
             if self.streams.get(request.router_id) is queue:
                 del self.streams[request.router_id]
-            for task in self.tasks.values():
-                task.cancel()
-            self.leases.clear()
+            self.forget()
 
     async def ListPrefixes(self, _request: Any, _context: Any) -> Any:
         self.listed += 1
@@ -223,8 +227,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._check_open(Role.PREFILL)
         if self.switches.prefill_error is not None:
             raise self.switches.prefill_error
-        if not self.switches.silent_prefill:
-            self._start(task.ref, self._prefill(task))
+        self._start(task.ref, asyncio.Event().wait() if self.switches.silent_prefill else self._prefill(task))
         return worker_pb2.PrefillResponse()
 
     def _check_open(self, half: Role) -> None:
@@ -241,9 +244,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             lease = self.leases.get(ref.request_id)
             if lease is not None and lease.attempt <= ref.attempt:
                 del self.leases[ref.request_id]
-            work = self.tasks.get(ref.request_id)
-            if work is not None and int(work.get_name()) <= ref.attempt:
-                work.cancel()
+            for key, work in self.tasks.items():
+                if key.rstrip("'") == ref.request_id and int(work.get_name()) <= ref.attempt:
+                    work.cancel()
         return worker_pb2.AbortWorkResponse()
 
     async def Heartbeat(self, request: Any, _context: Any) -> worker_pb2.HeartbeatResponse:
@@ -271,7 +274,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             if destination is not None:
                 self.peers[destination.peer.worker_id].leases.pop(task.ref.request_id, None)
             return
-        if destination.peer.worker_id in self.switches.misfits:
+        if destination.peer.worker_id in self.switches.incompatible:
             words = f"transfer protocol: {destination.peer.worker_id} speaks another"
             detail = ErrorDetail("FAILED_PRECONDITION", words)
             self.send(task.router_id, RequestEvent(task.ref, finish_reason=FinishReason.ERROR, error=detail))
@@ -363,9 +366,9 @@ class FakeController(cluster_pb2_grpc.ClusterServicer):
         self.changed = asyncio.Condition()
 
     async def start(self) -> "FakeController":
-        self.server = open_server(tokens=frozenset({self.token} if self.token else ()))
+        self.server = open_server()
         cluster_pb2_grpc.add_ClusterServicer_to_server(self, self.server)
-        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{listen(self.server, '127.0.0.1:0', self.token)}"
         await self.server.start()
         return self
 
@@ -402,9 +405,9 @@ async def until(condition: Callable[[], bool], what: str, timeout_s: float = 60.
 
 @contextlib.asynccontextmanager
 async def channel_to(address: str, key: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    from wire.rpc import open_channel
+    from wire.rpc import open_client_channel
 
-    channel = open_channel(address, key)
+    channel = open_client_channel(address, key)
     try:
         yield channel
     finally:

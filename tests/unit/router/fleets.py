@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from costs.step_cost import StepCost
-from router.fleet import Fleet
-from router.placed_work import AnswerWork, PromptWork
-from router.placement import Need, Pair
+from router.placement.fleet import Fleet
+from router.placement.policy import Placement
+from router.placement.queued_request import QueuedRequest
+from router.placement.worker_state import AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
-from router.worker_books import WorkerBooks
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.messages import ModelFacts, PeerRef, Role, WorkerInfo, WorkerLoad
 
@@ -36,13 +36,13 @@ class TestFleet:
     __test__ = False
     clock: Clock = field(default_factory=Clock)
     fleet: Fleet = field(default_factory=Fleet)
-    workers: dict[str, WorkerBooks] = field(default_factory=dict)
+    workers: dict[str, WorkerState] = field(default_factory=dict)
 
-    def add(self, name: str, role: Role, cost: CostParameters = H200, **facts: Any) -> WorkerBooks:
+    def add(self, name: str, role: Role, cost: CostParameters = H200, **facts: Any) -> WorkerState:
         """A live worker: 64 pages of 16 tokens, steps of 512 tokens, batches of 4, unless `facts` say otherwise."""
         info = WorkerInfo(PeerRef(name, 1), role, "", MODEL, 64, 16, 4, 512, "cpu", "in-memory")
-        worker = WorkerBooks(replace(info, **facts), self.clock)
-        worker.learn(StepCost(cost))
+        worker = WorkerState(replace(info, **facts), self.clock)
+        worker.learn_cost(StepCost(cost))
         self.fleet.join(worker)
         self.fleet.set_live(worker, live=True)
         self.workers[name] = worker
@@ -55,7 +55,7 @@ class TestFleet:
     def prompt(self, name: str, tokens: int) -> None:
         """Somebody's prompt waits there."""
         worker = self.workers[name]
-        worker.book_prefill(f"prompt-{len(worker.request_ids)}", PromptWork(tokens))
+        worker.add_prompt(f"prompt-{len(worker.request_ids)}", PromptWork(tokens))
 
     def answers(
         self,
@@ -65,24 +65,25 @@ class TestFleet:
         pages: int = 4,
         context: int = 64,
         slo: SloClass = BEST_EFFORT,
-        spare: int = 0,
     ) -> None:
         """So many answers are decoded there."""
         worker = self.workers[name]
         for _ in range(count):
-            worker.book_decode(f"answer-{len(worker.request_ids)}", AnswerWork(pages, context, slo, spare))
+            worker.add_answer(f"answer-{len(worker.request_ids)}", AnswerWork(pages, context, slo))
 
 
 def load(prefill_tokens: int = 0, decode_requests: int = 0, pages_used: int = 0) -> WorkerLoad:
-    """A worker's word."""
+    """A load report."""
     return WorkerLoad(0, prefill_tokens, decode_requests, pages_used, 64, cost=UNMEASURED)
 
 
-def names(pair: Pair | None) -> tuple[str, str] | None:
-    """Who was chosen: prefill and decode worker."""
-    return None if pair is None else (pair.prefill.worker_id, pair.decode.worker_id if pair.decode else "")
+def names(placement: Placement | None) -> tuple[str, str] | None:
+    """The chosen prefill and decode worker."""
+    if placement is None:
+        return None
+    return placement.prefill.worker_id, placement.decode.worker_id if placement.decode else ""
 
 
-def need(prompt: int = 100, answer: int = 60, **more: Any) -> Need:
-    """A request of so many tokens."""
-    return Need(prompt, prompt + answer - 1, answer > 1, **more)
+def need(prompt: int = 100, answer: int = 60, **more: Any) -> QueuedRequest:
+    """A request of so many tokens, whose answer is expected to have 256 of them at most."""
+    return QueuedRequest("need", 0, 0.0, prompt, answer, **{"mean_tokens": min(256.0, answer), **more})

@@ -6,12 +6,12 @@ from functools import partial
 import grpc.aio
 import pytest
 
-from router.placement import Mode
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
 from wire.messages import Role
+from wire.mode import Mode
 
 PROMPT = [5, 6, 7, 8]
 RIGHT = [answer_token(PROMPT, index) for index in range(12)]
@@ -113,7 +113,7 @@ async def test_a_worker_that_drains_is_none_to_wait_for(
 async def test_the_mode_is_the_controllers(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
     workers = [await FakeWorker(f"both-{n}", Role.BOTH, token="secret").start() for n in range(2)]
     await cluster.members(*workers)
-    placement = cluster.router._dispatcher._placement
+    placement = cluster.router._dispatcher._policy
     for mode in (Mode.COLOCATED, Mode.DISAGGREGATED, Mode.ADAPTIVE, Mode.COLOCATED):
         cluster.controller.mode = mode.value
         await cluster.controller.set(*workers)
@@ -144,12 +144,12 @@ async def test_what_the_mode_leaves_no_worker_for_is_in_nobodys_way(
     await until(lambda: cluster.decode.reservations, "it has tried")
     cluster.controller.mode = Mode.COLOCATED.value
     await cluster.controller.set(*cluster.workers)
-    placement = cluster.router._dispatcher._placement
+    placement = cluster.router._dispatcher._policy
     await until(partial(_has_mode, placement, Mode.COLOCATED), "the router heard it")
     await until(lambda: cluster.router._dispatcher.waiting == 1, "it waits")
     assert await run(stub) == RIGHT
     assert not waiting.done()
-    with pytest.raises(grpc.aio.AioRpcError, match="KV cache of a decode worker, 32 tokens"):
+    with pytest.raises(grpc.aio.AioRpcError, match="maximum context length is 33 tokens"):
         await stub.Generate(large).read()
     cluster.decode.switches.refuse_reserve = 0
     cluster.controller.mode = Mode.DISAGGREGATED.value

@@ -9,8 +9,8 @@ import grpc
 import openai
 import pytest
 
+from router.observability.verdict import Outcome
 from router.slo import BEST_EFFORT
-from router.verdict import Outcome
 from telemetry import families as f
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until

@@ -1,6 +1,6 @@
 import pytest
 
-from router.chunk_budget import ChunkBudget
+from router.requests.chunk_budget import ChunkBudget
 
 
 def test_what_is_within_the_budget_never_waits() -> None:

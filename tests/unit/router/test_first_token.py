@@ -1,4 +1,4 @@
-"""A first token that would be alone for longer than its class bears goes with the second."""
+"""The first token of an answer without spare gaps is held for the second."""
 
 import asyncio
 import math
@@ -9,88 +9,55 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from router.first_token import gap_s, held_until_s, hold_s
-from router.placed_work import AnswerWork, PromptWork
-from router.placement import Forecast
-from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass
-from router.step_forecast import AnswerForecast, AskedAnswer
+from router.requests.first_token import hold_s
+from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
-from tests.unit.router.fleets import TestFleet
 from tests.unit.router.test_generate import Client, ask, expected
 from wire.cost_parameters import UNMEASURED
 from wire.ending import failure_event
 from wire.errors import Internal
-from wire.messages import Duty, RequestEvent, Role
-from wire.policy_name import PolicyName
+from wire.messages import RequestEvent, Role
 
+SHORT = 40
+"""Tokens of an answer with no gap to spare."""
 STRICT = SloClass("strict", ttft_s=2.0, itl_steps=2.0)
 PATIENT = SloClass("patient", ttft_s=1e6, itl_steps=2.0)
 """Whose first token may come whenever it does."""
-LATE = SloClass("late", ttft_s=10.0, itl_s=9.0)
-"""Whose first token has no time to wait for the second."""
+SOON = SloClass("soon", ttft_s=0.5, itl_steps=2.0, overload=Overload.DEGRADE)
+"""Whose first token is held for half a second at most."""
+ANY = SloClass("any", itl_steps=2.0)
+"""Whose first token has no target."""
 COUNT = 6
 
 
-def test_it_waits_where_the_first_gap_is_longer_than_a_gap_may_be() -> None:
-    assert hold_s(STRICT, 0.010, 0.015, 0.1) == pytest.approx(0.120)
-    assert hold_s(STRICT, 0.015, 0.015, 0.1) == 0.0
-    assert hold_s(replace(STRICT, worst_gap_s=0.012), 0.020, 0.015, 0.1) == pytest.approx(0.120)
+def test_without_spare_gaps_it_is_held_until_shortly_before_its_target() -> None:
+    assert hold_s(STRICT, 0.1, SHORT) == pytest.approx(0.95 * 2.0 - 0.1)
+    assert hold_s(STRICT, 1.8, SHORT) == pytest.approx(0.1)
+    assert hold_s(STRICT, 1.9, SHORT) == 0.0, "the rest is for its delivery"
+    assert hold_s(STRICT, 5.0, SHORT) == 0.0
 
 
-def test_it_waits_no_longer_than_there_is_time() -> None:
-    assert hold_s(STRICT, 0.010, 0.015, 1.85) == pytest.approx(0.050), "until a tenth of a second before its target"
-    assert hold_s(STRICT, 0.010, 0.015, 1.88) == 0.0, "less than twice the gap"
-    quick = SloClass("quick", ttft_s=0.3, itl_s=0.010)
-    assert hold_s(quick, 0.010, 0.015, 0.2) == pytest.approx(0.040), "or a fifth of it"
+def test_an_answer_with_a_spare_gap_is_not_held() -> None:
+    """Of 200 gaps two may be too long; the client has the first token as soon as it is there."""
+    assert hold_s(STRICT, 0.1, 100) > 0.0
+    assert hold_s(STRICT, 0.1, 101) == 0.0
+    assert hold_s(replace(STRICT, itl_percent=99.9), 0.1, 101) > 0.0
 
 
-def test_the_first_gap_is_three_steps_with_a_handover_and_two_without() -> None:
-    """As long as they are now; where the worker keeps them short, no longer than that."""
-    worker = TestFleet().add("w", Role.BOTH, duty=Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), max_step_tokens=2048)
-    forecast = Forecast(0.1, 0.1, 0.005, 0, 100, 1, 0.005, 0.0)
-    assert gap_s(forecast, worker, local=True) == pytest.approx(0.010)
-    assert gap_s(forecast, worker, local=False) == pytest.approx(0.015)
-    worker.book_prefill("another", PromptWork(1000))
-    busy_s = worker.queue[2]
-    assert busy_s > 0.015
-    assert gap_s(forecast, worker, local=True) == 2 * busy_s
-    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 0.025
-    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=False) == 3 * busy_s
-    assert gap_s(forecast._replace(first_gap_s=0.009), worker, local=True) == 2 * busy_s, "decoding alone breaks it"
-    worker.change(replace(worker.info, duty=Duty(Role.BOTH)))
-    shared_s = worker.queue[2]
-    assert gap_s(forecast._replace(first_gap_s=0.025), worker, local=True) == 2 * shared_s > 0.025, "nobody keeps it"
+def test_without_a_target_for_the_first_token_it_is_held_until_the_second_comes() -> None:
+    assert hold_s(replace(STRICT, ttft_s=math.inf), 100.0, SHORT) == math.inf
 
 
-def test_what_comes_soon_enough_to_be_held_is_held() -> None:
-    """Placement counts on it, and the worker is told nothing: with steps as long as the target, at most."""
-    until_s = held_until_s(STRICT, 0.010, 0.3)
-    assert hold_s(STRICT, 0.010, 2 * 0.010, 0.3 + until_s - 1e-6) > 0.0
-
-
-@pytest.mark.parametrize("policy", [PolicyName.DECODE_PRIORITY, PolicyName.UNCHUNKED])
-def test_placement_counts_on_no_more_than_is_held(policy: PolicyName) -> None:
-    """Where nothing keeps steps within a target, they take what waiting prompts make of them: here 45 ms."""
-    worker = TestFleet().add("w", Role.BOTH, duty=Duty(Role.BOTH, policy), max_step_tokens=2048)
-    slo = SloClass("balanced", ttft_s=1.0, itl_s=0.025)
-    worker.book_decode("another", AnswerWork(4, 64, slo, 0))
-    worker.book_prefill("another's", PromptWork(2047))
-    answer = AnswerForecast(worker, 0, AskedAnswer(1000, 40.0, slo, 0, waited_s=0.1))
-    forecast = Forecast(0.1, 0.1, answer.step_s, 0, 100, 1, 0.005, 0.0)
-    expected_s = gap_s(forecast, worker, local=True)
-    assert expected_s > slo.itl_s
-    assert hold_s(slo, slo.itl_s, expected_s, 0.1 + answer.held_until_s - 1e-6) > 0.0
-
-
-def test_it_waits_for_nobody_who_was_promised_nothing_between_tokens() -> None:
-    assert hold_s(BEST_EFFORT, math.inf, 0.005, 0.0) == 0.0
-    assert hold_s(SloClass("soon", ttft_s=2.0), math.inf, 0.005, 0.0) == 0.0
+def test_nothing_is_held_where_nothing_was_promised_between_tokens() -> None:
+    assert hold_s(BEST_EFFORT, 0.0, SHORT) == 0.0
+    assert hold_s(SloClass("soon", ttft_s=2.0), 0.0, SHORT) == 0.0
+    assert hold_s(SloClass("worst", ttft_s=2.0, worst_gap_s=0.1), 0.0, SHORT) > 0.0, "a worst gap is a promise"
 
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT, LATE)}
+    return {"slo_classes": (*DEFAULT_CLASSES, PATIENT, SOON, ANY)}
 
 
 @pytest.fixture
@@ -105,7 +72,7 @@ async def steps_take(cluster: Cluster, seconds: float) -> None:
         worker.cost = replace(UNMEASURED, base_s=seconds, observed=1)
         worker.cache([])
     links = cluster.router._dispatcher.pool.links
-    await until(lambda: all(link.books.cost.parameters.observed for link in links), "the router heard it")
+    await until(lambda: all(link.state.cost.parameters.observed for link in links), "the router heard it")
 
 
 async def pieces(client: Client, count: int, slo_class: str, heard: asyncio.Queue[list[int]]) -> list[int]:
@@ -154,7 +121,7 @@ async def test_with_the_second_it_waits_for_no_third(cluster: Cluster, client: C
 
 @pytest.mark.parametrize(
     ("step_s", "slo_class"),
-    [(0.001, "patient"), (100.0, "best_effort")],
+    [(0.001, "soon"), (100.0, "best_effort")],
     ids=["the second does not come in time", "nothing was promised between tokens"],
 )
 async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, slo_class: str) -> None:
@@ -168,13 +135,29 @@ async def test_it_goes_alone(cluster: Cluster, client: Client, step_s: float, sl
     assert await answer == expected(COUNT)
 
 
-@pytest.mark.parametrize(("slo_class", "bears_s"), [("late", LATE.itl_s), ("patient", math.inf)])
-async def test_who_computes_the_prompt_hears_what_the_first_gap_may_be(
-    cluster: Cluster, client: Client, slo_class: str, bears_s: float
-) -> None:
-    await steps_take(cluster, 0.001)
-    assert await pieces(client, COUNT, slo_class, asyncio.Queue()) == expected(COUNT)
-    assert [task.first_gap_s for task in cluster.prefill.prefills] == [bears_s]
+async def test_without_a_target_it_waits_for_the_second_alone(cluster: Cluster, client: Client) -> None:
+    """No timer ends that, nor could one: it would be set to infinity."""
+    loop = asyncio.get_running_loop()
+    delays: list[float] = []
+    later = loop.call_later
+
+    def noted(delay: float, *rest: Any, **more: Any) -> asyncio.TimerHandle:
+        delays.append(delay)
+        return later(delay, *rest, **more)
+
+    cluster.decode.switches.held_at = 1
+    heard: asyncio.Queue[list[int]] = asyncio.Queue()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            loop, "call_later", lambda delay, *rest, **more: delays.append(delay) or later(delay, *rest, **more)
+        )
+        answer = asyncio.create_task(pieces(client, COUNT, "any", heard))
+        await until(lambda: held(cluster) == 1, "the first token waits")
+        assert heard.empty()
+        cluster.decode.go.set()
+        assert await answer == expected(COUNT)
+    assert heard.get_nowait()[:2] == expected(2)
+    assert math.inf not in delays
 
 
 async def test_an_answer_of_one_token_waits_for_nothing(cluster: Cluster, client: Client) -> None:
@@ -233,12 +216,14 @@ async def test_tokens_and_the_failure_of_one_message_keep_their_order(cluster: C
     assert heard.get_nowait() == expected(1)
 
 
-async def test_a_client_that_leaves_meanwhile_leaves_nothing(cluster: Cluster, client: Client) -> None:
+@pytest.mark.parametrize("slo_class", ["patient", "any"])
+async def test_a_client_that_leaves_meanwhile_leaves_nothing(cluster: Cluster, client: Client, slo_class: str) -> None:
+    """Whether a timer would have ended it or none."""
     await steps_take(cluster, 0.5)
     cluster.decode.switches.held_at = 1
-    call = client.stub.Generate(ask(COUNT, slo_class="patient"))
+    call = client.stub.Generate(ask(COUNT, slo_class=slo_class))
     await until(lambda: held(cluster) == 1, "the first token waits")
     call.cancel()
-    await until(lambda: not held(cluster), "its time is over")
+    await until(lambda: not held(cluster), "it is forgotten")
     cluster.decode.go.set()
     await until(lambda: cluster.decode.idle, "the workers have let go")

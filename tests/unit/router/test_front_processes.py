@@ -16,10 +16,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.front.processes import FrontDoors, _spawn
 from router.server import RouterServer
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
+from wire.credentials import metrics_key_of
 from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.rpc import ERROR_CODE
@@ -116,7 +117,7 @@ async def test_errors_keep_their_status_words_and_code(
         broken = channel.unary_stream("/tandem.v1.Inference/Generate")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await broken(b"\xff").read()
-        assert caught.value.code() is grpc.StatusCode.INTERNAL
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (await client.run(ask(8)))[1] == expected(8)
 
 
@@ -293,7 +294,7 @@ async def test_operators_see_what_each_of_them_carries(
 async def figures(http: httpx.AsyncClient) -> dict[str, dict[str, float]]:
     """Of front processes, by metric and number."""
     found: dict[str, dict[str, float]] = {}
-    page = await http.get("/metrics", headers={"authorization": "Bearer secret"})
+    page = await http.get("/metrics", headers={"authorization": f"Bearer {metrics_key_of('secret')}"})
     for family in text_string_to_metric_families(page.text):
         for sample in family.samples:
             if "front" in sample.labels:

@@ -15,9 +15,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from router.request import RoutedRequest
+from router.requests.request import RoutedRequest
 from router.server import RouterServer, serve
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.clocks import jump
 from tests.unit.router.conftest import TEXT, Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_token, channel_to, until
@@ -41,6 +41,12 @@ def ask(max_tokens: int | None = 8, prompt: list[int] | None = None, **options: 
     return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT if prompt is None else prompt), options=pb.GenerationOptions(**options)
     )
+
+
+def chat(variables: str) -> pb.ChatRequest:
+    """One message, with `chat_template_kwargs`."""
+    turns = [pb.ChatMessage(role="user", content="Hi")]
+    return pb.ChatRequest(messages=turns, options=pb.GenerationOptions(max_tokens=2), chat_template_kwargs=variables)
 
 
 class Client:
@@ -162,8 +168,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("empty text", pb.GenerateRequest(text=""), "prompt"),
     ("NUL", pb.GenerateRequest(text="a\0b"), "prompt"),
     ("id out of range", ask(prompt=[1, 400]), "prompt"),
-    ("over the context", ask(None, prompt=[5] * 2048), "prompt"),
-    ("prompt and answer over the context", ask(2045), "max_tokens"),
     ("max_tokens 0", ask(0), "max_tokens"),
     ("max_tokens negative", ask(-3), "max_tokens"),
     ("temperature NaN", ask(temperature=float("nan")), "temperature"),
@@ -181,6 +185,12 @@ BAD: list[tuple[str, Any, str]] = [
     ("logprobs negative", ask(logprobs=-1), "logprobs"),
     ("logprobs over 20", ask(logprobs=21), "logprobs"),
     ("empty stop", ask(stop=[""]), "stop"),
+    ("min_tokens over max_tokens", ask(8, min_tokens=9), "min_tokens"),
+    ("min_tokens negative", ask(min_tokens=-1), "min_tokens"),
+    ("no JSON", chat("x"), "chat_template_kwargs"),
+    ("no object", chat("[1]"), "chat_template_kwargs"),
+    ("large", chat('{"x": "' + "y" * 16400 + '"}'), "chat_template_kwargs"),
+    ("the server's", chat('{"messages": []}'), "chat_template_kwargs.messages"),
     ("long stop", ask(stop=["x" * 257]), "stop"),
     ("many stops", ask(stop=["x"] * 17), "stop"),
     ("stop id", ask(stop_token_ids=[400]), "stop_token_ids"),
@@ -188,7 +198,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("request id", pb.GenerateRequest(request_id="with space", text="x"), "request_id"),
     ("no messages", pb.ChatRequest(), "messages"),
     ("bad role", pb.ChatRequest(messages=[pb.ChatMessage(role="king", content="x")]), "messages[0].role"),
-    ("10 MB", pb.GenerateRequest(text="x" * 10_000_000), "request"),
 ]
 
 
@@ -198,11 +207,27 @@ async def test_bad_input_names_field_and_next_request_works(cluster: Cluster, cl
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, what
         assert (error.details() or "").startswith(f"{field}: "), (what, error.details())
     error = await client.error(pb.GenerateRequest(model="other", text="x"))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "'fake'" in (error.details() or "")
     assert cluster.prefill.prefills == []
     _, ids, _ = await client.run(ask(4))
     assert ids == expected(4)
+
+
+async def test_a_least_length_goes_to_the_workers_and_holds_for_stop_strings(cluster: Cluster, client: Client) -> None:
+    whole, ids, _ = await client.run(ask(40))
+    stop = whole[8:10]
+    for least, include in ((0, False), (30, False), (40, True)):
+        asked = ask(40, stop=[stop], min_tokens=least, include_stop_str_in_output=include)
+        text, found, complete = await client.run(asked)
+        assert cluster.prefill.prefills[-1].sampling.min_tokens == least
+        assert len(found) >= max(least, 1)
+        assert found == ids[: len(found)]
+        assert whole.startswith(text)
+        if least == 40:
+            assert (text, complete.matched_stop) == (whole, "")
+    text, _, complete = await client.run(ask(40, stop=[stop], include_stop_str_in_output=True))
+    assert (text, complete.matched_stop) == (whole[: whole.index(stop) + 2], stop)
 
 
 async def test_context_is_the_limit_to_the_token(client: Client) -> None:
@@ -218,11 +243,12 @@ async def test_a_request_no_pool_can_hold_is_refused(cluster: Cluster, client: C
     await until(lambda: cluster.router._dispatcher.pool.model.decode_tokens_max == 64, "the small pool is known")  # type: ignore[union-attr]
     error = await client.error(ask(62))
     assert error.details() == (
-        "max_tokens: is 62, the limit behind a prompt of 4 tokens is 61 (KV cache of a decode worker, 64 tokens)"
+        "This model's maximum context length is 65 tokens. However, you requested 66 tokens (4 in the prompt, 62 in the"
+        " completion). Please reduce the length of the prompt or completion. The workers' KV cache holds no more of the"
+        " model's context of 2048."
     )
-    assert (await client.error(ask(None, prompt=[5] * 65))).details() == (
-        "prompt: is 65 tokens long, the limit is 64 (KV cache of the workers)"
-    )
+    error = await client.error(ask(None, prompt=[5] * 65))
+    assert "is 65 tokens. However, you requested 66 tokens (65 in the prompt, 1 " in str(error.details())
     _, ids, _ = await client.run(ask(61))
     assert len(ids) == 61
     _, ids, _ = await client.run(ask(1, prompt=[5] * 65))
@@ -230,9 +256,38 @@ async def test_a_request_no_pool_can_hold_is_refused(cluster: Cluster, client: C
     both = await FakeWorker("both-0", Role.BOTH, pages_total=4, token="secret").start()
     await cluster.members(both)
     error = await client.error(ask(30))
-    assert "KV cache of a decode worker, 32 tokens" in str(error.details()), "a half is for prompts"
+    assert "maximum context length is 33 tokens" in str(error.details()), "a half is for prompts"
     _, ids, _ = await client.run(ask(29))
     assert len(ids) == 29
+
+
+class TestUnnamedLimits:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"default_max_tokens": None}
+
+    async def test_an_answer_may_fill_the_context(self, cluster: Cluster, client: Client) -> None:
+        """It was cut at 512 tokens."""
+        _, ids, _ = await client.run(ask(None, prompt=[5] * 1000))
+        assert len(ids) == 1048
+        message = pb.ChatMessage(role="user", content="Hello")
+        _, ids, complete = await client.run(pb.ChatRequest(messages=[message]))
+        assert len(ids) == 2048 - complete.prompt_tokens
+
+    @pytest.mark.parametrize(("pages", "fits"), [((8, 7), 113), ((8, 5), 81), ((8, 3), 129)])
+    async def test_it_fits_at_all_workers_that_are_about_as_large(
+        self, cluster: Cluster, client: Client, pages: tuple[int, ...], fits: int
+    ) -> None:
+        """The largest alone served all requests without a limit."""
+        workers = [
+            await FakeWorker(f"decode-{n}", Role.DECODE, pages_total=each, token="secret").start()
+            for n, each in enumerate(pages, start=1)
+        ]
+        await cluster.members(cluster.prefill, *workers)
+        pool = cluster.router._dispatcher.pool
+        await until(lambda: pool.model and pool.model.decode_tokens_min == min(pages) * 16, "these are known")
+        _, ids, _ = await client.run(ask(None, prompt=[5] * 4))
+        assert len(ids) + 4 == fits
 
 
 async def test_transfer_failures_are_retried_without_repeat_or_gap(cluster: Cluster, client: Client) -> None:
@@ -263,12 +318,12 @@ async def test_pages_bind_late(cluster: Cluster, client: Client) -> None:
     assert len(tiny.reservations) == 5, "no Reserve was refused: the router knew there was no room"
 
 
-async def test_priority_goes_first(cluster: Cluster, client: Client) -> None:
+async def test_lower_priority_goes_first(cluster: Cluster, client: Client) -> None:
     tiny = await FakeWorker("decode-1", Role.DECODE, pages_total=2, token="secret").start()
     await cluster.members(cluster.prefill, tiny)
     tiny.switches.held_at = 1
     runs = []
-    for number, priority in enumerate((0, 0, 5)):
+    for number, priority in enumerate((0, 0, -5)):
         runs.append(asyncio.create_task(client.run(ask(20, prompt=[10 + number] * 4, priority=priority))))
         await until(lambda n=number: cluster.router._dispatcher._live.arrivals == n + 1, "it arrived")
     tiny.go.set()
@@ -403,7 +458,8 @@ async def test_a_failure_behind_the_last_token_fails_nothing(cluster: Cluster, c
     _, ids, complete = await running
     assert ids == expected(3)
     assert types_pb2.EDGE_REQUEUED not in [stamp.edge for stamp in complete.timeline.edges]
-    cluster.decode.leases.clear()
+    cluster.decode.forget()
+    cluster.prefill.forget()
 
 
 async def test_a_request_moves_at_most_twice(cluster: Cluster, client: Client) -> None:
@@ -622,7 +678,7 @@ async def test_hundreds_of_requests_cancelled_at_random_leave_nothing(cluster: C
     for _ in range(4):
         await asyncio.gather(*(one(number) for number in range(150)))
     await cluster.settled()
-    queue = cluster.router._dispatcher._binder._queue
+    queue = cluster.router._dispatcher._scheduler._queue
     assert (queue._lines, queue.backlog.before(float(2**40))) == ({}, (0.0, 0))
     # Text of ended answers may still be on its way; a count holds no request alive, as a list would.
     await until(lambda: _living(RoutedRequest) == 0, "every request is gone from memory")
@@ -763,7 +819,9 @@ async def test_ipv6_doors_open_at_the_address_they_name(cluster: Cluster) -> Non
 async def test_open_doors_without_a_key_are_warned_of(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     assert "no API key" not in caplog.text
     for keys in (("key",), ()):
-        router = RouterServer(replace(cluster.config, router_id="router-0", host="0.0.0.0", api_keys=keys))
+        router = RouterServer(
+            replace(cluster.config, router_id="router-0", host="0.0.0.0", api_keys=keys, insecure=not keys)
+        )
         await router.start()
         await router.stop(0.0)
         assert ("no API key" in caplog.text) is (not keys)

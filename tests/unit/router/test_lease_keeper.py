@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from router.fleet import Fleet
-from router.lease_keeper import LeaseKeeper
-from router.worker_link import WorkerLink
+from router.placement.fleet import Fleet
+from router.workers.lease_keeper import LeaseKeeper
+from router.workers.worker_link import WorkerLink
 from tests.model.virtual_loop import VirtualLoop
 from tests.unit.router.fake_cluster import FakeWorker, until
 from tests.unit.router.test_worker_pool import Observer
@@ -21,7 +21,7 @@ LEASE = Lease("r", 1, 1)
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
     made = VirtualLoop()
-    monkeypatch.setattr("router.lease_keeper.time", SimpleNamespace(monotonic=made.time))
+    monkeypatch.setattr("router.workers.lease_keeper.time", SimpleNamespace(monotonic=made.time))
     yield made
     made.run_ready()
     made.close()
@@ -87,6 +87,59 @@ def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualL
     assert given == [pytest.approx(0.4)] * 3
     assert sent == pytest.approx([0.4, 0.8, 1.2]), "no pause after a whole period of waiting"
     assert given_up == pytest.approx([0.8, 1.2])
+
+
+def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop) -> None:
+    """A lease whose request was admitted a moment ago is unknown too; a heartbeat without an answer says nothing."""
+    other = Lease("other", 1, 2)
+    unknown = frozenset({LEASE})
+    answers: list[frozenset[Lease] | DeadlineExceeded] = [
+        unknown,
+        unknown,
+        frozenset({other}),
+        unknown,
+        unknown,
+        DeadlineExceeded("stalled"),
+        unknown,
+        unknown,
+    ]
+    sent: list[Sequence[Lease]] = []
+    lost: list[tuple[Lease, int]] = []
+
+    async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        sent.append(leases)
+        answer = answers[len(sent) - 1]
+        if isinstance(answer, DeadlineExceeded):
+            raise answer
+        return answer
+
+    keeper = LeaseKeeper(beat, lambda lease: lost.append((lease, len(sent))))
+    with loop.running():
+        keeper.keep(GrantedLease(LEASE, 0.3))
+        keeper.keep(GrantedLease(other, 0.3))
+    loop.advance(0.85)
+    keeper.close()
+    assert lost == [(LEASE, 7)]
+    assert sent[-1] == [other], "a lost lease is kept alive no longer"
+
+
+def test_only_the_newest_lease_of_a_request_can_be_lost(loop: VirtualLoop) -> None:
+    """The answer to a heartbeat may name one that was replaced while it was on its way."""
+    newer = Lease(LEASE.request_id, 2, 2)
+    lost: list[Lease] = []
+
+    async def beat(_leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        return frozenset({LEASE})
+
+    keeper = LeaseKeeper(beat, lost.append)
+    with loop.running():
+        keeper.keep(GrantedLease(LEASE, 0.3))
+    loop.advance(0.25)
+    keeper.keep(GrantedLease(newer, 0.3))
+    loop.advance(1.0)
+    assert len(keeper) == 1
+    assert not lost
+    keeper.close()
 
 
 async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

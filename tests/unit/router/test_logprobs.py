@@ -7,9 +7,9 @@ from typing import Any
 import openai
 import pytest
 
-from router.openai_logprobs import chat_logprobs, completion_logprobs
-from router.token_scores import ScoredToken, TokenScore
-from router.tokenizer import Tokenizer
+from router.api.openai_logprobs import chat_logprobs, completion_logprobs
+from router.text.token_scores import ScoredToken, TokenScore
+from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_logprobs, answer_token, channel_to
 from wire.generated.tandem.v1 import inference_pb2 as pb

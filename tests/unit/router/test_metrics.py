@@ -10,19 +10,20 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.config import RouterConfig
-from router.foresight import PlacementRecord
-from router.goodput import Goodput
-from router.metrics import RouterMetrics
-from router.placement import Forecast
+from router.observability.goodput import Goodput
+from router.observability.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
+from router.placement.latency_model import Prediction
+from router.placement.prediction_quality import PlacementRecord
 from router.refusal import Refusal, Refused
-from router.request import Admitted, RoutedRequest
+from router.requests.metrics import RouterMetrics
+from router.requests.request import Admitted, RoutedRequest
 from router.slo import BEST_EFFORT, SloClass
-from router.verdict import MET, JointVerdict, Outcome, PhaseTimes, TokenPace, Verdict, failed, judge
 from telemetry import families as f
 from telemetry.exposition import Exposition
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
+from wire.credentials import metrics_key_of
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason, SamplingParams
@@ -184,7 +185,7 @@ def metrics(model: Any, clock: Clock) -> RouterMetrics:
 
 def request_of(slo: SloClass, prompt: int = 7, **edges: float) -> RoutedRequest:
     admitted = Admitted("r", (1,) * prompt, SamplingParams(8), (), 0, (), slo=slo)
-    request = RoutedRequest("r~1", admitted, admitted.ticket("r~1", 1, 0.0), cast(Any, None), cast(Any, None), 0.0)
+    request = RoutedRequest("r~1", admitted, admitted.queued("r~1", 1, 0.0), cast(Any, None), cast(Any, None), 0.0)
     request.pace.target_s = slo.gap_target(0.01)
     request.edges = list(timeline_of(**edges).edges)
     return request
@@ -295,8 +296,8 @@ def test_every_code_begins_at_zero(metrics: RouterMetrics) -> None:
 
 
 def test_predictions_and_regret(metrics: RouterMetrics) -> None:
-    forecast = Forecast(0.2, 0.2, 0.01, 0, 10, 1, 0.2, 0.3, 0.35, measured=True)
-    record = PlacementRecord("r", "p", "d", "tight", forecast, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
+    prediction = Prediction(0.2, 0.2, 0.01, 0, 10, 0.3, 0.35, measured=True)
+    record = PlacementRecord("r", "p", "d", "tight", prediction, ttft_s=0.4, itl_s=0.02, cached_tokens=0)
     metrics.placed(record)
     metrics.placed(replace(record, itl_s=None, ttft_s=0.2))
     board = metrics.board
@@ -333,8 +334,8 @@ async def test_a_whole_router(cluster: Cluster) -> None:
         await until(lambda: cluster.router._dispatcher.running == 0, "it ended")
         with pytest.raises(grpc.aio.AioRpcError):
             await client.run(ask(max_tokens=0))
-        with pytest.raises(grpc.aio.AioRpcError, match="the limit is 4194304"):
-            await client.run(inference_pb2.GenerateRequest(text="x" * (4 << 20)))
+        with pytest.raises(grpc.aio.AioRpcError, match="maximum context length"):
+            await client.run(inference_pb2.GenerateRequest(text="x" * (3 << 20)))
     text = (await scrape(cluster)).text
     assert value_of(text, "tandem_time_to_first_token_seconds_count") == 2
     assert value_of(text, "tandem_request_success_total", finished_reason="length") == 2
@@ -363,7 +364,13 @@ class TestKeys:
         return {"api_keys": ("tenant",), "metrics_key": "operator"}
 
     async def test_who_reads(self, cluster: Cluster) -> None:
-        for key, status in (("", 401), ("tenant", 401), ("operator", 200), ("secret", 200)):
+        for key, status in (
+            ("", 401),
+            ("tenant", 401),
+            ("operator", 200),
+            ("secret", 401),
+            (metrics_key_of("secret"), 200),
+        ):
             assert (await scrape(cluster, key)).status_code == status
         assert "metrics key" in (await scrape(cluster, "tenant")).text
         assert (await scrape(cluster, "operator", "/v1/models")).status_code == 401

@@ -76,3 +76,16 @@ async def test_the_router_shows_it(cluster: Cluster, stub: inference_pb2_grpc.In
     await say(cluster, cluster.decode, LOST)
     info = await stub.GetServerInfo(pb.GetServerInfoRequest())
     assert {worker.worker_id: worker.not_ready for worker in info.workers}[cluster.decode.worker_id] == LOST
+
+
+async def test_a_drain_ends_what_waits_as_well(cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+    """A request in the queue is at no worker yet; its client would hear nothing until the process ends."""
+    cluster.decode.switches.refuse_reserve = 10**9
+    waiting = asyncio.create_task(run(stub))
+    dispatcher = cluster.router._dispatcher
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    await dispatcher.drain(0.0)
+    assert dispatcher.waiting == 0
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+        await waiting
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -3,18 +3,21 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from router.tokenizer import Tokenizer
+from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, until
 from wire.errors import Internal
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello there"}]
+CHAT = {"model": "fake", "messages": MESSAGES}
+TEXT = {"model": "fake", "prompt": "x"}
 
 
 @pytest.fixture
@@ -92,9 +95,44 @@ async def test_stop_and_extras(cluster: Cluster, client: openai.AsyncOpenAI, tok
     assert (sampling.top_k, sampling.ignore_eos, sampling.temperature) == (4, True, 0.5)
 
 
+TOO_LONG: list[tuple[str, Any, str, str]] = [
+    (
+        "completions",
+        {**TEXT, "prompt": [5] * 2048},
+        "prompt",
+        "This model's maximum context length is 2048 tokens. However, you requested 2049 tokens (2048 in the prompt, 1"
+        " in the completion). Please reduce the length of the prompt or completion.",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "max_completion_tokens": 10**6},
+        "max_completion_tokens",
+        "This model's maximum context length is 2048 tokens. However, you requested 1000026 tokens (26 in the messages,"
+        " 1000000 in the completion). Please reduce the length of the messages or completion.",
+    ),
+]
+
+
+async def test_what_the_context_cannot_hold_is_refused_in_words_that_clients_know(http: httpx.AsyncClient) -> None:
+    for path, body, field, message in TOO_LONG:
+        reply = await http.post(f"/v1/{path}", json=body)
+        assert reply.status_code == 400
+        kind = "invalid_request_error"
+        wanted = {"message": message, "type": kind, "param": field, "code": "context_length_exceeded"}
+        assert reply.json()["error"] == wanted
+
+
 async def test_models(client: openai.AsyncOpenAI) -> None:
     assert [model.id async for model in client.models.list()] == ["fake"]
-    assert (await client.models.retrieve("fake")).owned_by == "tandem"
+    card = (await client.models.retrieve("fake")).model_dump()
+    assert (card["owned_by"], card["max_model_len"], card["parent"]) == ("tandem", 2048, None)
+    assert (Path(card["root"]) / "tokenizer.json").is_file()
+    (permission,) = card["permission"]
+    assert (permission["object"], permission["allow_sampling"], permission["allow_fine_tuning"]) == (
+        "model_permission",
+        True,
+        False,
+    )
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("other/one")
 
@@ -111,12 +149,9 @@ async def test_content_parts_and_developer_role(
     assert prompt.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nab<|im_end|>")
 
 
-CHAT = {"model": "fake", "messages": MESSAGES}
-TEXT = {"model": "fake", "prompt": "x"}
 BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "max_tokens": 0}, "max_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": -1}, "max_tokens"),
-    ("chat/completions", {**CHAT, "max_completion_tokens": 10**6}, "max_completion_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": "5"}, "max_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": 5, "max_completion_tokens": -3}, "max_completion_tokens"),
     ("chat/completions", {**CHAT, "max_tokens": -3, "max_completion_tokens": 5}, "max_tokens"),
@@ -125,7 +160,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "temperature": 10**400}, "temperature"),
     ("chat/completions", {**CHAT, "top_p": 0}, "top_p"),
     ("chat/completions", {**CHAT, "top_k": 10**100}, "top_k"),
-    ("chat/completions", {**CHAT, "seed": -1}, "seed"),
+    ("chat/completions", {**CHAT, "seed": -2}, "seed"),
     ("chat/completions", {**CHAT, "stop": [1]}, "stop"),
     ("chat/completions", {**CHAT, "n": 99}, "n"),
     ("chat/completions", {**CHAT, "logprobs": 3}, "logprobs"),
@@ -140,7 +175,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("chat/completions", {**CHAT, "repetition_penalty": -1}, "repetition_penalty"),
     ("chat/completions", {**CHAT, "repetition_penalty": 1e-40}, "repetition_penalty"),
     ("chat/completions", {**CHAT, "logit_bias": {"1": 2}}, "logit_bias"),
-    ("chat/completions", {**CHAT, "tempreature": 1}, "tempreature"),
     ("chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
     ("chat/completions", {"model": "fake"}, "messages"),
     ("chat/completions", {"model": "fake", "messages": []}, "messages"),
@@ -162,12 +196,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("completions", {**TEXT, "prompt": [1, 10**9]}, "prompt"),
     ("completions", {**TEXT, "prompt": [-1]}, "prompt"),
     ("completions", {**TEXT, "prompt": [1, True]}, "prompt"),
-    ("completions", {**TEXT, "prompt": [5] * 2048}, "prompt"),
     ("completions", {**TEXT, "echo": True}, "echo"),
     ("completions", {**TEXT, "logprobs": 6}, "logprobs"),
     ("completions", {**TEXT, "logprobs": -1}, "logprobs"),
     ("completions", {**TEXT, "logprobs": True}, "logprobs"),
-    ("completions", {**TEXT, "top_logprobs": 2}, "top_logprobs"),
     ("completions", {**TEXT, "best_of": 2}, "best_of"),
     ("completions", {**TEXT, "prompt": "x" * 10_000_000}, "request"),
 ]
@@ -189,11 +221,11 @@ async def test_bad_input_names_field_and_next_request_works(
     body = json.dumps({**CHAT, "temperature": float("nan")})
     reply = await http.post("/v1/chat/completions", content=body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "temperature")
-    reply = await http.post("/v1/chat/completions", json={**CHAT, "seed": -1})
-    assert reply.json()["error"]["message"] == "seed: is -1, it must be 0 to 18446744073709551615"
-    with pytest.raises(openai.BadRequestError) as missing:
+    reply = await http.post("/v1/chat/completions", json={**CHAT, "seed": -2})
+    assert reply.json()["error"]["message"] == "seed: is -2, it must be 0 to 18446744073709551615"
+    with pytest.raises(openai.NotFoundError) as missing:
         await client.chat.completions.create(model="gpt-5", messages=MESSAGES)
-    assert (missing.value.code, missing.value.param) == ("invalid_argument", "model")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     assert cluster.prefill.prefills == []
     counted = 'tandem_admission_rejections_total{model="fake",reason="invalid",role="router",worker="router"}'
     assert f"{counted} {len(BAD) + 9:.1f}" in (await http.get("/metrics")).text.splitlines()
@@ -206,12 +238,20 @@ async def test_unknown_routes_answer_in_the_same_shape(http: httpx.AsyncClient) 
     assert (reply.status_code, reply.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_failure_before_the_first_token_has_its_own_status(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+async def test_failure_before_the_first_token_has_its_own_status_unless_headers_are_out(
+    cluster: Cluster, client: openai.AsyncOpenAI, http: httpx.AsyncClient
+) -> None:
     cluster.prefill.switches.prefill_error = Internal("broken")
-    for stream in (False, True):
-        with pytest.raises(openai.InternalServerError) as error:
-            await client.chat.completions.create(model="fake", messages=MESSAGES, stream=stream)
-        assert error.value.status_code == 500
+    with pytest.raises(openai.InternalServerError) as error:
+        await client.chat.completions.create(model="fake", messages=MESSAGES)
+    assert error.value.status_code == 500
+    reply = await http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert reply.status_code == 200
+    (event,) = reply.text.strip().split("\n\n")
+    assert json.loads(event.removeprefix("data: "))["error"]["code"] == "internal"
+    with pytest.raises(openai.APIError, match="broken"):
+        async for _ in await client.chat.completions.create(model="fake", messages=MESSAGES, stream=True):
+            pass
     await cluster.controller.set(cluster.prefill)
     await until(lambda: not cluster.router.ready, "not ready")
     with pytest.raises(openai.InternalServerError) as error:
@@ -260,6 +300,51 @@ async def test_probes(cluster: Cluster, http: httpx.AsyncClient) -> None:
     await cluster.controller.set(cluster.decode)
     await until(lambda: not cluster.router.ready, "not ready")
     assert (await http.get("/ready")).status_code == 503
+
+
+async def test_what_scripts_ask_before_they_begin(cluster: Cluster, http: httpx.AsyncClient) -> None:
+    assert list((await http.get("/version")).json()) == ["version"]
+    for reply in (await http.get("/ping"), await http.post("/ping")):
+        assert reply.status_code == 200
+    for path in ("/v1/models", "/v1/models/fake", "/version", "/ping", "/health", "/metrics", "/traces"):
+        reply = await http.head(path)
+        assert (reply.status_code, reply.content) == (200, b""), path
+    await cluster.controller.set(cluster.decode)
+    await until(lambda: not cluster.router.ready, "not ready")
+    for reply in (await http.get("/ping"), await http.post("/ping")):
+        assert reply.status_code == 503
+
+
+PAGE = "https://chat.example.com"
+
+
+class TestPagesOfOtherOrigins:
+    @pytest.fixture
+    def settings(self) -> dict[str, Any]:
+        return {"api_keys": ("sesame",), "allowed_origins": (PAGE,)}
+
+    async def test_their_browsers_ask_without_a_key_and_read_refusals(self, http: httpx.AsyncClient) -> None:
+        asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization, x-y"}
+        reply = await http.options("/v1/chat/completions", headers=asked | {"origin": PAGE})
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == PAGE
+        assert "authorization" in reply.headers["access-control-allow-headers"]
+        for key, status in (("sesame", 404), ("wrong", 401)):
+            headers = {"origin": PAGE, "authorization": f"Bearer {key}"}
+            reply = await http.post("/v1/chat/completions", json={**CHAT, "model": "gpt"}, headers=headers)
+            assert reply.status_code == status
+            assert reply.headers["access-control-allow-origin"] == PAGE
+
+    async def test_no_other_page_may_call(self, http: httpx.AsyncClient) -> None:
+        asked = {"access-control-request-method": "POST", "origin": "https://evil.example.com"}
+        reply = await http.options("/v1/chat/completions", headers=asked)
+        assert reply.status_code == 400
+        assert "access-control-allow-origin" not in reply.headers
+
+
+async def test_without_a_setting_no_page_may_call(http: httpx.AsyncClient) -> None:
+    for reply in (await http.options("/v1/models", headers={"origin": PAGE}), await http.get("/v1/models")):
+        assert not [name for name in reply.headers if name.startswith("access-control")]
 
 
 class TestKeys:

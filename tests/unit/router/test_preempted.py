@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from costs.answer_length import SEEN_MIN
-from router.binder import Binder, book
 from router.config import RouterConfig
-from router.cost_placement import CostPlacement
-from router.queue import RequestQueue
-from router.ticket import Ticket
+from router.placement.policy import PlacementPolicy
+from router.placement.queue import RequestQueue
+from router.placement.queued_request import QueuedRequest
+from router.placement.scheduler import RequestScheduler, record
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, answer_logprobs, channel_to, until
 from tests.unit.router.fleets import TestFleet
+from tests.unit.router.placement.test_queue import drained, filled, queued
 from tests.unit.router.test_generate import Client, ask, expected
-from tests.unit.router.test_queue import drained, filled, ticket
 from wire.generated.tandem.v1 import types_pb2
 from wire.messages import Role
 
@@ -87,10 +87,10 @@ async def test_its_wait_begins_when_it_gives_way(cluster: Cluster, client: Clien
 
 
 def test_who_reads_already_goes_before_all_others() -> None:
-    resumed = ticket("resumed", 3, 9.0, tenant="greedy", priority=-1)
-    later = ticket("later", 4, 9.0)
+    resumed = queued("resumed", 3, 9.0, tenant="greedy", priority=1)
+    later = queued("later", 4, 9.0)
     resumed.resumed = later.resumed = True
-    queue = filled(RequestQueue(9), ticket("new", 1, 1.0, priority=5), later, resumed)
+    queue = filled(RequestQueue(9), queued("new", 1, 1.0, priority=-5), later, resumed)
     queue.charge("greedy", 1e9)
     assert (len(queue), queue.tenants) == (3, 1)
     assert drained(queue) == ["resumed", "later", "new"]
@@ -122,7 +122,7 @@ async def test_others_pass_one_that_only_a_dead_worker_could_serve(cluster: Clus
 
 
 def test_who_is_set_aside_waits_on_without_a_turn() -> None:
-    hopeless, back, other = ticket("hopeless", 1, 1.0), ticket("back", 2, 9.0), ticket("other", 3, 5.0)
+    hopeless, back, other = queued("hopeless", 1, 1.0), queued("back", 2, 9.0), queued("other", 3, 5.0)
     back.resumed = True
     queue = filled(RequestQueue(3), hopeless, back, other)
     queue.set_aside(back)
@@ -146,24 +146,24 @@ def test_a_worker_is_given_what_it_is_expected_to_have_room_for() -> None:
     prefill = at.add("p", Role.PREFILL)
     decode = at.add("d", Role.DECODE, max_batch_requests=64)
     config = RouterConfig("r", Path(), "m", "")
-    binder = Binder(config, CostPlacement(), at.fleet, at.clock)
+    scheduler = RequestScheduler(config, PlacementPolicy(), at.fleet, at.clock)
 
     def placed(count: int) -> int:
         before = len(decode.request_ids)
         for number in range(count):
-            new = Ticket(f"{before}-{number}", number, at.clock.now, 100, 400)
-            binder.enter(new)
-            if (pair := binder.bind(new)) is not None:
-                book(new, pair, prefill, decode)
-                prefill.unbook_prefill(new.wire_id)
-            binder.leave(new)
+            new = QueuedRequest(f"{before}-{number}", number, at.clock.now, 100, 400)
+            scheduler.enter(new)
+            if (pair := scheduler.bind(new)) is not None:
+                record(new, pair, prefill, decode)
+                prefill.remove_prompt(new.wire_id)
+            scheduler.leave(new)
         return len(decode.request_ids) - before
 
     assert placed(3) == 2
     for each in list(decode.request_ids):
-        decode.unbook_decode(each)
-    ended = Ticket("ended", 0, 0.0, 100, 400)
+        decode.remove_answer(each)
+    ended = QueuedRequest("ended", 0, 0.0, 100, 400)
     for _ in range(SEEN_MIN):
-        binder.ended(ended, 20)
+        scheduler.ended(ended, 20)
     assert placed(20) == 64 // 8
-    assert binder.bind(Ticket("never", 99, 0.0, 100, 1000)) is None
+    assert scheduler.bind(QueuedRequest("never", 99, 0.0, 100, 1000)) is None

@@ -1,4 +1,4 @@
-"""Where more chunks are due than may be sent: whose tokens wait for others to travel with, and what that teaches."""
+"""Where more chunks are due than may be sent: whose tokens wait for others to travel with."""
 
 import asyncio
 from dataclasses import replace
@@ -8,7 +8,6 @@ import grpc.aio
 import pytest
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, Overload, SloClass
-from router.worker_books import WorkerBooks
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_classes_and_tenants import STRICT, measured
@@ -73,21 +72,3 @@ class TestWhoWaits:
         with pytest.raises(grpc.aio.AioRpcError):
             await answer
         assert ids == expected(5)
-
-
-class TestWhatIsLearned:
-    @pytest.fixture
-    def settings(self) -> dict[str, Any]:
-        return {"chunks_per_s": 1e-3, "chunk_delay_max_s": 0.1, "slo_classes": CLASSES}
-
-    async def test_tokens_that_waited_for_others_teach_nothing(
-        self, cluster: Cluster, client: Client, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        noted: list[str] = []
-        monkeypatch.setattr(WorkerBooks, "note_gap", lambda _self, slo, _gap_s: noted.append(slo.name))
-        await measured(cluster)
-        cluster.decode.switches.step_s = 0.02
-        await client.run(ask(20, slo_class="wide"))
-        assert noted == []
-        await client.run(ask(20, slo_class="strict"))
-        assert "strict" in noted

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from router.assembler import TokenAssembler
-from router.detokenizer import Detokenizer
-from router.stop_strings import StopStrings
-from router.tokenizer import Tokenizer
+from router.requests.assembler import TokenAssembler
+from router.text.answer_text import AnswerText, TextJob
+from router.text.detokenizer import Detokenizer
+from router.text.stop_strings import StopStrings
+from router.text.tokenizer import Tokenizer
 from tests.unit.router.fake_cluster import VOCAB_SIZE
 from wire.errors import Unavailable
 from wire.messages import FinishReason, TokenLogprobs
@@ -124,6 +125,26 @@ def test_nothing_is_held_that_cannot_become_a_stop() -> None:
     watch = StopStrings(["END"])
     assert [watch.add("abc E"), watch.add("N"), watch.add("X"), watch.add("EN")] == ["abc ", "", "ENX", ""]
     assert watch.flush() == "EN"
+
+
+def test_a_stop_string_that_is_whole_too_early_is_text() -> None:
+    watch = StopStrings(["abcX", "bc"])
+    assert [watch.add("abc", may_match=False), watch.add("d")] == ["", "abcd"]
+    assert (watch.matched, watch.add("b"), watch.add("c"), watch.matched) == ("", "", "", "bc")
+    late = StopStrings(["ab"], include=True)
+    assert [late.add("ab", may_match=False), late.add("a", may_match=False), late.add("bc")] == ["ab", "", "ab"]
+    assert late.matched == "ab"
+
+
+def test_stop_strings_end_nothing_before_the_least_length(tokenizer: Tokenizer) -> None:
+    for least in range(7):
+        text = AnswerText(tokenizer, ["a"], min_tokens=least)
+        ids = tokenizer.encode("a") * 6
+        first, second = TextJob(ids[:2]), TextJob(ids[2:], finish=FinishReason.LENGTH)
+        text.run(first)
+        text.run(second)
+        whole, ended = first.text + second.text, first.matched_stop or second.matched_stop
+        assert (whole, ended) == (("a" * least, "a") if least < 6 else ("a" * 6, ""))
 
 
 NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())

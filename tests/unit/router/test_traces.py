@@ -22,16 +22,17 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from cluster.config import ClusterConfig
-from router.answer import Piece
-from router.otlp import _PENDING_MAX, SpanMaker, check_endpoint
-from router.request import Ask, Options
-from router.trace_book import Exemplars, TraceBook
+from router.observability.otlp import _PENDING_MAX, SpanMaker, check_endpoint
+from router.observability.recent_traces import Exemplars, TraceBook
+from router.requests.answer import Piece
+from router.requests.request import Ask, Options
 from telemetry import families as f
 from telemetry.board import EXAMPLE_CHARS, Spread
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
+from wire.credentials import metrics_key_of
 from wire.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import Role
@@ -306,7 +307,8 @@ class TestKeys:
 
     async def test_traces_are_the_operators(self, cluster: Cluster) -> None:
         async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", trust_env=False) as http:
-            for key, status in (("client", 401), ("", 401), ("operator", 200), ("secret", 200)):
+            of_token = metrics_key_of("secret")
+            for key, status in (("client", 401), ("", 401), ("operator", 200), ("secret", 401), (of_token, 200)):
                 headers = {"authorization": f"Bearer {key}"} if key else {}
                 assert (await http.get("/traces?slow", headers=headers)).status_code == status
 

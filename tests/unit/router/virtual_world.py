@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.binder import Binder, book
 from router.config import RouterConfig
-from router.cost_placement import CostPlacement
-from router.placement import Mode, Pair
+from router.placement.policy import Placement, PlacementPolicy
+from router.placement.queued_request import QueuedRequest
+from router.placement.scheduler import RequestScheduler, record
 from router.slo import BEST_EFFORT, SloClass
-from router.ticket import Ticket
 from tests.unit.router.fleets import H200, TestFleet
 from wire.errors import ResourceExhausted
 from wire.messages import Role
+from wire.mode import Mode
 
 
 @dataclass
 class Request:
     """One request of the world and what became of it."""
 
-    ticket: Ticket
+    queued: QueuedRequest
     asked: SloClass
     refused: ResourceExhausted | None = None
     ttft_s: float = math.inf
@@ -53,10 +53,12 @@ class World:
             self.at.add(f"d{number}", Role.DECODE, pages_total=100_000, max_batch_requests=1024)
         self.by_peer = {worker.peer: worker for worker in self.at.workers.values()}
         self.config = RouterConfig("r", Path(), "m", "", **{"max_queued_requests": 100_000, **self.settings})
-        self.binder = Binder(self.config, CostPlacement(Mode.DISAGGREGATED), self.at.fleet, self.at.clock)
+        self.scheduler = RequestScheduler(
+            self.config, PlacementPolicy(Mode.DISAGGREGATED), self.at.fleet, self.at.clock
+        )
         self.requests: list[Request] = []
         self.longest_step_s = 0.0
-        """Of those that decode workers made, by what was booked there."""
+        """Of those that decode workers made, by the answers that were placed there."""
         self._events: list[tuple[float, int, Any]] = []
         self._numbers = itertools.count()
         self._free_at = dict.fromkeys(self.by_peer, 0.0)
@@ -68,10 +70,10 @@ class World:
     def arrive(self, at: float, tokens: int = 2048, slo: SloClass = BEST_EFFORT, **more: Any) -> Request:
         """A request comes then."""
         number = len(self.requests)
-        ticket = Ticket(f"r{number}", number, at, tokens, 100, slo=slo, **more)
-        request = Request(ticket, slo)
+        queued = QueuedRequest(f"r{number}", number, at, tokens, 100, slo=slo, **more)
+        request = Request(queued, slo)
         self.requests.append(request)
-        self._by_id[ticket.wire_id] = request
+        self._by_id[queued.wire_id] = request
         self.later(at, lambda: self._enter(request))
         return request
 
@@ -85,34 +87,33 @@ class World:
 
     def _enter(self, request: Request) -> None:
         try:
-            self.binder.enter(request.ticket)
+            self.scheduler.enter(request.queued)
         except ResourceExhausted as error:
             request.refused = error
 
     def _pump(self) -> None:
-        while (ticket := self.binder.head()) is not None:
-            pair = self.binder.bind(ticket)
-            if pair is not None:
-                self._place(self._by_id[ticket.wire_id], pair)
-            elif not self.binder.set_aside(ticket):
+        while (queued := self.scheduler.head()) is not None:
+            placement = self.scheduler.bind(queued)
+            if placement is not None:
+                self._place(self._by_id[queued.wire_id], placement)
+            elif not self.scheduler.set_aside(queued):
                 return
 
-    def _place(self, request: Request, pair: Pair) -> None:
-        assert pair.decode is not None
-        assert pair.forecast is not None
-        prefill, decode, name = self.by_peer[pair.prefill], self.by_peer[pair.decode], request.ticket.wire_id
-        book(request.ticket, pair, prefill, decode)
-        compute_s = prefill.cost.prefill_seconds(pair.forecast.computed_tokens) * self.slowness
-        done = self._free_at[pair.prefill] = max(self.at.clock.now, self._free_at[pair.prefill]) + compute_s
+    def _place(self, request: Request, placement: Placement) -> None:
+        assert placement.decode is not None
+        prefill, decode, name = self.by_peer[placement.prefill], self.by_peer[placement.decode], request.queued.wire_id
+        record(request.queued, placement, prefill, decode)
+        compute_s = prefill.cost.prefill_seconds(placement.prediction.computed_tokens) * self.slowness
+        done = self._free_at[placement.prefill] = max(self.at.clock.now, self._free_at[placement.prefill]) + compute_s
 
         def first_token() -> None:
-            request.ttft_s = self.at.clock.now - request.ticket.arrived_s
-            prefill.unbook_prefill(name)
+            request.ttft_s = self.at.clock.now - request.queued.arrived_s
+            prefill.remove_prompt(name)
             self.later(self.at.clock.now + self.answer_s, over)
 
         def over() -> None:
-            decode.unbook_decode(name)
-            self.binder.ended(request.ticket, 100)
+            decode.remove_answer(name)
+            self.scheduler.ended(request.queued, 100)
 
         self.later(done, first_token)
 

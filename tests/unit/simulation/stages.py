@@ -6,7 +6,6 @@ from typing import Any
 
 from engine.config import EngineConfig
 from router.config import RouterConfig
-from router.placement import Mode
 from router.slo import BEST_EFFORT, SloClass
 from simulation.cluster import VirtualCluster
 from simulation.network import Network
@@ -15,6 +14,7 @@ from simulation.request import LoadRequest
 from simulation.spec import Device, WorkerSpec
 from wire.cost_parameters import CostParameters
 from wire.messages import ModelFacts, Role
+from wire.mode import Mode
 from worker.config import WorkerConfig
 
 PAGE_TOKENS = 16

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from router.placement import Mode
+from router.observability.verdict import Outcome as Kind
+from router.observability.verdict import turned_away
 from router.refusal import Refusal, Refused
 from router.slo import SloClass
-from router.verdict import Outcome as Kind
-from router.verdict import turned_away
 from simulation.arrivals import Mix
 from simulation.hardware import hardware
 from simulation.judge import judge
@@ -21,6 +20,7 @@ from simulation.strategy import Strategy, strategies
 from simulation.way import Way
 from tests.unit.simulation.stages import request
 from wire.errors import Internal, ResourceExhausted
+from wire.mode import Mode
 from wire.spans import Phase
 
 SLO = SloClass("s", ttft_s=1.0, itl_s=0.1, itl_percent=90.0)

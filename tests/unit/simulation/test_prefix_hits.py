@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from router.placement import Mode
 from simulation.request import LoadRequest
 from tests.unit.simulation.stages import PAGE_TOKENS, cluster, request
 from wire.messages import Role
+from wire.mode import Mode
 
 BLOCK = 160
 ANSWER = 40

@@ -2,7 +2,6 @@
 
 import pytest
 
-from router.placement import Mode
 from router.slo import BEST_EFFORT
 from simulation.prompt import VirtualPrompt
 from simulation.request import LoadRequest
@@ -10,6 +9,7 @@ from simulation.worker import VirtualWorker
 from tests.unit.simulation.stages import cluster, moments
 from tests.unit.simulation.test_virtual_cluster import load
 from wire.messages import Role
+from wire.mode import Mode
 
 ROLES = [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]
 FIRST_S, BACK_S = 0.3, 0.9

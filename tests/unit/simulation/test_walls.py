@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from cli.why import findings
+from cli.observe.why import findings
 from costs.roofline import Ceilings, ModelSizes, Roofline, guess
 from costs.step_cost import StepCost
 from engine.config import EngineConfig
-from prefill_worker.writing import WritingTime
+from prefill_worker.page_writes import WritingTime
 from router.config import RouterConfig
-from router.placement import Mode
 from simulation.clock import VirtualClock
 from simulation.cluster import VirtualCluster
 from simulation.network import Network
@@ -31,6 +30,7 @@ from telemetry.worker_figures import figures_of
 from tests.unit.simulation.stages import MODEL, PAGE_TOKENS, request
 from wire.errors import ResourceExhausted
 from wire.messages import GrantedLease, Reservation, Role, RoutedEvent
+from wire.mode import Mode
 from worker.config import WorkerConfig
 from worker.metrics import Utilization, WorkerMetrics
 
@@ -72,7 +72,7 @@ class Stage:
         cluster = self.cluster()
         boards = [metered(each, Roofline(SIZES, self.ceilings)) for each in cluster.workers.values()]
         router = Board({"model": "model", "role": "router", "worker": "router"})
-        router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.binder)})
+        router.read(lambda: {f.REQUESTS_WAITING: len(cluster.router.scheduler)})
         scrapes: list[Scrape] = []
 
         def scrape() -> None:

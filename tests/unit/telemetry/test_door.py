@@ -8,7 +8,7 @@ from telemetry import families as f
 from telemetry.board import Board
 from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
-from wire.credentials import reading_keys, shows_key
+from wire.credentials import metrics_key_of, reading_keys, shows_key
 from wire.errors import FailedPrecondition, Unavailable
 
 
@@ -56,13 +56,16 @@ async def test_a_silent_process_is_not_waited_for() -> None:
             await fetch(address, METRICS_PATH, timeout_s=0.05)
 
 
+OF_TOKEN = metrics_key_of("token")
+
+
 @pytest.mark.parametrize(
     ("metrics_key", "api_keys", "token", "loopback", "opens"),
     [
         ("", (), "token", True, None),
-        ("", (), "token", False, {"token"}),
-        ("", ("tenant",), "token", True, {"token"}),
-        ("key", (), "token", True, {"key", "token"}),
+        ("", (), "token", False, {OF_TOKEN}),
+        ("", ("tenant",), "token", True, {OF_TOKEN}),
+        ("key", (), "token", True, {"key", OF_TOKEN}),
         ("key", ("tenant",), "", False, {"key"}),
         ("", ("tenant",), "", True, set()),
     ],
@@ -70,8 +73,8 @@ async def test_a_silent_process_is_not_waited_for() -> None:
 def test_who_may_read(
     metrics_key: str, api_keys: tuple[str, ...], token: str, loopback: bool, opens: set[str] | None
 ) -> None:
-    """An API key never opens metrics; None = nobody is asked."""
+    """An API key never opens metrics, nor does the token, which nobody shows; None = nobody is asked."""
     keys = reading_keys(metrics_key, api_keys, token, loopback=loopback)
     assert (not keys) == (opens is None)
-    for key in ("key", "token", "tenant", ""):
+    for key in ("key", OF_TOKEN, "token", "tenant", ""):
         assert shows_key(f"Bearer {key}", keys) == (key in (opens or ()))

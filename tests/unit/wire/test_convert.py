@@ -6,12 +6,11 @@ import struct
 from typing import Any
 
 import pytest
-from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import convert, cost_parameters, messages, prefixes, read_notes, request_trace, timeline
-from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, transfer_pb2, types_pb2, worker_pb2
+from wire import convert, cost_parameters, messages, prefixes, request_trace, timeline
+from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
 from wire.policy_name import PolicyName
 
 
@@ -73,7 +72,6 @@ costs = st.builds(
     seconds,
     uint64,
     *[st.integers(1, 1024)] * 2,
-    uint32,
     st.floats(1.0, 2.0),
 )
 loads = st.builds(messages.WorkerLoad, *[uint32] * 5, *[uint64] * 3, costs)
@@ -115,6 +113,7 @@ workers = st.builds(
     st.lists(text, max_size=2).map(tuple),
     st.none() | duties,
     st.none() | st.sampled_from(messages.Role),
+    st.integers(0, 2**62),
 )
 checksums = st.lists(st.builds(messages.PageChecksum, uint32, uint64), max_size=3).map(tuple)
 notices = st.builds(
@@ -167,7 +166,6 @@ CASES: dict[str, tuple[Any, type]] = {
             st.none() | destinations,
             answered=uint32,
             cache_salt=text,
-            first_gap_s=st.just(math.inf) | st.floats(1e-6, 60),
         ),
         worker_pb2.PrefillRequest,
     ),
@@ -198,12 +196,6 @@ CASES: dict[str, tuple[Any, type]] = {
     "description": (descriptions, worker_pb2.PeerDescription),
     "handshake": (st.builds(messages.Handshake, uint32, text, facts, descriptions), worker_pb2.ConnectPeerRequest),
     "notice": (notices, worker_pb2.TransferNotice),
-    "read_note": (
-        st.builds(read_notes.ReadOrder, uint64, uint64, uint64, token_ids, token_ids, st.none() | notices)
-        | st.builds(read_notes.ReadCancel, uint64, uint64, uint64)
-        | st.builds(read_notes.ReadAnswer, uint64, uint64, st.sampled_from(read_notes.ReadEnd)),
-        transfer_pb2.ReadNote,
-    ),
     "duty": (duties, types_pb2.Duty),
     "worker_info": (workers, cluster_pb2.WorkerInfo),
     "absence": (st.builds(messages.Absence, text, text, st.booleans()), cluster_pb2.Absence),
@@ -226,7 +218,7 @@ def test_round_trip(name: str, data: st.DataObject) -> None:
 def test_without_a_repetition_penalty_there_is_none() -> None:
     """As a router says it that knows of none."""
     old = convert.sampling_from_proto(types_pb2.SamplingParams(max_tokens=1))
-    assert (old.repetition_penalty, old.penalized, old.logprobs) == (1.0, False, None)
+    assert (old.repetition_penalty, old.penalized, old.logprobs, old.min_tokens) == (1.0, False, None, 0)
     greedy = types_pb2.SamplingParams(max_tokens=1, logprobs=0)
     assert convert.sampling_from_proto(greedy).logprobs == 0
 
@@ -235,7 +227,7 @@ def test_a_load_without_costs_has_those_of_nothing_measured() -> None:
     """As a worker sends it that knows of none."""
     assert convert.load_from_proto(worker_pb2.WorkerLoad()).cost == cost_parameters.CostParameters()
     old = convert.cost_from_proto(worker_pb2.CostParameters(base_s=1.0))
-    assert (old.tile_tokens, old.wave_tokens, old.window_tokens) == (1, 1, 0)
+    assert (old.tile_tokens, old.wave_tokens) == (1, 1)
     assert old.mixed_noise == cost_parameters.UNMEASURED.mixed_noise
 
 
@@ -249,7 +241,6 @@ def test_every_pair_is_tested() -> None:
     [
         (timeline.Edge, types_pb2.Edge, "EDGE_"),
         (messages.FinishReason, types_pb2.FinishReason, "FINISH_REASON_"),
-        (read_notes.ReadEnd, transfer_pb2.ReadEnd, "READ_END_"),
     ],
 )
 def test_enums_have_the_schema_s_members(mine: Any, theirs: Any, prefix: str) -> None:
@@ -257,25 +248,35 @@ def test_enums_have_the_schema_s_members(mine: Any, theirs: Any, prefix: str) ->
     assert schema == {member.name: int(member) for member in mine}
 
 
-@pytest.mark.parametrize(
-    "note",
-    [
-        b"",
-        transfer_pb2.ReadNote(answer=transfer_pb2.ReadAnswer(number=1)).SerializeToString(),
-        b"\xff\xff no message at all",
-    ],
-)
-def test_what_is_no_read_note_is_refused(note: bytes) -> None:
-    with pytest.raises(DecodeError):
-        convert.decode_read_note(note)
-
-
 def test_every_dataclass_is_frozen() -> None:
     classes = [
-        c
-        for m in (cost_parameters, messages, read_notes, timeline)
-        for c in vars(m).values()
-        if dataclasses.is_dataclass(c)
+        c for m in (cost_parameters, messages, timeline) for c in vars(m).values() if dataclasses.is_dataclass(c)
     ]
     assert classes
     assert all(c.__dataclass_params__.frozen for c in classes)  # type: ignore[union-attr]
+
+
+LOAD = messages.WorkerLoad(0, 0, 0, 0, 8)
+
+
+def test_an_event_that_cannot_be_written_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = messages.RequestEvent(messages.RequestRef("a", 1)), messages.RequestRef("b", 2)
+    columns = messages.StepTokens(("c", "b"), (1, 2), (3, 3), (7, -1))
+    step = messages.StepEvents(1, (messages.RequestEvent(bad, 0, (-1,)), good), LOAD, tokens=(columns,))
+    found = list(convert.step_events_from_proto(convert.step_events_to_proto(step)).each())
+    assert [(each.ref.request_id, each.error and each.error.code) for each in found] == [
+        ("b", "INTERNAL"), ("a", None), ("c", None), ("b", "INTERNAL"),
+    ]  # fmt: skip
+    assert found[2].token_ids == (7,)
+    assert "an event of request b could not be written" in caplog.text
+
+
+def test_an_event_that_cannot_be_read_is_its_request_s_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a worker of a later release, which knows more edges."""
+    message = convert.step_events_to_proto(messages.StepEvents(1, (), LOAD))
+    message.events.add(request_id="b", attempt=2, edges=[types_pb2.EdgeStamp(edge=9999, unix_nanos=1)])  # type: ignore[arg-type]
+    message.events.add(request_id="a", attempt=1, token_ids=[7])
+    bad, good = convert.step_events_from_proto(message).each()
+    assert (bad.ref, bad.error and bad.error.code) == (messages.RequestRef("b", 2), "INTERNAL")
+    assert good.token_ids == (7,)
+    assert "an event of request b could not be read" in caplog.text

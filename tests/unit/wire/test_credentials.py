@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.credentials import check_key, shows_key
+from wire.credentials import check_key, matching_key, shows_key
 from wire.errors import InvalidArgument
 
 
@@ -35,3 +35,16 @@ def test_a_usual_key_is_none_of_them() -> None:
 def test_only_a_bearer_of_a_known_key_enters(header: str | bytes, enters: bool) -> None:
     assert shows_key(header, ("right", "other", "")) is enters
     assert not shows_key(header, ("",))
+
+
+@pytest.mark.parametrize("header", ["Bearer right", b"bearer right", "BEARER   right", b"Bearer right  "])
+def test_the_key_that_matched_is_told_however_the_header_is_written(header: str | bytes) -> None:
+    """Tenants were told apart by the header, of which one key has many."""
+    assert matching_key([header], ("other", "right")) == "right"
+    assert matching_key([header], ("other",)) is None
+    assert matching_key([], ("right",)) is None
+
+
+def test_a_header_that_is_sent_twice_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="2 times"):
+        matching_key(["Bearer right", "Bearer right"], ("right",))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster import router_actor
+from cluster.ray_processes import router_actor
 from router import server as router_server
 from worker import actor as worker_actor
 

@@ -15,8 +15,8 @@ from wire.logs import JsonLines, PrettyLines, about
 
 SCRIPT = """
 import logging, os, pathlib, sys
-from wire.logs import begin_log
-begin_log(pathlib.Path(sys.argv[1]) if sys.argv[1:] else None)
+from wire.logs import LogConfig, begin_log
+begin_log(LogConfig(pathlib.Path(sys.argv[1]) if sys.argv[1:] else None))
 logging.getLogger("router.server").info("serves")
 os.write(2, b"a native word\\n")
 print("a print", flush=True)
@@ -97,8 +97,8 @@ def test_a_line_for_people_names_process_and_request() -> None:
 
 def test_the_format_is_the_processs_own(tmp_path: Path) -> None:
     file = tmp_path / "log"
-    script = SCRIPT.replace("if sys.argv[1:] else None", ", LogFormat.JSON, 'decode-0', 17").replace(
-        "import begin_log", "import LogFormat, begin_log"
+    script = SCRIPT.replace(" if sys.argv[1:] else None)", ", LogFormat.JSON), 'decode-0', 17").replace(
+        "import LogConfig", "import LogConfig, LogFormat"
     )
     root = Path(__file__).resolve().parents[3]
     subprocess.run([sys.executable, "-c", script, str(file)], check=True, cwd=root)

@@ -1,4 +1,4 @@
-"""Errors become status codes in one place, and only callers with a token get in."""
+"""Errors become status codes in one place, and only callers with a key get in."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -27,15 +27,15 @@ class Broken(cluster_pb2_grpc.ClusterServicer):
 class Serving:
     """A server with one servicer on an ephemeral port, and a stub to it."""
 
-    def __init__(self, error: Exception, tokens: frozenset[str] = frozenset(), token: str = "") -> None:
-        self.error, self.tokens, self.token = error, tokens, token
+    def __init__(self, error: Exception, keys: frozenset[str] = frozenset(), key: str = "") -> None:
+        self.error, self.keys, self.key = error, keys, key
 
     async def __aenter__(self) -> cluster_pb2_grpc.ClusterStub:
-        self.server = rpc.open_server(tokens=self.tokens)
+        self.server = rpc.open_server(tokens=self.keys)
         cluster_pb2_grpc.add_ClusterServicer_to_server(Broken(self.error), self.server)
         port = self.server.add_insecure_port("127.0.0.1:0")
         await self.server.start()
-        self.channel = rpc.open_channel(f"127.0.0.1:{port}", self.token)
+        self.channel = rpc.open_client_channel(f"127.0.0.1:{port}", self.key)
         return cluster_pb2_grpc.ClusterStub(self.channel)
 
     async def __aexit__(self, *_: object) -> None:
@@ -77,9 +77,9 @@ async def test_unexpected_error_is_internal_and_keeps_its_secret() -> None:
         assert "ValueError" in (caught.value.details() or "")
 
 
-@pytest.mark.parametrize(("token", "enters"), [("", False), ("wrong", False), ("right", True), ("other", True)])
-async def test_token(token: str, enters: bool) -> None:
-    async with Serving(errors.NotFound("inside"), frozenset({"right", "other"}), token) as stub:
+@pytest.mark.parametrize(("key", "enters"), [("", False), ("wrong", False), ("right", True), ("other", True)])
+async def test_key(key: str, enters: bool) -> None:
+    async with Serving(errors.NotFound("inside"), frozenset({"right", "other"}), key) as stub:
         expected = grpc.StatusCode.NOT_FOUND if enters else grpc.StatusCode.UNAUTHENTICATED
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await stub.Register(cluster_pb2.RegisterRequest())
@@ -91,9 +91,9 @@ async def test_token(token: str, enters: bool) -> None:
 
 
 @pytest.mark.parametrize("header", [None, "", "right", "Bearer ", "Basic right"])
-async def test_a_token_without_its_scheme_or_none_at_all_opens_no_door(header: str | None) -> None:
-    for tokens in (frozenset({"right", ""}), frozenset({""})):
-        async with Serving(errors.NotFound("inside"), tokens) as stub:
+async def test_a_key_without_its_scheme_or_none_at_all_opens_no_door(header: str | None) -> None:
+    for keys in (frozenset({"right", ""}), frozenset({""})):
+        async with Serving(errors.NotFound("inside"), keys) as stub:
             metadata = None if header is None else ((rpc.AUTHORIZATION, header),)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Register(cluster_pb2.RegisterRequest(), metadata=metadata)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.stranger import Stranger
 from tests.worker_pair import until
 from wire import convert, rpc
 from wire.errors import StaleEpoch, TandemError, Unavailable
@@ -16,6 +17,7 @@ from worker import controller_link
 from worker.controller_link import ControllerLink
 
 ME = PeerRef("decode-0", 4)
+TOKEN = "secret"
 
 
 def info(peer: PeerRef, address: str = "127.0.0.1:1") -> WorkerInfo:
@@ -106,7 +108,7 @@ class Scene:
         address = await self._serve(server)
         self.link = ControllerLink(
             address,
-            "",
+            TOKEN,
             lambda: replace(info(ME), transport=self.transport),
             2.0,
             on_peer_joined=self.joined.append,
@@ -127,8 +129,8 @@ class Scene:
         worker_pb2_grpc.add_WorkerServicer_to_server(self.neighbours[-1], server)
         return info(peer, await self._serve(server))
 
-    async def _serve(self, server: Any) -> str:
-        port = server.add_insecure_port("127.0.0.1:0")
+    async def _serve(self, server: Any, token: str = TOKEN) -> str:
+        port = rpc.listen(server, "127.0.0.1:0", token)
         await server.start()
         self.servers.append(server)
         return f"127.0.0.1:{port}"
@@ -240,17 +242,28 @@ async def test_somebody_else_at_its_address_means_dead(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "token"), [(False, ""), (True, "another cluster's")], ids=["no worker", "not ours"]
+    ("workers", "token"),
+    [(False, TOKEN), (True, ""), (True, "another cluster's")],
+    ids=["no worker", "no token", "not ours"],
 )
 async def test_so_does_a_stranger_who_was_given_its_port(scene: Scene, workers: bool, token: str) -> None:
-    stranger, peer = rpc.open_server(tokens=frozenset({token} - {""})), PeerRef("prefill-0", 1)
+    stranger, peer = rpc.open_server(), PeerRef("prefill-0", 1)
     if workers:
         worker_pb2_grpc.add_WorkerServicer_to_server(Neighbour(peer), stranger)
     else:
         cluster_pb2_grpc.add_ClusterServicer_to_server(Controller(), stranger)
-    await scene.show(info(peer, await scene._serve(stranger)))
+    await scene.show(info(peer, await scene._serve(stranger, token)))
     scene.controller.change()
     await until(lambda: peer in scene.gone)
+
+
+async def test_and_that_stranger_is_not_shown_the_token(scene: Scene) -> None:
+    stranger, peer = await Stranger().start(), PeerRef("prefill-0", 1)
+    await scene.show(info(peer, stranger.address))
+    scene.controller.change()
+    await until(lambda: peer in scene.gone)
+    stranger.assert_learned_nothing(TOKEN)
+    await stranger.stop()
 
 
 async def test_one_that_is_there_and_says_nothing_is_alive(scene: Scene) -> None:

@@ -50,7 +50,7 @@ async def is_on_its_way(pair: WorkerPair) -> Heard:
     """Its first token is out, its pages are not written."""
     pair.fabric.hold()
     heard = pair.send("q", PROMPT, TEN)
-    await until(lambda: heard.tokens)
+    await until(lambda: heard.tokens and pair.fabric.in_flight())
     return heard
 
 
@@ -170,18 +170,18 @@ async def test_a_half_that_opens_again_before_it_was_empty_stays() -> None:
 async def test_limits_follow_the_role() -> None:
     async with WorkerPair(max_batch_requests=16) as pair:
         decode = pair.decode.worker
-        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (16, 64)
+        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (16, 64)
         become(pair.decode, Role.BOTH)
-        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (8, 32)
+        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (8, 32)
         become(pair.decode, Role.DECODE)
         await until(lambda: state(pair.decode) == (Role.DECODE, None))
-        assert (decode._halves.decode._max_batch, decode.admission._room._limit) == (16, 64)
+        assert (decode._halves.decode._max_batch, decode.admission._budget._limit) == (16, 64)
 
 
 async def test_limits_are_the_first_roles_at_the_start() -> None:
     async with WorkerPair(both=True, max_batch_requests=16) as pair:
         worker = pair.decode.worker
-        assert (worker._halves.decode._max_batch, worker.admission._room._limit) == (8, 32)
+        assert (worker._halves.decode._max_batch, worker.admission._budget._limit) == (8, 32)
 
 
 async def test_steps_follow_the_policy() -> None:

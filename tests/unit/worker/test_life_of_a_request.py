@@ -127,7 +127,7 @@ async def test_a_chunked_prompt_is_written_while_it_computes() -> None:
 
 
 async def test_hand_overs_that_outlast_their_permissions_renew_them_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill_worker.renewals.RENEW_AT", 0.1 / 30)
+    monkeypatch.setattr("prefill_worker.write_window.RENEW_AT", 0.1 / 30)
     async with WorkerPair(write_window_s=30.0) as pair:
         renewed: list[int] = []
         admission = pair.decode.worker.admission
@@ -555,6 +555,10 @@ async def test_another_decode_worker_gives_the_same_answer_after_a_death() -> No
         await pair.empty()
 
 
+MOST = tuple(range(3, 950))
+"""Stop tokens that no answer would get around."""
+
+
 @pytest.mark.parametrize("both", [False, True])
 async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> None:
     """Draws, penalties, limits and stop tokens count from the client's own prompt, wherever an attempt begins."""
@@ -563,8 +567,10 @@ async def test_an_attempt_goes_on_behind_any_token_of_an_answer(both: bool) -> N
         "plain": TEN,
         "penalized": SamplingParams(10, presence_penalty=1.0),
         "stopped": SamplingParams(10, stop_token_ids=(whole[-1],)),
+        "long enough": SamplingParams(10, stop_token_ids=MOST, min_tokens=9),
+        "long enough, penalized": SamplingParams(10, stop_token_ids=MOST, min_tokens=9, presence_penalty=1.0),
     }
-    async with WorkerPair(both=both, pages=200) as pair:
+    async with WorkerPair(both=both, pages=400) as pair:
         asked = {
             f"{kind} {count}": (sampling, answer_to(PROMPT, sampling)[:count])
             for kind, sampling in kinds.items()

@@ -1,17 +1,23 @@
 """An engine that fails, or never answers: its batch fails in words, nobody waits, and everybody else goes on."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from engine.cache.prefix_cache import PrefixCache
+from engine.config import EngineConfig
 from kv_transfer.checksums import PageChecks
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
 from wire.errors import Unavailable
-from wire.messages import FinishReason, SamplingParams
+from wire.messages import FinishReason, Role, SamplingParams
+from worker.config import WorkerConfig
+from worker.process import WorkerProcess
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -122,6 +128,70 @@ async def test_a_stuck_checksum_ends_the_worker_as_a_step_does(monkeypatch: pyte
         await until(pair.decode.worker.died.done)
         assert "a checksum did not end within" in str(pair.decode.worker.died.result())
         monkeypatch.undo()
+
+
+async def test_a_check_of_the_pool_that_hangs_hides_no_stuck_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    checking, go = threading.Event(), threading.Event()
+
+    def never_ends(_: PrefixCache) -> None:
+        checking.set()
+        go.wait(60)
+
+    monkeypatch.setattr(PrefixCache, "check_integrity", never_ends)
+    async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
+        pair.send("first", PROMPT, TEN)
+        await until(checking.is_set)
+        await decoding(pair, "running")
+        never_end(pair.decode)
+        await until(pair.decode.worker.died.done)
+        assert "a step did not end within 600 s" in str(pair.decode.worker.died.result())
+        go.set()
+        monkeypatch.undo()
+
+
+async def test_a_check_of_the_pool_that_hangs_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(PrefixCache, "check_integrity", lambda _: go.wait(60))
+    async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
+        pair.send("first", PROMPT, TEN)
+        watchdog = pair.decode.worker._watchdog
+        await until(lambda: watchdog._checking_since)
+        assert not watchdog.check_device()
+        watchdog._checking_since -= DEADLINE_S
+        await until(pair.decode.worker.died.done)
+        assert "a check of the pool did not end" in str(pair.decode.worker.died.result())
+        go.set()
+        monkeypatch.undo()
+
+
+async def test_whoever_asks_for_a_sign_of_life_finds_a_stuck_step() -> None:
+    """Also where the worker's own timer is gone."""
+    async with WorkerPair(step_deadline_s=DEADLINE_S) as pair:
+        await decoding(pair, "running")
+        pair.decode.worker._watchdog.stop()
+        pair.decode.worker.look_for_stuck()
+        assert not pair.decode.worker.died.done()
+        never_end(pair.decode)
+        pair.decode.worker.look_for_stuck()
+        assert pair.decode.worker.died.done()
+
+
+async def test_a_sign_of_life_comes_from_the_worker_s_own_event_loop() -> None:
+    process = WorkerProcess(WorkerConfig("w", Role.BOTH, EngineConfig(Path("fake"))), 1)
+    process._thread.start()
+    async with asyncio.timeout(60):
+        await process.works()
+    go = threading.Event()
+    process._events.call_soon_threadsafe(go.wait, 60)
+    sign = asyncio.ensure_future(process.works())
+    await asyncio.sleep(0.05)
+    assert not sign.done()
+    go.set()
+    async with asyncio.timeout(60):
+        await sign
+    await asyncio.to_thread(process.stop)
+    async with asyncio.timeout(60):
+        await process.works()  # it has ended: nobody is asked
 
 
 async def test_a_step_that_comes_back_too_late_is_not_heard() -> None:

@@ -165,6 +165,15 @@ async def test_closing_sends_what_is_pending_first() -> None:
     assert [message.events async for message in late.messages()] in ([], [()])
 
 
+async def test_tokens_that_wait_when_the_worker_closes_are_sent_before_the_stream_ends() -> None:
+    office = Office()
+    messages, _ = await read(office.outbox.attach("1"))
+    office.outbox.publish(1, [], [RoutedTokens("1", tokens(3, "a"))])
+    await asyncio.sleep(0)
+    office.outbox.close()
+    assert [message.tokens async for message in messages] == [(tokens(3, "a"),)]
+
+
 async def test_changes_of_the_prefix_cache_go_to_those_who_asked() -> None:
     office = Office()
     office.batches = 1

@@ -29,7 +29,7 @@ class Sender:
     def __init__(self, pair: WorkerPair) -> None:
         self.pair = pair
         self.attempts: dict[str, int] = {}
-        lengths = pair.decode.worker.admission._room._lengths
+        lengths = pair.decode.worker.admission._budget._lengths
         for _ in range(SEEN_MIN):
             lengths.learn(60, 1)
 
@@ -59,7 +59,7 @@ class Sender:
 async def test_answers_are_the_same(changes: dict[str, Any]) -> None:
     async with WorkerPair(pages=64 if changes.get("both") else 26, prefill_pages=64, **changes) as pair:
         if changes.get("both"):
-            pair.decode.worker.admission._room._credits._limit = 26
+            pair.decode.worker.admission._budget._claims._limit = 26
         sender = Sender(pair)
         asked = {f"q{n}": ([n + 3, *range(20, 25)], SAMPLINGS[n % 3]) for n in range(7)}
         answers = await asyncio.gather(*(sender.run(name, *each) for name, each in asked.items()))

@@ -133,7 +133,7 @@ async def test_a_writer_that_stands_still_may_write_for_as_long_as_it_lives(chil
         namespace, _, _ = processes.this_process().split()
         name = f"{namespace} {child.pid} {processes._stat(child.pid)[processes._STARTED_AT]}"
         them = replace(pair.prefill.worker.transport.describe(), process=name)
-        pair.decode.worker.peers._neighbours.meet(them)
+        pair.decode.worker.peers._same_host.add(them)
         os.kill(child.pid, signal.SIGSTOP)
         await fill_quarantine(pair, 1)
         pair.decode.worker.peer_gone(pair.prefill.me)
@@ -154,7 +154,7 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
         assert not prefill.report.not_ready
         with caplog.at_level(logging.WARNING):
             prefill.abort("router-1", refs[:-1])
-            await until(lambda: prefill.report.restless_pages == 2 * (LOST - 1))
+            await until(lambda: prefill.report.pending_transfer_pages == 2 * (LOST - 1))
             assert not prefill.report.not_ready, "half of the pool is daily life"
             assert worker_facts(prefill.report, prefill.transport)[f.RESTLESS_PAGES] == 2 * (LOST - 1)
             prefill.abort("router-1", refs[-1:])
@@ -169,7 +169,7 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
 
         pair.fabric.let_go()
         await until(lambda: not prefill.report.not_ready)
-        await until(lambda: not prefill.report.restless_pages)
+        await until(lambda: not prefill.report.pending_transfer_pages)
         heard = pair.send("q", PROMPT, ONE)
         await until(lambda: heard.finish)
         assert heard.tokens == answer_to(PROMPT, ONE)

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from costs.chunks import GAP_NOISE
 from costs.step_cost import NOTHING, CostParameters, StepCost, StepWork
 from costs.step_grid import TILE_TOKENS
 from engine.config import EngineConfig
-from prefill_worker.line import Waiting
+from prefill_worker.queue import WaitingPrompts
 from wire.errors import InvalidArgument
-from wire.messages import Role
+from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
 from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
@@ -21,12 +20,7 @@ from worker.step_policy import (
     PATIENCE,
     PIECE,
     PROGRESS_TOKENS,
-    Bearing,
-    Chunked,
-    DecodePriority,
     StepPolicy,
-    Unchunked,
-    make_policy,
 )
 
 MS = CostParameters(
@@ -36,7 +30,7 @@ MS = CostParameters(
 DECODING = StepWork(decode_rows=32, decode_context_tokens=32_000)
 FEW = StepWork(decode_rows=4, decode_context_tokens=2_000)
 """4.1 ms."""
-MANY = Waiting(prompts=3, tokens=100_000)
+MANY = WaitingPrompts(prompts=3, tokens=100_000)
 STEP = 2048
 
 
@@ -44,20 +38,27 @@ def cost() -> StepCost:
     return StepCost(MS)
 
 
-def priority(target_s: float | None) -> DecodePriority:
-    return DecodePriority(cost, target_s, STEP)
+def policy_of(name: PolicyName, budget: int | None = None, target_s: float | None = None) -> StepPolicy:
+    return StepPolicy(Duty(Role.BOTH, name, budget, target_s), cost, STEP)
+
+
+def priority(target_s: float | None) -> StepPolicy:
+    return policy_of(PolicyName.DECODE_PRIORITY, target_s=target_s)
+
+
+def chunked(budget: int) -> StepPolicy:
+    return policy_of(PolicyName.CHUNKED, budget)
 
 
 @pytest.mark.parametrize("name", PolicyName)
 def test_each_policy_leaves_room_for_the_decode_rows(name: PolicyName) -> None:
-    policy = make_policy(name, cost, budget=512, itl_target_s=0.02, max_step_tokens=STEP)
-    granted = policy.prefill_tokens(DECODING, MANY)
+    granted = policy_of(name, 512, 0.02).prefill_tokens(DECODING, MANY)
     assert 0 < granted <= STEP - 32
-    assert make_policy(name, cost, budget=None, itl_target_s=None, max_step_tokens=STEP).prefill_tokens(NOTHING, MANY)
+    assert policy_of(name).prefill_tokens(NOTHING, MANY)
 
 
 def test_unchunked_gives_all_there_is() -> None:
-    assert Unchunked(STEP).prefill_tokens(DECODING, MANY) == STEP - 32
+    assert policy_of(PolicyName.UNCHUNKED).prefill_tokens(DECODING, MANY) == STEP - 32
 
 
 def patient(policy: StepPolicy) -> StepPolicy:
@@ -67,7 +68,7 @@ def patient(policy: StepPolicy) -> StepPolicy:
 
 
 def test_chunked_keeps_the_whole_step_within_its_budget() -> None:
-    policy = patient(Chunked(512))
+    policy = patient(chunked(512))
     assert policy.prefill_tokens(DECODING, MANY) == 480
     assert policy.prefill_tokens(NOTHING, MANY) == 512
     assert policy.prefill_tokens(StepWork(decode_rows=600), MANY) == 0
@@ -75,14 +76,14 @@ def test_chunked_keeps_the_whole_step_within_its_budget() -> None:
 
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="step_budget"):
-        make_policy(PolicyName.CHUNKED, cost, budget=0, itl_target_s=None, max_step_tokens=STEP)
+        chunked(0)
 
 
 @pytest.mark.parametrize("context", [0, 5000])
 @pytest.mark.parametrize("target_ms", [10, 12, 25])
 def test_decode_priority_fills_what_is_left_of_the_target_and_no_more(target_ms: int, context: int) -> None:
-    target = target_ms / 1e3 / GAP_NOISE
-    tokens = priority(target_ms / 1e3).prefill_tokens(DECODING, Waiting(1, 100_000, context))
+    target = target_ms / 1e3 / StepCost(MS).margin
+    tokens = priority(target_ms / 1e3).prefill_tokens(DECODING, WaitingPrompts(1, 100_000, context))
     assert cost().seconds(DECODING.with_chunk(tokens, context)) <= target
     assert cost().seconds(DECODING.with_chunk(tokens + 1, context)) > target
 
@@ -92,59 +93,47 @@ def test_decode_priority_gives_nothing_when_decoding_alone_takes_too_long() -> N
 
 
 def test_decode_priority_gives_no_crumbs_but_for_a_prompt_that_is_one() -> None:
-    target = GAP_NOISE * cost().seconds(DECODING.with_chunk(PIECE // 2, 0))
+    target = StepCost(MS).margin * cost().seconds(DECODING.with_chunk(PIECE // 2, 0))
     assert patient(priority(target)).prefill_tokens(DECODING, MANY) == 0
-    assert patient(priority(target)).prefill_tokens(DECODING, Waiting(1, 10, 0)) == 10
+    assert patient(priority(target)).prefill_tokens(DECODING, WaitingPrompts(1, 10, 0)) == 10
 
 
-def test_without_a_target_a_step_may_take_twice_an_unloaded_one() -> None:
-    tokens = priority(None).prefill_tokens(FEW, MANY)
-    assert cost().seconds(FEW.with_chunk(tokens, 0)) <= 2 * (MS.base_s + MS.row_s)
-    assert tokens > PIECE
+def test_without_a_target_a_step_has_its_token_budget() -> None:
+    assert priority(None).prefill_tokens(FEW, MANY) == 512 - 4
+    assert policy_of(PolicyName.DECODE_PRIORITY, 700).prefill_tokens(FEW, MANY) == 700 - 4
+
+
+@pytest.mark.parametrize("name", PolicyName)
+def test_no_policy_breaks_the_target_of_an_answer(name: PolicyName) -> None:
+    assert seconds_granted(policy_of(name, 2048), [0.009, math.inf]) == pytest.approx(0.009, abs=2.5e-5)
 
 
 def test_chunks_end_with_a_tile_of_the_matrix_units() -> None:
     tiled = StepCost(replace(MS, tile_tokens=TILE_TOKENS))
-    policy = make_policy(PolicyName.CHUNKED, lambda: tiled, budget=512, itl_target_s=None, max_step_tokens=STEP)
+    policy = StepPolicy(Duty(Role.BOTH, PolicyName.CHUNKED, 512), lambda: tiled, STEP)
     assert policy.prefill_tokens(DECODING, MANY) == 512 - 32
     assert policy.prefill_tokens(StepWork(decode_rows=33), MANY) == 512 - 64, "places for 64 answers"
     assert policy.prefill_tokens(NOTHING, MANY) == 512
-    granted = DecodePriority(lambda: tiled, 0.012, STEP).prefill_tokens(DECODING, MANY)
+    asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.012)
+    granted = StepPolicy(asked, lambda: tiled, STEP).prefill_tokens(DECODING, MANY)
     assert (granted + 32) % TILE_TOKENS == 0
 
 
-def seconds_granted(
-    policy: DecodePriority, targets: list[float], beside: StepWork = FEW, first_gap_s: float = math.inf
-) -> float:
+def seconds_granted(policy: StepPolicy, targets: list[float], beside: StepWork = FEW) -> float:
     """What was predicted for the client: of the step, and the noise of its way."""
-    tokens = policy.prefill_tokens(beside, MANY, Bearing(targets, first_gap_s))
-    return GAP_NOISE * cost().seconds(beside.with_chunk(tokens, 0))
+    tokens = policy.prefill_tokens(beside, MANY, targets)
+    return StepCost(MS).margin * cost().seconds(beside.with_chunk(tokens, 0))
 
 
 def test_answers_that_bear_long_gaps_leave_prompts_longer_steps() -> None:
     assert seconds_granted(priority(None), [0.03] * 32) == pytest.approx(0.03, abs=2e-5)
-    assert seconds_granted(priority(None), [0.03] * 31 + [math.inf]) == pytest.approx(2 * 4.01e-3, abs=2e-5)
-    assert seconds_granted(priority(None), [math.inf] * 32) == pytest.approx(2 * 4.01e-3, abs=2e-5)
+    for targets in ([0.03] * 31 + [math.inf], [math.inf] * 32):
+        assert priority(None).prefill_tokens(FEW, MANY, targets) == 512 - 4
 
 
 def test_one_strict_answer_keeps_steps_short_as_long_as_it_can_be_kept() -> None:
     assert seconds_granted(priority(None), [0.0078] + [0.06] * 31) == pytest.approx(0.0078, abs=2.5e-5)
     assert seconds_granted(priority(None), [0.004] + [0.03] * 31) == pytest.approx(0.03, abs=2e-5)
-
-
-@pytest.mark.parametrize("beside", [FEW, NOTHING], ids=["beside answers", "alone"])
-def test_a_step_is_half_of_what_an_answer_bears_that_waits_for_its_second_token(beside: StepWork) -> None:
-    """The first gap of a local prompt is two steps."""
-    targets = [0.03] * beside.decode_rows
-    assert seconds_granted(priority(None), targets, beside, 0.03) == pytest.approx(0.015, abs=2e-5)
-    assert seconds_granted(priority(None), targets, beside, 0.008) > 0.029, "decoding alone breaks it"
-
-
-def test_a_first_gap_leaves_nothing_where_less_than_a_piece_fits() -> None:
-    """However long no step had enough for all prompts: that one comes when the second token has."""
-    targets, policy = [0.03] * FEW.decode_rows, priority(None)
-    assert policy.prefill_tokens(FEW, MANY, Bearing(targets, 0.0115)) == 0
-    assert policy.prefill_tokens(FEW, MANY, Bearing([0.0055] * FEW.decode_rows)) == PROGRESS_TOKENS
 
 
 def test_what_was_asked_for_bounds_every_class() -> None:
@@ -165,7 +154,7 @@ def test_nobody_who_decodes_means_nobody_to_spare() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "beside", "enough"),
-    [(priority(1e-6), DECODING, PROGRESS_TOKENS), (Chunked(512), StepWork(decode_rows=512), 512)],
+    [(priority(1e-6), DECODING, PROGRESS_TOKENS), (chunked(512), StepWork(decode_rows=512), 512)],
     ids=["priority", "chunked"],
 )
 def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) -> None:
@@ -174,13 +163,20 @@ def test_no_prompt_starves(policy: StepPolicy, beside: StepWork, enough: int) ->
 
 
 def test_long_steps_are_less_than_one_in_a_hundred_whoever_waits_when() -> None:
-    policy = Chunked(512)
+    policy = chunked(512)
     beside, full = StepWork(decode_rows=512 - PIECE), StepWork(decode_rows=512)
     assert policy.prefill_tokens(full, MANY) == 512
-    without = [*[Waiting()] * (PATIENCE // 2), *[MANY] * (PATIENCE - PATIENCE // 2)]
+    without = [*[WaitingPrompts()] * (PATIENCE // 2), *[MANY] * (PATIENCE - PATIENCE // 2)]
     assert not any(policy.prefill_tokens(full, waiting) for waiting in without if waiting.prompts), "not yet"
     assert {policy.prefill_tokens(beside, MANY) for _ in range(PATIENCE // 2 + 1)} == {PIECE}, "no long step"
     assert policy.prefill_tokens(full, MANY) == 512, "enough have passed, with nobody waiting and with pieces"
+
+
+def test_steps_without_prompts_count_though_the_policy_was_not_asked() -> None:
+    policy, full = chunked(512), StepWork(decode_rows=512)
+    assert policy.prefill_tokens(full, MANY) == 512
+    policy.steps_without_prompts += PATIENCE - 1
+    assert [policy.prefill_tokens(full, MANY) for _ in range(3)] == [0, 512, 0]
 
 
 def test_the_batch_grows_up_to_the_target() -> None:

@@ -73,13 +73,6 @@ def test_a_gap_target_is_above_nothing(target_s: float) -> None:
         check_reservation(replace(GOOD, gap_target_s=target_s), FACTS)
 
 
-@pytest.mark.parametrize("target_s", [0.0, -1.0, math.nan])
-def test_what_a_first_gap_may_be_is_above_nothing(target_s: float) -> None:
-    task = PrefillTask("r", GOOD.ref, (1, 2), SamplingParams(1), None, first_gap_s=target_s)
-    with pytest.raises(InvalidArgument, match="first_gap_s"):
-        check_prefill(task, FACTS)
-
-
 def test_the_longest_prompt_is_fine() -> None:
     check_reservation(replace(GOOD, prompt_token_ids=(1,) * (FACTS.max_context - 1)), FACTS)
 

@@ -89,6 +89,9 @@ tandem/release: {{ .Release.Name }}
 {{- if gt (add .Values.drain.seconds 60) (int .Values.drain.gracePeriodSeconds) -}}
 {{- fail (printf "drain.gracePeriodSeconds (%d) has to be at least 60 more than drain.seconds (%d)" (int .Values.drain.gracePeriodSeconds) (int .Values.drain.seconds)) -}}
 {{- end -}}
+{{- if gt (int .Values.networkPolicy.kvPorts.first) (int .Values.networkPolicy.kvPorts.last) -}}
+{{- fail "networkPolicy.kvPorts.first is above last" -}}
+{{- end -}}
 {{- if and .Values.rdma.enabled .Values.rdma.hostNetwork .Values.networkPolicy.enabled (not .Values.networkPolicy.nodes) -}}
 {{- fail "rdma.hostNetwork needs networkPolicy.nodes, the hosts of workers: to a NetworkPolicy, pods on their hosts' network are these hosts" -}}
 {{- end -}}
@@ -123,6 +126,9 @@ tandem/release: {{ .Release.Name }}
 {{- fail (printf "gateway.grpcHostnames: %s is one of gateway.hostnames, too (%s), and a Gateway takes one kind of route a name" $grpc $http) -}}
 {{- end -}}
 {{- end }}{{ end -}}
+{{- end -}}
+{{- if not (or .Values.auth.apiKeys.existingSecret .Values.auth.insecure) -}}
+{{- fail "auth.apiKeys.existingSecret is needed: without keys, whoever reaches the router is served, which takes auth.insecure=true" -}}
 {{- end -}}
 {{- if and .Values.monitoring.serviceMonitor.enabled (not .Values.auth.metricsKey.existingSecret) -}}
 {{- fail "monitoring.serviceMonitor needs auth.metricsKey.existingSecret: without a key, metrics are closed" -}}

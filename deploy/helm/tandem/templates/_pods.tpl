@@ -23,6 +23,8 @@ capabilities:
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, value: "1"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_ROTATION_MAX_BYTES, value: "{{ mul 1048576 (.Values.serving.logMaxMib | int) }}"}
+- {name: RAY_ROTATION_BACKUP_COUNT, value: "4"}
 - {name: HOME, value: /var/cache/tandem}
 - {name: XDG_CACHE_HOME, value: /var/cache/tandem}
 - {name: TRITON_CACHE_DIR, value: /var/cache/tandem/triton}
@@ -30,12 +32,11 @@ capabilities:
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
   valueFrom: {secretKeyRef: {name: {{ include "tandem.rayTokenSecret" . }}, key: auth_token}}
-- name: TANDEM_CLUSTER_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "tandem.clusterTokenSecret" . }}, key: {{ .Values.auth.clusterToken.key }}}}
 - {name: TANDEM_CONTROLLER, value: "{{ include "tandem.name" . }}-controller:50052"}
 {{- end -}}
 
 {{- define "tandem.workerEnv" -}}
+- {name: UCX_TCP_PORT_RANGE, value: "{{ .Values.networkPolicy.kvPorts.first | int }}-{{ .Values.networkPolicy.kvPorts.last | int }}"}
 {{- if .Values.rdma.netDevices }}
 - {name: UCX_NET_DEVICES, value: {{ .Values.rdma.netDevices | quote }}}
 {{- end }}
@@ -47,10 +48,52 @@ capabilities:
 {{- end }}
 {{- end -}}
 
+{{/* Of a NetworkPolicy: every TCP port but those where UCX listens. */}}
+{{- define "tandem.allButKvPorts" -}}
+- {port: 1, endPort: {{ sub (int .Values.networkPolicy.kvPorts.first) 1 }}}
+- {port: {{ add (int .Values.networkPolicy.kvPorts.last) 1 }}, endPort: 65535}
+{{- end -}}
+
 {{- define "tandem.mounts" -}}
 - {name: shm, mountPath: /dev/shm}
 - {name: tmp, mountPath: /tmp}
 - {name: cache, mountPath: /var/cache/tandem}
+{{- end -}}
+
+{{/* The cluster's token, for `tandem up` and the commands that call the controller; Ray's processes hear it from those. */}}
+{{- define "tandem.tokenEnv" -}}
+- {name: TANDEM_CLUSTER_TOKEN_FILE, value: /etc/tandem/token/cluster-token}
+{{- end -}}
+
+{{- define "tandem.tokenMount" -}}
+- {name: token, mountPath: /etc/tandem/token, readOnly: true}
+{{- end -}}
+
+{{- define "tandem.tokenVolume" -}}
+- name: token
+  secret:
+    secretName: {{ include "tandem.clusterTokenSecret" . }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.auth.clusterToken.key }}, path: cluster-token}]
+{{- end -}}
+
+{{/* Whether there are keys of clients or of metrics: "true" or nothing. */}}
+{{- define "tandem.hasKeys" -}}
+{{- if or .Values.auth.apiKeys.existingSecret .Values.auth.metricsKey.existingSecret }}true{{ end -}}
+{{- end -}}
+
+{{- define "tandem.keysVolume" -}}
+{{- if include "tandem.hasKeys" . }}
+- name: keys
+  projected:
+    defaultMode: 0440
+    sources:
+      {{- range $file, $key := dict "api-keys" .Values.auth.apiKeys "metrics-key" .Values.auth.metricsKey }}
+      {{- if $key.existingSecret }}
+      - secret: {name: {{ $key.existingSecret }}, items: [{key: {{ $key.key }}, path: {{ $file }}}]}
+      {{- end }}
+      {{- end }}
+{{- end }}
 {{- end -}}
 
 {{- define "tandem.modelMount" -}}

@@ -19,14 +19,24 @@
 {{- else }}
 - --workers={{ include "tandem.bothPlaces" . }}
 {{- end }}
+{{- if .Values.networkPolicy.trustedNetwork }}
+- --trusted-network
+{{- end }}
 - --host=0.0.0.0
+{{- if and .Values.auth.insecure (not .Values.auth.apiKeys.existingSecret) }}
+- --insecure
+{{- end }}
 - --grpc-port=50051
 - --http-port=8000
 - --metrics-port=9464
 - --controller-port=50052
 - --log-format={{ .Values.serving.logFormat }}
+- --log-max-mib={{ .Values.serving.logMaxMib | int }}
 {{- with .Values.serving.frontProcesses }}
 - --front-processes={{ . }}
+{{- end }}
+{{- with .Values.serving.defaultMaxTokens | int }}
+- --default-max-tokens={{ . }}
 {{- end }}
 {{- if ne .Values.planner.mode "off" }}
 - --planner={{ .Values.planner.mode }}
@@ -90,23 +100,22 @@ containers:
     command: {{- include "tandem.up" . | nindent 6 }}
     env:
       {{- include "tandem.env" . | nindent 6 }}
-      {{- with .Values.auth.apiKeys.existingSecret }}
-      - name: TANDEM_API_KEY
-        valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.auth.apiKeys.key }}}}
+      {{- include "tandem.tokenEnv" . | nindent 6 }}
+      {{- if .Values.auth.apiKeys.existingSecret }}
+      - {name: TANDEM_API_KEY_FILE, value: /etc/tandem/keys/api-keys}
       {{- end }}
-      {{- with .Values.auth.metricsKey.existingSecret }}
-      - name: TANDEM_METRICS_KEY
-        valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.auth.metricsKey.key }}}}
+      {{- if .Values.auth.metricsKey.existingSecret }}
+      - {name: TANDEM_METRICS_KEY_FILE, value: /etc/tandem/keys/metrics-key}
       {{- end }}
     ports:
       - {name: grpc, containerPort: 50051}
       - {name: http, containerPort: 8000}
       - {name: metrics, containerPort: 9464}
       - {name: controller, containerPort: 50052}
-    # The doors open before workers do; ready means that prompts are computed and decoded. /ready and grpc.health ask
-    # for no key. Alive goes by the router's own word, so that lost workers never restart a router.
+    # The doors open before workers do; ready means that a request would be answered now. None of the probes asks for a
+    # key. /live says only that the router's event loop answers, so that lost workers never restart a router.
     startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" "http")) .Values.probes.startup | toYaml | nindent 6 }}
-    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/health" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}
+    livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}
     readinessProbe: {{- merge (dict "grpc" (dict "port" 50051 "service" "tandem.v1.Inference")) .Values.probes.readiness | toYaml | nindent 6 }}
     resources:
       requests: {cpu: 250m, memory: 1Gi}
@@ -116,9 +125,15 @@ containers:
       preStop: {exec: {command: [sleep, "5"]}}
     volumeMounts:
       {{- include "tandem.mounts" . | nindent 6 }}
+      {{- include "tandem.tokenMount" . | nindent 6 }}
+      {{- if include "tandem.hasKeys" . }}
+      - {name: keys, mountPath: /etc/tandem/keys, readOnly: true}
+      {{- end }}
       {{- include "tandem.modelMount" . | nindent 6 }}
   {{- include "tandem.logs" . | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" . | nindent 2 }}
+  {{- include "tandem.tokenVolume" . | nindent 2 }}
+  {{- include "tandem.keysVolume" . | nindent 2 }}
   {{- include "tandem.modelVolume" . | nindent 2 }}
 {{- end -}}

@@ -39,6 +39,7 @@ containers:
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     env:
       {{- include "tandem.env" $root | nindent 6 }}
+      {{- include "tandem.tokenEnv" $root | nindent 6 }}
       {{- include "tandem.workerEnv" $root | nindent 6 }}
       {{- with $group.env }}
       {{- toYaml . | nindent 6 }}
@@ -60,6 +61,7 @@ containers:
             - exec tandem drain --node "$POD_IP" --grace {{ $root.Values.drain.seconds | int }}
     volumeMounts:
       {{- include "tandem.mounts" $root | nindent 6 }}
+      {{- include "tandem.tokenMount" $root | nindent 6 }}
       {{- include "tandem.modelMount" $root | nindent 6 }}
       {{- if $root.Values.hugepages.size }}
       - {name: hugepages, mountPath: /hugepages}
@@ -67,6 +69,7 @@ containers:
   {{- include "tandem.logs" $root | nindent 2 }}
 volumes:
   {{- include "tandem.volumes" $root | nindent 2 }}
+  {{- include "tandem.tokenVolume" $root | nindent 2 }}
   {{- include "tandem.modelVolume" $root | nindent 2 }}
   {{- if $root.Values.hugepages.size }}
   - {name: hugepages, emptyDir: {medium: HugePages-{{ $root.Values.hugepages.size }}}}

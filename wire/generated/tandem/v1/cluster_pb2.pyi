@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "duty", "closing")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "duty", "closing", "started_unix_nanos", "kv_ports")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,8 @@ class WorkerInfo(_message.Message):
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
     DUTY_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
+    STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
+    KV_PORTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     role: str
@@ -39,7 +41,9 @@ class WorkerInfo(_message.Message):
     warnings: _containers.RepeatedScalarFieldContainer[str]
     duty: _types_pb2.Duty
     closing: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., closing: _Optional[str] = ...) -> None: ...
+    started_unix_nanos: int
+    kv_ports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype")

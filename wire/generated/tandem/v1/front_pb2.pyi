@@ -55,14 +55,16 @@ class Header(_message.Message):
     def __init__(self, name: _Optional[bytes] = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class GrpcCall(_message.Message):
-    __slots__ = ("method", "metadata", "message")
+    __slots__ = ("method", "metadata", "message", "more")
     METHOD_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     method: str
     metadata: _containers.RepeatedCompositeFieldContainer[Header]
     message: bytes
-    def __init__(self, method: _Optional[str] = ..., metadata: _Optional[_Iterable[_Union[Header, _Mapping]]] = ..., message: _Optional[bytes] = ...) -> None: ...
+    more: bool
+    def __init__(self, method: _Optional[str] = ..., metadata: _Optional[_Iterable[_Union[Header, _Mapping]]] = ..., message: _Optional[bytes] = ..., more: _Optional[bool] = ...) -> None: ...
 
 class HttpRequest(_message.Message):
     __slots__ = ("method", "path", "raw_path", "query_string", "http_version", "scheme", "headers")
@@ -97,7 +99,7 @@ class RouterFrames(_message.Message):
     def __init__(self, frames: _Optional[_Iterable[_Union[RouterFrame, _Mapping]]] = ...) -> None: ...
 
 class RouterFrame(_message.Message):
-    __slots__ = ("call", "message", "end", "response", "body", "serving", "leave_s", "ask")
+    __slots__ = ("call", "message", "end", "response", "body", "serving", "leave_s", "ask", "passed")
     CALL_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +108,7 @@ class RouterFrame(_message.Message):
     SERVING_FIELD_NUMBER: _ClassVar[int]
     LEAVE_S_FIELD_NUMBER: _ClassVar[int]
     ASK_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
     call: int
     message: bytes
     end: CallEnd
@@ -114,7 +117,8 @@ class RouterFrame(_message.Message):
     serving: bool
     leave_s: float
     ask: Ask
-    def __init__(self, call: _Optional[int] = ..., message: _Optional[bytes] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ..., response: _Optional[_Union[HttpResponse, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., serving: _Optional[bool] = ..., leave_s: _Optional[float] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ...) -> None: ...
+    passed: int
+    def __init__(self, call: _Optional[int] = ..., message: _Optional[bytes] = ..., end: _Optional[_Union[CallEnd, _Mapping]] = ..., response: _Optional[_Union[HttpResponse, _Mapping]] = ..., body: _Optional[_Union[HttpBody, _Mapping]] = ..., serving: _Optional[bool] = ..., leave_s: _Optional[float] = ..., ask: _Optional[_Union[Ask, _Mapping]] = ..., passed: _Optional[int] = ...) -> None: ...
 
 class Ask(_message.Message):
     __slots__ = ()

@@ -142,7 +142,7 @@ class WorkerLoad(_message.Message):
     def __init__(self, prefill_requests: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., decode_requests: _Optional[int] = ..., pages_used: _Optional[int] = ..., pages_total: _Optional[int] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., decode_context_tokens: _Optional[int] = ..., cost: _Optional[_Union[CostParameters, _Mapping]] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class CostParameters(_message.Message):
-    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_noise", "wave_tokens", "window_tokens")
+    __slots__ = ("base_s", "prompt_base_s", "token_s", "pair_s", "row_s", "context_s", "free_tokens", "error", "observed", "tile_tokens", "mixed_noise", "wave_tokens")
     BASE_S_FIELD_NUMBER: _ClassVar[int]
     PROMPT_BASE_S_FIELD_NUMBER: _ClassVar[int]
     TOKEN_S_FIELD_NUMBER: _ClassVar[int]
@@ -155,7 +155,6 @@ class CostParameters(_message.Message):
     TILE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIXED_NOISE_FIELD_NUMBER: _ClassVar[int]
     WAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     base_s: float
     prompt_base_s: float
     token_s: float
@@ -168,8 +167,7 @@ class CostParameters(_message.Message):
     tile_tokens: int
     mixed_noise: float
     wave_tokens: int
-    window_tokens: int
-    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ..., window_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, base_s: _Optional[float] = ..., prompt_base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ..., row_s: _Optional[float] = ..., context_s: _Optional[float] = ..., free_tokens: _Optional[int] = ..., error: _Optional[float] = ..., observed: _Optional[int] = ..., tile_tokens: _Optional[int] = ..., mixed_noise: _Optional[float] = ..., wave_tokens: _Optional[int] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "prefill_worker_id", "prefill_incarnation", "answered", "cache_salt", "gap_target_s")
@@ -206,7 +204,7 @@ class ReserveResponse(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., duration_s: _Optional[float] = ..., held_tokens: _Optional[int] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt", "first_gap_s")
+    __slots__ = ("router_id", "request_id", "attempt", "prompt_token_ids", "sampling", "destination", "answered", "cache_salt")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -215,7 +213,6 @@ class PrefillRequest(_message.Message):
     DESTINATION_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
-    FIRST_GAP_S_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     request_id: str
     attempt: int
@@ -224,8 +221,7 @@ class PrefillRequest(_message.Message):
     destination: Destination
     answered: int
     cache_salt: str
-    first_gap_s: float
-    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ..., first_gap_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, router_id: _Optional[str] = ..., request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_types_pb2.SamplingParams, _Mapping]] = ..., destination: _Optional[_Union[Destination, _Mapping]] = ..., answered: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Destination(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "lease")
@@ -375,7 +371,7 @@ class ConnectPeerResponse(_message.Message):
     def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process")
+    __slots__ = ("worker_id", "incarnation", "agent_metadata", "base_address", "page_bytes", "pages", "device_id", "memory", "host", "process", "probe_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +382,7 @@ class PeerDescription(_message.Message):
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PROCESS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
     agent_metadata: bytes
@@ -396,7 +393,8 @@ class PeerDescription(_message.Message):
     memory: str
     host: str
     process: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ...) -> None: ...
+    probe_address: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., agent_metadata: _Optional[bytes] = ..., base_address: _Optional[int] = ..., page_bytes: _Optional[int] = ..., pages: _Optional[int] = ..., device_id: _Optional[int] = ..., memory: _Optional[str] = ..., host: _Optional[str] = ..., process: _Optional[str] = ..., probe_address: _Optional[int] = ...) -> None: ...
 
 class AllotPagesRequest(_message.Message):
     __slots__ = ("lease", "pages", "prefill_worker_id", "prefill_incarnation")

@@ -1,0 +1,1 @@
+"""Open-loop load over OpenAI's HTTP, the same against any server."""

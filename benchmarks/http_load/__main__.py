@@ -1,0 +1,128 @@
+"""Open-loop load over OpenAI's HTTP, the same against any server:
+`python -m benchmarks.http_load --url http://127.0.0.1:8000/v1 --model NAME --rates 8,12,16 --seconds 20`.
+
+Prompts are random token ids, so that servers see the same work whatever their tokenizers; lengths are lognormal. The
+last line is one JSON object with a row of loads; with `--save` it is kept, which needs the GPU that the server runs on.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from benchmarks.command_line import errors_in_words
+from benchmarks.http_load.client import HttpShare, address_of, run_http_share
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.run import deal, run_clients
+from benchmarks.load.slo import SloCell
+from benchmarks.load.spread import percentile
+from benchmarks.load.sweep import parse_rates
+from benchmarks.load.synthetic import Lengths, Synthetic
+from benchmarks.load.workload import Workload
+from benchmarks.results import run_facts, save_result
+from router.observability.verdict import Outcome
+
+GOOD = {
+    "good_1000_25": SloCell("1000 and 25 ms", 1.0, 0.025, 95),
+    "good_300_60": SloCell("300 and 60 ms", 0.3, 0.060, 95),
+}
+"""Shares of requests with a first token, and 95 % of their own gaps, within these limits."""
+
+Row = dict[str, object]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.http_load", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--url", required=True, help="http://HOST:PORT/v1 of any OpenAI server")
+    parser.add_argument("--model", required=True, help="the name by which it serves its model")
+    parser.add_argument("--api-key", default="", help="for a server that asks for one")
+    parser.add_argument("--rates", default="8", help="requests a second, one load for each: 8,12,16")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
+    parser.add_argument("--drain-seconds", type=float, default=60.0, help="for answers after the last arrival")
+    parser.add_argument("--prompt-tokens", default="lognormal:1410:0.8", help="a number, or lognormal:MEAN:SIGMA")
+    parser.add_argument("--new-tokens", default="lognormal:239:0.6", help="a number, or lognormal:MEAN:SIGMA")
+    parser.add_argument("--context", type=int, default=8192, help="longest prompt and answer together")
+    parser.add_argument("--vocab-size", type=int, default=100_000, help="token ids are below it")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and token ids")
+    parser.add_argument("--clients", type=int, default=4, help="client processes")
+    parser.add_argument("--row", default="defaults", help="what the server's settings are called in the result")
+    parser.add_argument("--device", default="cuda", help="what the server runs on: cpu or cuda")
+    parser.add_argument("--dtype", default="bfloat16", help="of the server's weights, for the name of the file")
+    parser.add_argument("--save", action="store_true", help="keep the run under benchmarks/results/")
+    return parser.parse_args(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """A row of figures for each rate, printed as they come."""
+    address_of(arguments.url)
+    source = Synthetic(
+        Lengths.parse("--prompt-tokens", arguments.prompt_tokens), Lengths.parse("--new-tokens", arguments.new_tokens)
+    )
+    rows = []
+    for number, rate in enumerate(parse_rates(arguments.rates)):
+        # Another seed for each load: none finds the prompts of the one before in a prefix cache.
+        workload = source.at(rate, arguments.seconds, arguments.seed + number).fitted(arguments.context)
+        rows.append(figures(workload, _send(workload, arguments)))
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def _send(workload: Workload, arguments: argparse.Namespace) -> list[RequestRecord]:
+    give_up_s = workload.seconds + arguments.drain_seconds
+    shares = [
+        HttpShare(
+            arguments.url, arguments.model, arguments.api_key, workload.seed, arguments.vocab_size, each, give_up_s
+        )
+        for each in deal(workload, arguments.clients)
+    ]
+    return [record for result in run_clients(run_http_share, shares) for record in result.records]
+
+
+def figures(workload: Workload, records: Sequence[RequestRecord]) -> Row:
+    """Latencies of the requests that were answered in whole, and shares of all requests."""
+    whole = [record for record in records if not record.error and record.token_s]
+    tokens = sum(record.completion_tokens for record in whole)
+    gaps = [gap for record in whole for gap in record.gaps_s]
+    spent = [
+        (record.token_s[-1] - record.token_s[0]) / (record.completion_tokens - 1)
+        for record in whole
+        if record.completion_tokens > 1
+    ]
+    return {
+        "rate": workload.rate,
+        "n": len(records),
+        "errors": len(records) - len(whole),
+        "err": sorted({record.error for record in records if record.error})[:2],
+        "late_max": round(max(record.lateness_s for record in records), 4),
+        "chunks_per_token": round(sum(record.chunks for record in whole) / max(1, tokens), 3),
+        "tok_s": round(tokens / max(record.ended_s for record in records), 1),
+        "ttft_ms": _in_ms([record.token_s[0] - record.due_s for record in whole], (50, 90, 99)),
+        "gap_ms": _in_ms(gaps, (50, 95, 99, 99.9)),
+        "tpot_ms": _in_ms(spent, (50, 90, 99)),
+        **{name: _share(cell, records) for name, cell in GOOD.items()},
+        "prompt_tokens": sum(arrival.prompt_tokens for arrival in workload.arrivals),
+        "out_tokens": tokens,
+    }
+
+
+def _in_ms(values: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
+    return {f"{percent:g}": round(1e3 * percentile(values, percent), 2) for percent in percents} if values else {}
+
+
+def _share(cell: SloCell, records: Sequence[RequestRecord]) -> float:
+    return round(sum(cell.judge(record) is Outcome.MET for record in records) / len(records), 3)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Send the loads and print the result as JSON, last."""
+    parsed = parse_arguments(arguments)
+    with errors_in_words():
+        rows = measure(parsed)
+    result = {"model": parsed.model, "rows": {parsed.row: rows}, "dtype": parsed.dtype} | run_facts(parsed.device)
+    if parsed.save:
+        print("saved", save_result(f"http-{parsed.model}", result))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

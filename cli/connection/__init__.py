@@ -1,0 +1,1 @@
+"""How commands find a cluster and prove who they are: addresses, state files, secrets, their options."""

@@ -1,0 +1,126 @@
+"""The controller's client, as the commands and benchmarks that change a running cluster need it."""
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import grpc.aio
+
+from wire import convert
+from wire.errors import TandemError, Unauthenticated, Unavailable
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.messages import Absence, WorkerInfo
+from wire.rpc import ERROR_CODE, error_of, is_refused_peer, open_channel
+
+GRACE_S = 30.0
+"""How long workers may finish what they have, if nothing else was asked for, in seconds."""
+WAIT_S = 180.0
+"""How long to wait for new workers, if nothing else was asked for, in seconds."""
+_BESIDES_GRACE_S = 240.0
+"""What a change may take beside: opening, transfers that settle, a worker that is started again."""
+_LOOK_S = 10.0
+"""How long the list of workers may take."""
+
+Result = TypeVar("Result")
+
+
+class ControllerClient:
+    """Calls to one controller. Every failure is a typed error that names it."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address
+        self._token = token
+
+    async def set_mode(
+        self,
+        mode: str,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        step_policy: str = "",
+        step_budget: int = 0,
+        itl_target_s: float = 0.0,
+        grace_s: float = GRACE_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """See `SetModeRequest`. The workers as they are then, and how long it took, in seconds."""
+        request = cluster_pb2.SetModeRequest(
+            mode=mode,
+            prefill=prefill,
+            decode=decode,
+            step_policy=step_policy,
+            step_budget=step_budget,
+            itl_target_s=itl_target_s,
+            grace_s=grace_s,
+        )
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.SetMode(request, timeout=grace_s + _BESIDES_GRACE_S))
+        return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def resize(
+        self,
+        *,
+        prefill: int = 0,
+        decode: int = 0,
+        workers: int = 0,
+        grace_s: float = GRACE_S,
+        wait_s: float = WAIT_S,
+    ) -> tuple[tuple[WorkerInfo, ...], float]:
+        """See `ResizeRequest`. The workers as they are then, and how long it took, in seconds."""
+        request = cluster_pb2.ResizeRequest(
+            prefill=prefill, decode=decode, workers=workers, grace_s=grace_s, wait_s=wait_s
+        )
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.Resize(request, timeout=grace_s + wait_s + _BESIDES_GRACE_S))
+        return tuple(convert.worker_info_from_proto(info) for info in reply.workers), float(reply.seconds)
+
+    async def workers(self) -> tuple[WorkerInfo, ...]:
+        """All that serve now."""
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            call = stub.Watch(cluster_pb2.WatchRequest(), timeout=_LOOK_S)
+            membership = await self._typed(call.read())
+            call.cancel()
+        return convert.membership_from_proto(membership).workers
+
+    async def absent(self) -> tuple[Absence, ...]:
+        """Who was asked for and does not serve now."""
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.ListAbsent(cluster_pb2.ListAbsentRequest(), timeout=_LOOK_S))
+        return tuple(convert.absence_from_proto(each) for each in reply.workers)
+
+    async def drain_worker(
+        self,
+        worker_id: str,
+        *,
+        grace_s: float = GRACE_S,
+        restart: bool = False,
+        force: bool = False,
+        node_leaves: bool = False,
+    ) -> float:
+        """See `DrainWorkerRequest`. How long it took, in seconds."""
+        request = cluster_pb2.DrainWorkerRequest(
+            worker_id=worker_id, grace_s=grace_s, restart=restart, force=force, node_leaves=node_leaves
+        )
+        async with open_channel(self._address, self._token) as channel:
+            stub: Any = cluster_pb2_grpc.ClusterStub(channel)
+            reply = await self._typed(stub.DrainWorker(request, timeout=grace_s + _BESIDES_GRACE_S))
+        return float(reply.seconds)
+
+    async def _typed(self, call: Awaitable[Result]) -> Result:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.aio.AioRpcError) -> TandemError:
+        """The controller's own words where it had any, a plain sentence instead of the transport's."""
+        if any(key == ERROR_CODE for key, _ in error.trailing_metadata() or ()):
+            return error_of(error, "the controller")
+        if is_refused_peer(error):
+            return Unauthenticated(
+                f"the TLS handshake with the controller at {self._address} failed: is --token (TANDEM_CLUSTER_TOKEN) "
+                "the token of that cluster?"
+            )
+        return Unavailable(f"cannot reach the controller at {self._address}; is `tandem up` running there?")

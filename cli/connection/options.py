@@ -1,0 +1,164 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from cli.connection.client import RouterClient, Sampling
+    from cli.connection.controller_client import ControllerClient
+
+
+def _one_of_several(context: typer.Context, parameter: typer.CallbackParam, key: str) -> str:
+    """Where `tandem up` has all keys from the environment, as in its pod, other commands show the first."""
+    source = context.get_parameter_source(parameter.name or "")
+    return (key.split() or [""])[0] if source is not None and source.name == "ENVIRONMENT" else key
+
+
+Address = Annotated[
+    str,
+    typer.Option("--address", envvar="TANDEM_ADDRESS", help="The router's host:port; default: the running cluster."),
+]
+ApiKey = Annotated[
+    str,
+    typer.Option(
+        "--api-key", envvar="TANDEM_API_KEY", callback=_one_of_several, help="Key for a router that asks for one."
+    ),
+]
+ApiKeyFile = Annotated[
+    str,
+    typer.Option("--api-key-file", envvar="TANDEM_API_KEY_FILE", help="File whose first key is shown, in its place."),
+]
+Temperature = Annotated[
+    float, typer.Option("--temperature", help="0 = greedy, always the most likely token; higher = more varied.")
+]
+Metrics = Annotated[
+    str,
+    typer.Option("--metrics", envvar="TANDEM_METRICS", help="host:port of the metrics; default: the running ones."),
+]
+MetricsKey = Annotated[
+    str,
+    typer.Option(
+        "--metrics-key", envvar="TANDEM_METRICS_KEY", help="Key that opens metrics; default: the running cluster's."
+    ),
+]
+MetricsKeyFile = Annotated[
+    str, typer.Option("--metrics-key-file", envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, in its place.")
+]
+Grace = Annotated[
+    float, typer.Option("--grace", help="Seconds to finish what runs; what is left then goes on at other workers.")
+]
+
+
+def checked_grace(grace: float) -> float:
+    """`grace`. InvalidArgument if it is no time to wait."""
+    from wire.errors import InvalidArgument
+
+    if not grace >= 0:
+        raise InvalidArgument("--grace", f"{grace:g} is below 0")
+    return grace
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How an answer is drawn."""
+
+    max_tokens: Annotated[int | None, typer.Option("--max-tokens", help="Most tokens to generate.")] = None
+    temperature: Temperature = 0.0
+    seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling above temperature 0 reproducible.")] = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """InvalidArgument names the option and its limits."""
+        from cli.connection.client import Sampling
+
+        return Sampling(self.max_tokens, self.temperature, self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """Which router is asked, and with which key."""
+
+    address: Address = ""
+    api_key: ApiKey = field(default="", repr=False)
+    api_key_file: ApiKeyFile = ""
+
+    def client(self) -> RouterClient:
+        """Of the router asked for, else of the newest running cluster's. Unavailable if none runs."""
+        from cli.connection.client import RouterClient
+
+        return RouterClient(address_or_newest(self.address), shown_key(self.api_key, self.api_key_file))
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerOptions:
+    """Which cluster's controller is asked, and with which secret."""
+
+    controller_address: Annotated[
+        str,
+        typer.Option(
+            "--controller",
+            envvar="TANDEM_CONTROLLER",
+            help="The controller's host:port; default: the running cluster's.",
+        ),
+    ] = ""
+    token: Annotated[
+        str,
+        typer.Option(
+            "--token", envvar="TANDEM_CLUSTER_TOKEN", help="The cluster's secret; default: the running one's."
+        ),
+    ] = field(default="", repr=False)
+    token_file: Annotated[
+        str,
+        typer.Option("--token-file", envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, in its place."),
+    ] = ""
+
+    def client(self) -> ControllerClient:
+        """Of the controller asked for, else of the newest running cluster's. Unavailable if none runs."""
+        from cli.connection.controller_client import ControllerClient
+        from cli.connection.secret_files import one_key
+        from cli.connection.state import newest
+
+        token = one_key("--token-file", self.token, self.token_file)
+        if self.controller_address:
+            return ControllerClient(self.controller_address, token)
+        running = newest()
+        return ControllerClient(running.controller, token or running.token)
+
+
+def address_or_newest(address: str) -> str:
+    """The address asked for, else that of the newest running cluster. Unavailable if none runs."""
+    from cli.connection.state import newest
+
+    return address or newest().grpc
+
+
+def shown_key(api_key: str, api_key_file: str) -> str:
+    """What is shown to a router. InvalidArgument for a file without keys."""
+    from cli.connection.secret_files import first_key
+
+    return first_key("--api-key-file", api_key, api_key_file)
+
+
+def metrics_door(address: str, key: str, key_file: str = "") -> tuple[str, str]:
+    """Where the metrics are, and what opens them. Unavailable if neither is given and no cluster runs."""
+    from cli.connection.secret_files import one_key
+    from cli.connection.state import newest
+
+    key = one_key("--metrics-key-file", key, key_file)
+    if address:
+        return address, key
+    running = newest()
+    return running.metrics, key or running.metrics_key
+
+
+def checked_prompt(name: str, text: str) -> str:
+    """`text`. InvalidArgument if there is nothing in it to answer."""
+    from wire.errors import InvalidArgument
+
+    if not text.strip():
+        raise InvalidArgument(name, "is empty; give a question to answer or a text to continue")
+    return text

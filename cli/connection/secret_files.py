@@ -1,0 +1,49 @@
+"""Secrets from files: other users of the host see those of a command line in the list of processes."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def keys_in(option: str, file: str) -> tuple[str, ...]:
+    """The keys in `file`, separated by line ends or blanks; from a `#` on, a line is a comment.
+
+    InvalidArgument that names `option` for a file that cannot be read, or has none. A file that every user of this host
+    may read is used, with a warning.
+    """
+    from wire.errors import InvalidArgument
+
+    path = Path(file)
+    try:
+        lines = path.read_text().splitlines()
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InvalidArgument(option, f"cannot read {file} ({reason})") from None
+    if mode & stat.S_IROTH:
+        log.warning("every user of this host may read %s: `chmod o-r` keeps the secret from them", file)
+    keys = tuple(key for line in lines for key in line.partition("#")[0].split())
+    if not keys:
+        raise InvalidArgument(option, f"{file} has no secret in it")
+    return keys
+
+
+def one_key(option: str, given: str, file: str) -> str:
+    """`given`, else the only key in `file`, else "". InvalidArgument as `keys_in`, and if there are several."""
+    from wire.errors import InvalidArgument
+
+    if given or not file:
+        return given
+    keys = keys_in(option, file)
+    if len(keys) > 1:
+        raise InvalidArgument(option, f"{file} has {len(keys)} secrets in it; one is wanted")
+    return keys[0]
+
+
+def first_key(option: str, given: str, file: str) -> str:
+    """`given`, else the first key in `file`, else "": any of a router's keys opens it."""
+    return given if given or not file else keys_in(option, file)[0]

@@ -1,0 +1,241 @@
+"""What `tandem doctor` looks at: each check is one line, ok, warn or fail, with what to do about it."""
+
+import importlib
+import importlib.util
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+
+SHM = Path("/dev/shm")
+SHM_BYTES_MIN = 256 << 20
+PYTHON_MIN = (3, 11)
+
+
+DISTRIBUTION = "tandem"
+ROOMS = (
+    "wire",
+    "telemetry",
+    "costs",
+    "planner",
+    "router",
+    "worker",
+    "prefill_worker",
+    "decode_worker",
+    "kv_transfer",
+    "engine",
+    "cluster",
+    "simulation",
+    "cli",
+)
+"""The import names of Tandem's wheel."""
+
+
+class Level(StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line: what was looked at, how it is, what was found and, unless all is well, what to do."""
+
+    name: str
+    level: Level
+    found: str
+    advice: str = ""
+
+
+_SECRET_OPTIONS = ("--token", "--api-key", "--metrics-key")
+
+
+def check_python(running: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
+    """3.11 or newer."""
+    found = ".".join(str(part) for part in running)
+    if running[:2] < PYTHON_MIN:
+        return Check("Python", Level.FAIL, found, "install Python 3.11 or newer and run `make clean run`")
+    return Check("Python", Level.OK, found)
+
+
+def check_cores(cores: int | None = None) -> Check:
+    """Two or more, so that prefill and decode can run at once."""
+    cores = len(os.sched_getaffinity(0)) if cores is None else cores
+    if cores < 2:
+        return Check(
+            "cores", Level.WARN, str(cores), "prefill and decode will take turns; two cores or more are better"
+        )
+    return Check("cores", Level.OK, str(cores))
+
+
+def check_shared_memory(free_bytes: int | None = None) -> Check:
+    """Room in /dev/shm for Ray's object store and for transfers within the host."""
+    if free_bytes is None:
+        if not SHM.is_dir():
+            return Check("/dev/shm", Level.FAIL, "missing", "mount a tmpfs there; in a container give it --shm-size=1g")
+        free_bytes = shutil.disk_usage(SHM).free
+    found = f"{free_bytes / (1 << 30):.1f} GiB free"
+    if free_bytes < SHM_BYTES_MIN:
+        return Check("/dev/shm", Level.FAIL, found, "free some, or in a container give it --shm-size=1g")
+    return Check("/dev/shm", Level.OK, found)
+
+
+def check_import_names(owners: Mapping[str, Sequence[str]] | None = None) -> Check:
+    """No other installed distribution has a package or module of the same name as one of Tandem's.
+
+    Whichever Python finds first is imported, and of two wheels in one folder the later one overwrites files of the
+    other. `owners` maps each import name to its distributions, `packages_distributions()` by default.
+    """
+    owners = packages_distributions() if owners is None else owners
+    others = {room: sorted(set(owners.get(room, ())) - {DISTRIBUTION}) for room in ROOMS}
+    found = "; ".join(f"{room} is also in {', '.join(names)}" for room, names in others.items() if names)
+    if not found:
+        return Check("import names", Level.OK, f"all {len(ROOMS)} are Tandem's alone")
+    advice = "install Tandem into a virtual environment of its own, or uninstall the others and then install it again"
+    return Check("import names", Level.FAIL, found, advice)
+
+
+def check_ray() -> Check:
+    """Installed."""
+    try:
+        return Check("Ray", Level.OK, version("ray"))
+    except PackageNotFoundError:
+        return Check("Ray", Level.FAIL, "not installed", "run `make run`, which installs it")
+
+
+def check_torch() -> Check:
+    """Importable."""
+    try:
+        return Check("PyTorch", Level.OK, importlib.import_module("torch").__version__)
+    except ImportError as error:
+        return Check("PyTorch", Level.FAIL, str(error), "run `make run`, which installs it")
+
+
+def check_gpu() -> Check:
+    """The GPUs torch can use; none is fine, then the CPU serves."""
+    try:
+        import torch
+    except ImportError:
+        return Check("GPU", Level.WARN, "unknown without PyTorch", "see PyTorch above")
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if importlib.util.find_spec("triton") is None:
+            advice = "pip install '.[gpu]' in Tandem's folder"
+            return Check("GPU", Level.FAIL, f"{', '.join(names)}, without triton", advice)
+        return Check("GPU", Level.OK, ", ".join(names))
+    if Path("/dev/nvidiactl").exists():
+        return Check("GPU", Level.WARN, "present, but PyTorch cannot use it", "install a CUDA build of torch 2.13")
+    return Check("GPU", Level.OK, "none; --device cpu it is")
+
+
+def check_transfer() -> list[Check]:
+    """NIXL with its UCX plug-in, and the RDMA devices it could use."""
+    from kv_transfer.backends import available_backends
+
+    report = available_backends()
+    if report.error:
+        return [Check("NIXL", Level.FAIL, report.package or "not usable", report.error)]
+    plugins = f"{report.package}: {', '.join(report.plugins) or 'no plug-ins'}"
+    if "UCX" not in report.plugins:
+        nixl = Check("NIXL", Level.FAIL, plugins, "the UCX plug-in is missing; install nixl-cu12 or nixl-cu13 again")
+    else:
+        nixl = Check("NIXL", Level.OK, plugins)
+    if report.rdma_devices:
+        return [nixl, Check("RDMA", Level.OK, ", ".join(report.rdma_devices))]
+    advice = "fine on one host; between hosts KV would travel over TCP"
+    return [nixl, Check("RDMA", Level.WARN, "no device in /sys/class/infiniband", advice)]
+
+
+def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check:
+    """Free, or held by a `tandem up` of this user (`ours`: port to process id)."""
+    name = f"port {port}"
+    if port in ours:
+        return Check(name, Level.OK, f"in use by the running cluster (process {ours[port]})")
+    if (problem := port_problem(host, port)) is None:
+        return Check(name, Level.OK, "free")
+    return Check(name, Level.FAIL, problem, f"start with {option} and another port, or 0 for any free one")
+
+
+def check_doors(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
+    """The router's address and, if it can listen there, its ports."""
+    if (problem := host_problem(host)) is not None:
+        return [Check(f"host {host!r}", Level.FAIL, problem, "give --host an address of this machine, like 127.0.0.1")]
+    return [check_port("--grpc-port", host, grpc_port, ours), check_port("--http-port", host, http_port, ours)]
+
+
+def host_problem(host: str) -> str | None:
+    """Why this machine cannot listen at `host`, None if it can."""
+    return port_problem(host, 0) if host else "it is empty"
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nothing can listen there, None if something can. Port 0 is always fine."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return None
+
+
+def check_command_lines(running: Iterable[tuple[int, list[str]]] | None = None) -> list[Check]:
+    """That no `tandem` on this host (`running`: process ids and command lines) was given a secret by an option, which
+    every user of the host can read.
+    """
+    showing = [
+        Check(
+            f"process {pid}",
+            Level.WARN,
+            f"its command line shows {', '.join(shown)} to every user of this host",
+            f"give {' and '.join(f'{option}-file' for option in shown)} instead, or the environment",
+        )
+        for pid, line in (_command_lines() if running is None else running)
+        if (shown := _secrets_in(line))
+    ]
+    return showing or [Check("secrets", Level.OK, "none in the command line of a tandem that runs here")]
+
+
+def _secrets_in(command: list[str]) -> list[str]:
+    """Options of `command` that show a secret, if it runs Tandem."""
+    if not any(Path(word).name == "tandem" or word == "cli.main" for word in command[:4]):
+        return []
+    given = {word.partition("=")[0] for word in command}
+    return [option for option in _SECRET_OPTIONS if option in given]
+
+
+def _command_lines() -> list[tuple[int, list[str]]]:
+    import psutil
+
+    return [(each.pid, each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+
+
+def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Callable[[], list[Check]]]:
+    """Every check, in the order they are shown; each is run when it is called."""
+    return [
+        lambda: [check_python(), check_import_names(), check_cores(), check_shared_memory(), check_ray()],
+        lambda: [check_torch(), check_gpu()],
+        check_transfer,
+        lambda: check_doors(host, grpc_port, http_port, ours),
+        check_command_lines,
+        lambda: [check_default_model()],
+    ]
+
+
+def check_default_model() -> Check:
+    """The small model that `tandem up` serves when it is given none."""
+    from cli.models.default_model import find_default_model
+    from wire.errors import ModelError
+
+    try:
+        return Check("small model", Level.OK, str(find_default_model()))
+    except ModelError as error:
+        return Check("small model", Level.WARN, "not installed", error.message)

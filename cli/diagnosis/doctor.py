@@ -1,0 +1,51 @@
+"""`tandem doctor`: is this machine ready, and if not, what to do."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.plain_errors import FAILED, plain_errors
+
+if TYPE_CHECKING:
+    from cli.diagnosis.checks import Check
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@plain_errors
+def doctor(
+    host: Annotated[str, typer.Option("--host", help="Address the router would listen on.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option("--grpc-port", help="Port to look at.")] = 50051,
+    http_port: Annotated[int, typer.Option("--http-port", help="Port to look at.")] = 8000,
+) -> None:
+    """Check Python, import names, PyTorch, GPUs, Ray, NIXL, RDMA, ports, /dev/shm and cores; fails if a start would.
+    Says which ports of running workers let others write into their memory.
+    """
+    from rich.console import Console
+
+    from cli.connection.state import running
+    from cli.diagnosis.checks import Level, all_checks
+    from cli.diagnosis.kv_port_checks import check_running_clusters, check_ucx_environment
+    from cluster.limits import check_ports
+
+    check_ports(grpc_port, http_port)
+    clusters = running()
+    ours = {int(door.rpartition(":")[2]): one.pid for one in clusters for door in (one.grpc, one.http)}
+    groups = all_checks(host, grpc_port, http_port, ours)
+    groups += [lambda: [check_ucx_environment()], lambda: check_running_clusters(clusters)]
+    console, failed = Console(soft_wrap=True, highlight=False), False
+    for group in groups:
+        for check in group():
+            console.print(line(check))
+            failed |= check.level is Level.FAIL
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def line(check: "Check") -> str:
+    """A check as one line with rich's colours."""
+    from rich.markup import escape
+
+    colour = COLOURS[check.level.value]
+    advice = f" [dim]→ {escape(check.advice)}[/]" if check.advice else ""
+    return f"[{colour}]{check.level.value:<4}[/] [bold]{escape(check.name)}[/]: {escape(check.found)}{advice}"

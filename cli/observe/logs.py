@@ -1,0 +1,36 @@
+"""`tandem logs`: what the processes of this host log."""
+
+from typing import Annotated
+
+import typer
+
+from cli.plain_errors import plain_errors
+
+LOOK_S = 0.5
+
+
+@plain_errors
+def logs(
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what comes, also of clusters that start later.")
+    ] = False,
+) -> None:
+    """Print the logs of all processes of the newest start on this host: router, controller, workers."""
+    import time
+
+    from cli.observe.log_folder import log_root
+    from cli.observe.log_tail import LogTail
+    from wire.errors import NotFound
+
+    root = log_root()
+    tail, any_lines = LogTail(root), False
+    while True:
+        for line in tail.lines():
+            any_lines = True
+            print(line)
+        if not follow:
+            break
+        print(end="", flush=True)
+        time.sleep(LOOK_S)
+    if not any_lines:
+        raise NotFound(f"no process of a cluster has logged under {root}; `tandem up` starts one")

@@ -1,0 +1,119 @@
+"""`tandem status`: what runs, and how busy it is."""
+
+import re
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from cli.connection.options import Address, ApiKey, ApiKeyFile, address_or_newest, shown_key
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from cli.connection.client import ServerView
+    from wire.generated.tandem.v1.inference_pb2 import WorkerStatus
+
+WIDE = 200
+"""Columns where nobody folds lines: pipes and files."""
+
+
+@plain_errors
+def status(address: Address = "", api_key: ApiKey = "", api_key_file: ApiKeyFile = "") -> None:
+    """Show the router, its workers, their roles, pages and transports."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from cli.connection.client import RouterClient
+
+    where = address_or_newest(address)
+    view = asyncio.run(RouterClient(where, shown_key(api_key, api_key_file)).view())
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    console.print(summary(where, view), markup=False)
+    console.print(worker_table(view))
+    for line in [*remarks(view), *absences(address)]:
+        console.print(line, markup=False)
+
+
+def absences(address: str) -> list[str]:
+    """A line for each worker that does not serve, which only the controller knows: none for a router by its address."""
+    import asyncio
+
+    from cli.connection.controller_client import ControllerClient
+    from cli.connection.state import newest
+    from wire.errors import TandemError
+
+    if address:
+        return []
+    running = newest()
+    if not running.controller:
+        return []
+    try:
+        absent = asyncio.run(ControllerClient(running.controller, running.token).absent())
+    except TandemError as error:
+        return [f"who else was asked for is not known: {error.message}"]
+    return [f"{each.worker_id} does not serve: {each.reason}" for each in absent]
+
+
+def summary(address: str, view: "ServerView") -> str:
+    """The router in one line."""
+    return (
+        f"router {address} serves {view.model.model} ({view.model.dtype}, context {view.model.max_context}), "
+        f"{view.info.mode}, {view.loads.running} running, {view.loads.waiting} waiting, Tandem {view.info.version}"
+    )
+
+
+def worker_table(view: "ServerView") -> "Table":
+    """One row for each worker the router sees."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "role", "steps", "started", "state", "requests", "KV pages", "transport", "device"):
+        table.add_column(column, no_wrap=column != "transport")
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        table.add_row(
+            worker.worker_id,
+            worker.role,
+            worker.step_policy or "-",
+            _time_of(worker.started_unix_nanos),
+            _state(worker),
+            str(worker.requests),
+            f"{worker.pages_used} / {worker.pages_total}",
+            worker.transport,
+            worker.device,
+        )
+    return table
+
+
+def remarks(view: "ServerView") -> list[str]:
+    """A line for each thing somebody should look at: workers that take nothing new, and what is slower than it could
+    be.
+    """
+    lines = []
+    for worker in sorted(view.info.workers, key=_role_and_id):
+        lines += [f"{worker.worker_id} is not ready: {worker.not_ready}"] if worker.not_ready else []
+        lines += [f"{worker.worker_id}: {warning}" for warning in worker.warnings]
+    return lines
+
+
+def _state(worker: "WorkerStatus") -> str:
+    if not worker.connected:
+        return "away"
+    if worker.draining:
+        return "draining"
+    if worker.closing:
+        return f"closing {worker.closing}"
+    return "not ready" if worker.not_ready else "connected"
+
+
+def _role_and_id(worker: "WorkerStatus") -> tuple[str, list[str | int]]:
+    """Workers of a role together, 10 behind 9."""
+    return worker.role, [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", worker.worker_id)]
+
+
+def _time_of(unix_nanos: int) -> str:
+    """In local time."""
+    if unix_nanos == 0:
+        return "-"
+    return datetime.fromtimestamp(unix_nanos / 1e9).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,69 @@
+"""`tandem top`: the cluster live, from every process's metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_door
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from telemetry.scrape import Scrape
+
+_FIRST_S = 1.0
+"""What the first picture is about, in seconds."""
+
+
+@plain_errors
+def top(
+    *,
+    metrics: Metrics = "",
+    metrics_key: MetricsKey = "",
+    metrics_key_file: MetricsKeyFile = "",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two pictures.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Show rates, latencies, goodput, batches, KV pages and transfers of the running cluster."""
+    import asyncio
+    import contextlib
+
+    address, key = metrics_door(metrics, metrics_key, metrics_key_file)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_watch(address, key, interval, once=once))
+
+
+async def _watch(address: str, key: str, interval: float, *, once: bool) -> None:
+    import asyncio
+    import sys
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from cli.observe.status import WIDE
+    from cli.observe.top_view import picture
+    from telemetry.scrape import Stretch
+
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    before = await scrape(address, key)
+    await asyncio.sleep(_FIRST_S)
+    now = await scrape(address, key)
+    if once:
+        console.print(picture(Stretch(before, now)))
+        return
+    with Live(picture(Stretch(before, now)), console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            await asyncio.sleep(interval)
+            before, now = now, await scrape(address, key)
+            live.update(picture(Stretch(before, now)), refresh=True)
+
+
+async def scrape(address: str, key: str) -> Scrape:
+    """The whole cluster, now."""
+    import time
+
+    from telemetry.door import METRICS_PATH, fetch
+    from telemetry.scrape import Scrape
+
+    return Scrape(await fetch(address, METRICS_PATH, key, timeout_s=5.0), time.monotonic())

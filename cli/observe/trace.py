@@ -1,0 +1,67 @@
+"""`tandem trace`: one request's timeline, or the slow ones that the router remembers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.connection.options import MetricsKey, MetricsKeyFile
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from wire.request_trace import RequestTrace
+
+
+@plain_errors
+def trace(
+    request_id: Annotated[
+        str, typer.Argument(help="Id of the request or of its trace; without one the newest requests are listed.")
+    ] = "",
+    *,
+    slow: Annotated[bool, typer.Option("--slow", help="List the slowest requests that are remembered.")] = False,
+    router: Annotated[
+        str,
+        typer.Option("--router", envvar="TANDEM_HTTP", help="The router's HTTP host:port; default: the running."),
+    ] = "",
+    metrics_key: MetricsKey = "",
+    metrics_key_file: MetricsKeyFile = "",
+) -> None:
+    """Draw where a request's time went."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from cli.connection.secret_files import one_key
+    from cli.observe.status import WIDE
+    from cli.observe.trace_view import drawn, listed
+    from wire.errors import InvalidArgument, NotFound
+
+    if slow and request_id:
+        raise InvalidArgument("--slow", "lists requests; leave out the id, or the option")
+    key = one_key("--metrics-key-file", metrics_key, metrics_key_file)
+    found, kept = asyncio.run(_ask(request_id, slow, router, key))
+    if request_id and not found:
+        remembered = f"the router remembers the {kept} newest that have ended, and slow ones"
+        raise NotFound(f"no request or trace {request_id!r} is known; {remembered}")
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    if not request_id:
+        console.print(listed(found))
+        return
+    for each in found:
+        console.print(drawn(each))
+
+
+async def _ask(request_id: str, slow: bool, router: str, key: str) -> tuple[list[RequestTrace], int]:
+    from urllib.parse import quote
+
+    from cli.connection.state import newest
+    from telemetry.door import TRACES_PATH, fetch
+    from wire.convert import traces_from_json
+
+    if not router:
+        running = newest()
+        router, key = running.http.removeprefix("http://"), key or running.metrics_key
+    query = f"?id={quote(request_id, safe='')}" if request_id else "?slow" if slow else ""
+    return traces_from_json(await fetch(router, TRACES_PATH + query, key, timeout_s=5.0))

@@ -1,0 +1,83 @@
+"""`tandem why`: what keeps each worker from doing more, from every process's metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_door
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from telemetry.scrape import Scrape, Stretch
+
+
+@plain_errors
+def why(
+    *,
+    metrics: Metrics = "",
+    metrics_key: MetricsKey = "",
+    metrics_key_file: MetricsKeyFile = "",
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to look.")] = 5.0,
+) -> None:
+    """Name each worker's binding wall under the present load, and the change that would help most."""
+    import asyncio
+    import sys
+
+    from rich.console import Console
+
+    from cli.observe.status import WIDE
+    from cli.observe.top import scrape
+    from telemetry.scrape import Stretch
+
+    address, key = metrics_door(metrics, metrics_key, metrics_key_file)
+
+    async def look() -> Stretch:
+        before = await scrape(address, key)
+        await asyncio.sleep(seconds)
+        return Stretch(before, await scrape(address, key))
+
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    console.print(findings(asyncio.run(look())))
+
+
+def findings(stretch: Stretch) -> Table:
+    """One worker a row: its wall, the figures that say so, the change."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from telemetry import families as f
+    from telemetry.walls import diagnose
+    from telemetry.worker_figures import figures_of
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("worker", "wall", "because", "what would help"):
+        table.add_column(column, no_wrap=column in ("worker", "wall"))
+    now = stretch.now
+    heard = set(now.values(f.WORKER_READY, "worker"))
+    for name in _workers(now):
+        if name not in heard:
+            state = "silent" if now.total(f.PROCESS_UP, worker=name) else "down"
+            table.add_row(name, state, "nothing is heard of it", "`tandem status` and its log say why")
+            continue
+        if not now.total(f.WORKER_READY, worker=name):
+            table.add_row(name, "not ready", "it takes nothing new", "`tandem status` and its log say why")
+            continue
+        found = diagnose(figures_of(stretch, name))
+        table.add_row(name, Text(found.wall, style="bold"), found.because, found.change)
+    return table
+
+
+def _workers(now: Scrape) -> list[str]:
+    """All that the controller keeps, and all that answer."""
+    from telemetry import families as f
+
+    kept = [
+        name
+        for name in now.values(f.PROCESS_UP, "worker")
+        if "router" not in now.values(f.PROCESS_UP, "role", worker=name)
+    ]
+    return list(dict.fromkeys([*kept, *now.values(f.WORKER_READY, "worker")]))

@@ -1,0 +1,96 @@
+"""`tandem down`: stop the running cluster, or end the workers that an earlier one has left; returns when it is gone."""
+
+import contextlib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from cli.connection.state import RunningCluster
+
+LOOK_S = 0.05
+
+
+@plain_errors
+def down(
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds to wait for it to end, beside its --stop-grace.")
+    ] = 30.0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Stop every cluster of this user, not just the newest.")
+    ] = False,
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address",
+            help="End, at once, the workers that wait on the Ray cluster at HOST:PORT or auto for another `tandem up`; "
+            "from a host that belongs to it.",
+        ),
+    ] = "",
+    cluster_name: Annotated[str, typer.Option("--cluster-name", help="Whose workers those are.")] = "tandem",
+) -> None:
+    """Stop the cluster that `tandem up` started, or, with --address, end workers that have outlived theirs."""
+    if address:
+        _clear(address, cluster_name, everything=everything)
+    else:
+        _stop_those_here(timeout, cluster_name, everything=everything)
+
+
+def _clear(address: str, name: str, *, everything: bool) -> None:
+    from cluster.leadership.orphan_cleanup import clear_ray
+    from wire.errors import InvalidArgument
+
+    if everything:
+        raise InvalidArgument("--all", "is for clusters of this host; leave it out where --address is given")
+    cleared = clear_ray(address, name)
+    workers, places = (", ".join(names) for names in (cleared.workers, cleared.places))
+    print(f"ended {workers or 'no worker'}; gave back the places of {places or 'nobody'}")
+
+
+def _stop_those_here(timeout: float, name: str, *, everything: bool) -> None:
+    from cli.connection.state import running
+    from cluster.joining import DEFAULT_NAME
+    from cluster.ray_processes.temp_folder import remove_abandoned
+    from wire.errors import InvalidArgument
+
+    if name != DEFAULT_NAME:
+        raise InvalidArgument("--cluster-name", "is for workers on a Ray that was joined; add its --address")
+    clusters = running()
+    cleared = remove_abandoned()
+    if cleared:
+        print(f"cleared up after {len(cleared)} killed cluster{'s' * (len(cleared) > 1)}")
+    elif not clusters:
+        print("no cluster is running; nothing to stop")
+    _stop(clusters if everything else clusters[:1], timeout)
+    if not everything and len(clusters) > 1:
+        print(f"{len(clusters) - 1} more still running; `tandem down --all` stops them too")
+
+
+def _stop(clusters: "Sequence[RunningCluster]", timeout: float) -> None:
+    """Ctrl-C from afar: on SIGTERM workers that may outlive it would. DeadlineExceeded names those that stay."""
+    import signal
+    import time
+
+    import psutil
+
+    from wire.errors import DeadlineExceeded
+
+    for cluster in clusters:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(cluster.pid).send_signal(signal.SIGINT)
+    began, late = time.monotonic(), []
+    for cluster in clusters:
+        within = timeout + cluster.stop_grace_s
+        while cluster.alive and time.monotonic() < began + within:
+            time.sleep(LOOK_S)
+        if cluster.alive:
+            late.append((cluster.pid, f"process {cluster.pid} did not end within {within:g} s"))
+        else:
+            print(f"stopped the cluster that served {cluster.model} (process {cluster.pid})")
+    if late:
+        pids = " ".join(str(pid) for pid, _ in late)
+        raise DeadlineExceeded(f"{', '.join(words for _, words in late)}; stop with `kill -9 {pids}`")

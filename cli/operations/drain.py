@@ -1,0 +1,91 @@
+"""`tandem drain`: let a worker, or all of a node, finish what they have and end."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from cli.connection.options import ControllerOptions, Grace, checked_grace
+from cli.option_groups import option_groups
+from cli.plain_errors import plain_errors
+
+if TYPE_CHECKING:
+    from cli.connection.controller_client import ControllerClient
+
+
+PATIENCE_S = 10.0
+"""How long a controller may be away that another one takes the place of, when a node is about to leave."""
+AGAIN_S = 0.5
+
+Answer = TypeVar("Answer")
+
+
+@plain_errors
+@option_groups
+def drain(
+    worker: Annotated[str | None, typer.Argument(help="Its name, as in `tandem status`.")] = None,
+    *,
+    node: Annotated[
+        str,
+        typer.Option(
+            "--node",
+            help="Drain all workers at this address, even the last ones, because the node is about to leave the Ray "
+            "cluster; they come back elsewhere once it has.",
+        ),
+    ] = "",
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Start it again afterwards; one drained before starts at once.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even if no other worker serves.")] = False,
+    grace: Grace = 30.0,
+    controller: ControllerOptions,
+) -> None:
+    """Take a worker out of the cluster: it takes nothing new, finishes what it has, ends, and stays away."""
+    import asyncio
+
+    from wire.errors import InvalidArgument
+
+    if (worker is None) == (not node):
+        raise InvalidArgument("WORKER", "give the name of a worker, or --node ADDRESS for all of a node")
+    if node and restart:
+        raise InvalidArgument("--restart", "is for a WORKER; those of a --node come back by themselves")
+    client = controller.client()
+    if worker is None:
+        asyncio.run(_drain_node(client, node, checked_grace(grace)))
+        return
+    seconds = asyncio.run(client.drain_worker(worker, grace_s=checked_grace(grace), restart=restart, force=force))
+    print(f"{worker} {'serves again' if restart else 'has drained'}, after {seconds:.1f} s")
+
+
+async def _patiently(ask: Callable[[], Awaitable[Answer]]) -> Answer:
+    """Asked again for a while if nobody answers."""
+    import asyncio
+    import time
+
+    from wire.errors import Unavailable
+
+    give_up = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return await ask()
+        except Unavailable:
+            if time.monotonic() > give_up:
+                raise
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _drain_node(client: "ControllerClient", node: str, grace_s: float) -> None:
+    """All at once. The first failure is raised, when the others have ended."""
+    import asyncio
+
+    workers = await _patiently(client.workers)
+    names = [info.peer.worker_id for info in workers if info.address.rpartition(":")[0] == node]
+    if not names:
+        print(f"no worker serves at {node}; nothing to drain")
+        return
+    drains = (client.drain_worker(name, grace_s=grace_s, force=True, node_leaves=True) for name in names)
+    results = await asyncio.gather(*drains, return_exceptions=True)
+    for name, result in zip(names, results, strict=True):
+        if isinstance(result, BaseException):
+            raise result
+        print(f"{name} has drained, after {result:.1f} s")

@@ -1,0 +1,1 @@
+"""`tandem plan`: how many workers a workload needs."""

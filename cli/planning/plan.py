@@ -1,0 +1,95 @@
+"""`tandem plan`: how many workers of which role a load takes, from the cost model that routers and workers use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.option_groups import option_groups
+from cli.plain_errors import plain_errors
+from cli.planning.plan_options import (
+    CostOptions,
+    DemandOptions,
+    GpuOptions,
+    PromiseOptions,
+    ShapeOptions,
+    check_above_0,
+)
+
+if TYPE_CHECKING:
+    from cli.planning.plan_question import Question
+
+
+@plain_errors
+@option_groups
+def plan(
+    *,
+    shape: ShapeOptions,
+    gpu: GpuOptions,
+    promised: PromiseOptions,
+    asked: DemandOptions,
+    workers: Annotated[int | None, typer.Option(help="Default: the fewest that leave room.")] = None,
+    costs: CostOptions,
+    simulate: Annotated[
+        bool, typer.Option("--simulate/--no-simulate", help="Find each strategy's knee by short simulated loads.")
+    ] = True,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare knees with a measured table of benchmarks.strategies, and do no more.")
+    ] = None,
+) -> None:
+    """Size a cluster: prefill:decode ratio, memory, latencies, and which wall binds first."""
+    from cli.planning.plan_question import Question
+
+    promise, demand = promised.promise(), asked.demand()
+    if workers is not None:
+        check_above_0("--workers", workers)
+    question = Question(
+        name=shape.name,
+        model=shape.config(),
+        device=gpu.kind(),
+        demand=demand,
+        promise=promise,
+        workers=workers,
+        cost=costs.fitted(),
+    )
+    if check is None:
+        _answer(question, simulate=simulate)
+    else:
+        _check(check, question)
+
+
+def _answer(question: Question, *, simulate: bool) -> None:
+    """The split by the cost model, what would change it, and how each strategy fares."""
+    import sys
+
+    from rich.console import Console
+
+    from cli.observe.status import WIDE
+    from cli.planning.plan_trials import trials
+    from cli.planning.plan_view import lines, strategy_table, what_if_lines
+
+    question.check()
+    split = question.split()
+    console = Console() if sys.stdout.isatty() else Console(width=WIDE)
+    for line in lines(question, split):
+        console.print(line, highlight=False)
+    console.print("what would change it, by the cost model:")
+    for line in what_if_lines(question, split):
+        console.print(line, highlight=False)
+    if simulate:
+        with console.status("simulating"):
+            found = list(trials(question, split))
+        console.print(strategy_table(found, question.demand.per_s))
+
+
+def _check(file: Path, question: Question) -> None:
+    """One row and cell a line, and how many are near."""
+    from cli.planning.plan_check import check
+
+    found = []
+    for each in check(file, question.hardware):
+        found.append(each)
+        print(each.text, flush=True)
+    print(f"{sum(each.near for each in found)} of {len(found)} knees within 20 % of the measured ones")

@@ -1,0 +1,123 @@
+"""`tandem plan --check`: knees by simulation beside those of a measured strategy table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router.slo import DEFAULT_CLASSES, SloClass
+from simulation.arrivals import Mix
+from simulation.hardware import Hardware
+from simulation.knee import KEPT, Trial, find_knee
+from simulation.network import Network
+from simulation.strategy import Strategy
+from wire.errors import InvalidArgument
+from wire.mode import Mode
+from wire.policy_name import PolicyName
+
+NEAR = 0.2
+"""How far a knee may be from the measured one, as a part of it."""
+MIXES = {"balanced": Mix(1.0, 2000, 500), "decode-heavy": Mix(1.0, 1000, 3000)}
+"""The drawn workloads of `benchmarks.strategies`."""
+STEPS = 2.0
+ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Rates, in requests a second. The measured knee is between `kept`, 0 = none was, and `lost`, None = none was."""
+
+    workload: str
+    row: str
+    cell: str
+    kept: float
+    lost: float | None
+    predicted: float
+
+    @property
+    def near(self) -> bool:
+        """Whether the prediction is within the measured range, widened by what it may be off."""
+        return (
+            self.kept * (1 - NEAR) <= self.predicted <= (float("inf") if self.lost is None else self.lost * (1 + NEAR))
+        )
+
+    @property
+    def text(self) -> str:
+        upper = "more" if self.lost is None else f"{self.lost:g}"
+        mark = "" if self.near else "  <-- beyond 20 %"
+        measured = f"measured {self.kept:g} to {upper}"
+        return (
+            f"{self.workload:>13} {self.row:>18} {self.cell:>9}  {measured:>22}  predicted {self.predicted:.3g}{mark}"
+        )
+
+
+def check(file: Path, machine: Hardware) -> Iterator[Compared]:
+    """Every row and cell of every drawn workload in it. InvalidArgument if it is no strategy table."""
+    table = _read(file)
+    workers = len(table["workers"]) if isinstance(table["workers"], list) else int(table["workers"])
+    for workload, rows in _loads(table).items():
+        for row, loads in rows.items():
+            strategy = _strategy(row, workers)
+            for slo in _classes(table) if strategy and workload in MIXES else ():
+                assert strategy is not None
+                kept, lost = bracket(loads, slo.name)
+                asks = table.get("ask") == "all" or (table.get("ask") == ADAPTIVE and row == ADAPTIVE)
+                trial = Trial(machine, strategy, MIXES[workload], slo, Network(), asks=asks)
+                knee = find_knee(trial.load, kept or (lost or 1.0) / 2)
+                yield Compared(workload, row, slo.name, kept, lost, 0.0 if knee is None else knee.rate)
+
+
+def bracket(loads: Sequence[Mapping[str, Any]], cell: str) -> tuple[float, float | None]:
+    """The highest rate at which the cell was kept, and the lowest above it at which it was not."""
+    shares = {float(load["rate"]): load["goodput"][cell]["share"] for load in loads}
+    kept = max((rate for rate, share in shares.items() if share >= KEPT), default=0.0)
+    return kept, min((rate for rate, share in shares.items() if rate > kept and share < KEPT), default=None)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgument("--check", f"{file.name} cannot be read: {error}") from None
+    if not {"loads", "tables", "workers", "model"} <= table.keys():
+        raise InvalidArgument("--check", f"{file.name} is no result of benchmarks.strategies")
+    return table
+
+
+def _loads(table: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+    """By workload; a table of one workload has its rows alone."""
+    names, loads = list(table["tables"]), table["loads"]
+    return {names[0]: loads} if len(names) == 1 and names[0] not in loads else {name: loads[name] for name in names}
+
+
+def _classes(table: Mapping[str, Any]) -> list[SloClass]:
+    """The cells' limits; the strict one's is in steps of the measured cluster."""
+    step_s = table.get("unloaded_step_s") or table.get("unloaded_step_ms", 0.0) / 1e3
+    if not step_s:
+        raise InvalidArgument("--check", "the table does not say how long an unloaded step took; measure it again")
+    return [
+        SloClass(each.name, each.ttft_s, STEPS * step_s if each.itl_steps < float("inf") else each.itl_s)
+        for each in DEFAULT_CLASSES
+        if each.has_targets
+    ]
+
+
+def _strategy(row: str, workers: int) -> Strategy | None:
+    """Of a row's name; None for those that are not known here."""
+    if row.startswith("disaggregated-"):
+        prefill, decode = (int(part) for part in row.split("-")[1:])
+        return Strategy(row, Mode.DISAGGREGATED, prefill, decode)
+    name, _, budget = row.partition("-")
+    policies = {
+        "shared": (Mode.COLOCATED, PolicyName.UNCHUNKED),
+        "chunked": (Mode.COLOCATED, PolicyName.CHUNKED),
+        "priority": (Mode.COLOCATED, PolicyName.DECODE_PRIORITY),
+        ADAPTIVE: (Mode.ADAPTIVE, PolicyName.DECODE_PRIORITY),
+    }
+    if name not in policies:
+        return None
+    mode, policy = policies[name]
+    return Strategy(row, mode, shared=workers, step_policy=policy, step_budget=int(budget) if budget else None)

@@ -1,0 +1,146 @@
+"""What `tandem plan` may be asked, by what it is about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from costs.devices import DeviceKind
+    from engine.config.model import ModelConfig
+    from planner.demand import Demand, Promise
+    from wire.cost_parameters import CostParameters
+
+_CUSTOM_GIB = 80.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeOptions:
+    """The model."""
+
+    shape: Annotated[str, typer.Option(help="A model's shape: llama-3-8b, qwen3-32b, …")] = "llama-3-8b"
+    model: Annotated[Path | None, typer.Option(help="In place of it, a model's folder; config.json is read.")] = None
+
+    @property
+    def name(self) -> str:
+        return self.shape if self.model is None else self.model.name
+
+    def config(self) -> ModelConfig:
+        """InvalidArgument for an unknown shape, or a folder without one."""
+        import json
+
+        from engine.config.model import parse_model_config
+        from engine.models.shapes import shape_config, shape_names
+        from wire.errors import InvalidArgument
+
+        if self.model is None:
+            if self.shape not in shape_names():
+                raise InvalidArgument("--shape", f"{self.shape!r} is none of {', '.join(shape_names())}")
+            return shape_config(self.shape)
+        try:
+            return parse_model_config(json.loads((self.model / "config.json").read_text(encoding="utf-8")), {})
+        except (OSError, ValueError) as error:
+            message = f"{self.model} has no config.json that can be read: {error}"
+            raise InvalidArgument("--model", message) from None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """What each worker has."""
+
+    gpu: Annotated[str, typer.Option(help="Of each worker: B200, H200, H100, A100-80, A100-40, L40S or L4.")] = "H200"
+    ceilings: Annotated[str, typer.Option(help="TFLOPS:GBPS by its maker, for another GPU; with --memory-gib.")] = ""
+    memory_gib: Annotated[float | None, typer.Option(help="Its memory; default: that of the GPU, or 80.")] = None
+
+    def kind(self) -> DeviceKind:
+        """InvalidArgument names the option."""
+        from dataclasses import replace
+
+        from costs.devices import DeviceKind, device_kind
+        from costs.roofline import parse_ceilings
+
+        if self.ceilings:
+            given = parse_ceilings("--ceilings", self.ceilings)
+            return DeviceKind(given.flops, given.bytes_per_s, self.memory_gib or _CUSTOM_GIB)
+        found = device_kind("--gpu", self.gpu)
+        return found if self.memory_gib is None else replace(found, memory_gib=self.memory_gib)
+
+
+@dataclass(frozen=True, slots=True)
+class PromiseOptions:
+    """What answers are promised."""
+
+    slo_ttft: Annotated[float, typer.Option(help="Milliseconds to the first token.")] = 1000.0
+    slo_itl: Annotated[float, typer.Option(help="Milliseconds between tokens, of 99 in 100 gaps.")] = 25.0
+
+    def promise(self) -> Promise:
+        """InvalidArgument names the option."""
+        from planner.demand import Promise
+
+        check_above_0("--slo-ttft", self.slo_ttft)
+        check_above_0("--slo-itl", self.slo_itl)
+        return Promise(self.slo_ttft / 1e3, self.slo_itl / 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class DemandOptions:
+    """What clients ask for."""
+
+    prompt_tokens: Annotated[float, typer.Option(help="Mean tokens of a prompt.")] = 2000.0
+    answer_tokens: Annotated[float, typer.Option(help="Mean tokens of an answer.")] = 500.0
+    cached: Annotated[float, typer.Option(help="Part of prompt tokens that prefix caches hold, 0 to 1.")] = 0.0
+    rate: Annotated[float, typer.Option(help="Requests a second.")] = 10.0
+
+    def demand(self) -> Demand:
+        """InvalidArgument names the option."""
+        from planner.demand import Demand
+        from wire.errors import InvalidArgument
+
+        check_above_0("--prompt-tokens", self.prompt_tokens)
+        check_above_0("--answer-tokens", self.answer_tokens)
+        check_above_0("--rate", self.rate)
+        if not 0 <= self.cached < 1:
+            raise InvalidArgument("--cached", f"{self.cached:g} is not 0 or more and below 1")
+        return Demand(self.rate, self.prompt_tokens, self.answer_tokens, self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class CostOptions:
+    """Where the costs of a step come from."""
+
+    costs: Annotated[
+        Path | None, typer.Option("--from", help="JSON with fitted costs of a step, in place of the roofline's.")
+    ] = None
+    live: Annotated[bool, typer.Option("--live", help="Take the fitted costs of the running cluster.")] = False
+
+    def fitted(self) -> CostParameters | None:
+        """None = nobody has fitted any. FailedPrecondition for a cluster that has not yet, Unavailable for none."""
+        import asyncio
+
+        from cli.connection.options import metrics_door
+        from cli.observe.top import scrape
+        from planner.reading import fitted
+        from simulation.hardware import read_costs
+        from wire.errors import FailedPrecondition
+
+        if self.costs is not None:
+            return read_costs(self.costs, "--from")
+        if not self.live:
+            return None
+        found = fitted(asyncio.run(scrape(*metrics_door("", ""))))
+        if found is None:
+            raise FailedPrecondition(
+                "the running cluster has not measured prompts and answers yet; send it some requests"
+            )
+        return found
+
+
+def check_above_0(option: str, value: float) -> None:
+    """InvalidArgument for what is not, or has no end."""
+    from wire.errors import InvalidArgument
+
+    if not 0 < value < float("inf"):
+        raise InvalidArgument(option, f"{value:g} is not above 0")

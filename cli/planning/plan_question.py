@@ -1,0 +1,98 @@
+"""What `tandem plan` is asked, and the parts of the answer that need no simulation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from costs.devices import DeviceKind
+from costs.step_cost import StepCost
+from engine.config import GPU_PAGE_TOKENS
+from engine.config.model import ModelConfig
+from engine.model_sizes import layer_weights
+from planner.decision import Limits, Range, Split
+from planner.demand import Demand, Promise
+from planner.memory import GIB, Memory
+from planner.policy import ROOM
+from planner.sizing import Sizing
+from planner.strain import WorkerFacts
+from simulation.hardware import Hardware, kv_bytes, roofline
+from simulation.strategy import BATCH_REQUESTS
+from wire.cost_parameters import CostParameters
+from wire.errors import InvalidArgument
+
+MEMORY_FRACTION = 0.9
+MAX_STEP_TOKENS = 2048
+WORKERS_MAX = 1024
+_ITEM_BYTES = 2
+_HELPS = "no number of workers changes that: promise more, or take a faster --gpu or a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A model on workers of one kind, each with a GPU, and what it is to serve."""
+
+    name: str
+    model: ModelConfig
+    device: DeviceKind
+    demand: Demand
+    promise: Promise
+    workers: int | None = None
+    """None = the fewest that leave room."""
+    cost: CostParameters | None = None
+    """As fitted; None = by the device's roofline."""
+
+    @property
+    def costs(self) -> CostParameters:
+        return self.cost or roofline(self.model, self.device.ceilings)
+
+    @property
+    def memory(self) -> Memory:
+        model = self.model
+        matrices = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+        weights = model.layers * layer_weights(model) + matrices
+        return Memory(self.device.memory_gib * GIB * MEMORY_FRACTION, weights * _ITEM_BYTES, kv_bytes(model))
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(self.costs, self.memory.kv_tokens, BATCH_REQUESTS, MAX_STEP_TOKENS, self.model.max_context)
+
+    @property
+    def sizing(self) -> Sizing:
+        return Sizing(self.demand, self.promise, self.facts, self.facts)
+
+    @property
+    def hardware(self) -> Hardware:
+        """For the simulation."""
+        pages = int(self.memory.kv_tokens / GPU_PAGE_TOKENS)
+        told = replace(self.costs, observed=1000)
+        return Hardware(self.model, self.name, told, told, pages)
+
+    def check(self) -> None:
+        """InvalidArgument for what no number of workers can serve."""
+        demand, memory = self.demand, self.memory
+        if memory.kv_tokens < demand.kv_tokens:
+            missing = f"{memory.kv_tokens:.0f} tokens of KV fit beside {memory.weight_bytes / GIB:.0f} GiB of weights"
+            raise InvalidArgument("--gpu", f"{missing}, and a request has {demand.kv_tokens:.0f}; take a larger one")
+        if demand.kv_tokens > self.model.max_context:
+            message = (
+                f"prompt and answer have {demand.kv_tokens:.0f} tokens, {self.name} takes {self.model.max_context}"
+            )
+            raise InvalidArgument("--prompt-tokens", message)
+        costs, promise = self.costs, self.promise
+        step_s = StepCost(costs).decode_step_seconds(1, round(demand.context_tokens))
+        if step_s > promise.gap_s:
+            message = f"one answer alone has {step_s * 1e3:.1f} ms between its tokens"
+            raise InvalidArgument("--slo-itl", f"{message}; {_HELPS}")
+        alone_s = demand.lone_prompt_seconds(costs, MAX_STEP_TOKENS)
+        if alone_s > promise.ttft_s:
+            message = f"a prompt of {demand.computed_tokens:.0f} tokens alone takes {alone_s * 1e3:.0f} ms to compute"
+            raise InvalidArgument("--slo-ttft", f"{message}; {_HELPS}")
+
+    def split(self) -> Split:
+        """The best one of so many workers, or the smallest that leaves room. One worker does both."""
+        if self.workers is not None:
+            found = self.sizing.best(self.workers, Limits(), shared=self.workers == 1)
+        else:
+            found = self.sizing.fewest(Range(2, WORKERS_MAX), Limits(), ROOM)
+        assert found is not None
+        return found

@@ -1,0 +1,49 @@
+"""Short loads under the virtual clock, for `tandem plan`: the knee of each strategy, and how the asked load fares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cli.planning.plan_question import Question
+from planner.decision import Split
+from router.slo import SloClass
+from simulation.arrivals import SIGMA, Mix
+from simulation.knee import LoadFigures, Trial, find_knee
+from simulation.network import Network
+from simulation.strategy import Strategy, strategies
+
+SIMULATED_MAX = 8
+"""Workers that are simulated at most; more of them take in proportion."""
+GUESSED = 0.8
+"""Of the rate at which the model says that promises just can be kept: where the search begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of one strategy: rates are of all workers. `knee` None = not even a small load keeps the share."""
+
+    strategy: Strategy
+    times: float
+    """As many workers are asked about as were simulated, times this."""
+    knee: LoadFigures | None
+    asked: LoadFigures
+
+    @property
+    def knee_rate(self) -> float:
+        return 0.0 if self.knee is None else self.knee.rate * self.times
+
+
+def trials(question: Question, split: Split) -> Iterator[Found]:
+    """One strategy after the other."""
+    demand, promise = question.demand, question.promise
+    slo = SloClass("plan", ttft_s=promise.ttft_s, itl_s=promise.gap_s)
+    workers = min(split.workers, SIMULATED_MAX)
+    times = split.workers / workers
+    prefill = min(max(1, round(split.prefill / times)), max(workers - 1, 1))
+    rate = demand.per_s / times
+    mix = Mix(rate, demand.prompt_tokens, demand.answer_tokens, SIGMA, demand.cached)
+    guess = max(GUESSED * rate / max(question.sizing.worst(split).value, 1e-3), 1e-3)
+    for strategy in strategies(workers, prefill):
+        trial = Trial(question.hardware, strategy, mix, slo, Network())
+        yield Found(strategy, times, find_knee(trial.load, guess), trial.load(rate))

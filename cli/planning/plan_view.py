@@ -1,0 +1,70 @@
+"""What `tandem plan` has found, for a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.table import Table
+
+from cli.planning.plan_question import Question
+from cli.planning.plan_trials import Found
+from planner.decision import Split
+from planner.memory import GIB
+from planner.what_if import changes
+
+_MS = 1e3
+_FULL = 1.0
+
+
+def lines(question: Question, split: Split) -> Iterator[str]:
+    """Memory, size, and which wall binds first."""
+    memory, demand, costs = question.memory, question.demand, question.costs
+    prefill, decode = question.sizing.strains(split)
+    alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
+    yield (
+        f"memory    weights {memory.weight_bytes / GIB:.1f} GiB, {memory.kv_bytes_per_token / 1024:.0f} KiB of KV a"
+        f" token: {memory.kv_tokens:,.0f} tokens a worker, {memory.kv_tokens / demand.kv_tokens:.0f} such requests"
+    )
+    yield (
+        f"steps     {costs.base_s * _MS:.1f} ms to decode one answer, {alone_s * _MS:.0f} ms to compute a prompt of"
+        f" {demand.computed_tokens:.0f} tokens ({'as fitted' if question.cost else 'by the roofline'})"
+    )
+    yield f"promise   {question.promise.text}"
+    (worse, first), (better, other) = sorted(
+        ((prefill, "prefill"), (decode, "decode")), key=lambda each: each[0].value, reverse=True
+    )
+    if split.shared:
+        yield "size      1 worker, which computes prompts and decodes"
+        yield f"wall      it has {worse.text}"
+    else:
+        yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
+        yield f"wall      {first} binds first, by its {worse.text}; {other} has {better.text}"
+    if worse.value > _FULL:
+        yield f"          too few for {demand.per_s:g} requests/s: {demand.per_s / worse.value:.3g} can be promised"
+
+
+def strategy_table(found: Iterable[Found], rate: float) -> Table:
+    """A strategy a row."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    for column in ("knee /s", f"kept at {rate:g}/s", "TTFT p50", "p99 ms", "ITL p50", "p99 ms", "missed by"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for each in found:
+        asked = each.asked
+        worst = max(asked.missed, key=lambda kind: asked.missed[kind]) if asked.missed else ""
+        table.add_row(
+            each.strategy.name,
+            f"{each.knee_rate:.3g}" if each.knee else "none",
+            f"{asked.share:.0%}",
+            *(f"{seconds * _MS:.0f}" for seconds in (asked.ttft_p50_s, asked.ttft_p99_s)),
+            *(f"{seconds * _MS:.1f}" for seconds in (asked.gap_p50_s, asked.gap_p99_s)),
+            worst,
+        )
+    return table
+
+
+def what_if_lines(question: Question, split: Split) -> Iterator[str]:
+    """What a change would bring, by the cost model alone."""
+    launch_s = question.device.ceilings.launch_s
+    for change in changes(question.sizing, split, question.memory, launch_s):
+        yield f"  {change.name}: {change.rate:.2f} × the load, with {change.split.prefill}:{change.split.decode}"

@@ -1,0 +1,1 @@
+"""Commands that ask a model: `tandem generate`, `tandem chat`."""

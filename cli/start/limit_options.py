@@ -1,0 +1,59 @@
+"""What `tandem up` may be told of limits that hold for every client, before anything is known of its request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wire.door_limits import DEFAULT_LIMITS
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LimitOptions:
+    """Sizes, numbers and deadlines at the ports that clients reach; `wire.door_limits.DoorLimits` says more of each."""
+
+    max_request_bytes: Annotated[int, typer.Option(help="Largest request, in bytes.")] = (
+        DEFAULT_LIMITS.max_request_bytes
+    )
+    max_messages: Annotated[int, typer.Option(help="Most messages of a conversation.")] = 4096
+    max_connections: Annotated[int, typer.Option(help="Most connections at each port, as far as files allow.")] = (
+        DEFAULT_LIMITS.max_connections
+    )
+    max_calls: Annotated[int, typer.Option(help="Most calls in progress at each port; more are refused, 429.")] = (
+        DEFAULT_LIMITS.max_calls
+    )
+    header_timeout: Annotated[float, typer.Option(help="Seconds a client may take for a request's header.")] = (
+        DEFAULT_LIMITS.header_timeout_s
+    )
+    body_timeout: Annotated[float, typer.Option(help="Seconds a client may take for a request's body.")] = (
+        DEFAULT_LIMITS.body_timeout_s
+    )
+    idle_timeout: Annotated[float, typer.Option(help="Seconds that a connection may be open between requests.")] = (
+        DEFAULT_LIMITS.idle_timeout_s
+    )
+    unread_timeout: Annotated[float, typer.Option(help="Seconds that a client may leave its answer unread.")] = (
+        DEFAULT_LIMITS.unread_timeout_s
+    )
+    keepalive: Annotated[
+        float, typer.Option(help="Seconds between two questions to a silent client whether it is still there.")
+    ] = DEFAULT_LIMITS.keepalive_s
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """The same cluster, with these settings. InvalidArgument names an option."""
+        from wire.door_limits import DoorLimits
+        from wire.errors import InvalidArgument
+
+        if self.max_messages < 1:
+            raise InvalidArgument("--max-messages", f"is {self.max_messages}, it must be above 0")
+        values = {each.name: getattr(self, each.name.removesuffix("_s")) for each in fields(DoorLimits)}
+        try:
+            doors = DoorLimits(**values)
+            return replace(config, doors=doors, max_messages=self.max_messages)
+        except InvalidArgument as error:
+            option = f"--{error.field.removesuffix('_s').replace('_', '-')}"
+            raise InvalidArgument(option, error.message.partition(": ")[2]) from error

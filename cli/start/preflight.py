@@ -1,0 +1,155 @@
+"""What `tandem up` can tell before anything is started: doors, device, memory. Each refusal names its option."""
+
+import os
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+
+from cli.diagnosis.checks import host_problem, port_problem
+from cluster.config import GIB, ClusterConfig
+from engine.config import GPU_PAGE_TOKENS, EngineConfig
+from wire.address import address_of, is_loopback
+from wire.credentials import check_guarded
+from wire.errors import InvalidArgument
+
+LOOPBACK = "127.0.0.1"
+
+
+def check_doors(config: ClusterConfig) -> None:
+    """InvalidArgument that names the option of an address that is not this machine's, or is open to everybody, or of a
+    port that is taken.
+    """
+    if (problem := host_problem(config.host)) is not None:
+        raise InvalidArgument(
+            "--host",
+            f"cannot listen on {config.host!r} ({problem}); give an address of this machine, 127.0.0.1 for instance",
+        )
+    check_guarded("--host", config.host, config.api_keys, insecure=config.insecure)
+    for option, host, port in (
+        ("--grpc-port", config.host, config.grpc_port),
+        ("--http-port", config.host, config.http_port),
+        # Of a Ray that is joined, nobody knows the controller's address yet.
+        ("--metrics-port", LOOPBACK, 0 if config.ray_address else config.metrics_port),
+        ("--controller-port", LOOPBACK, 0 if config.ray_address else config.controller_port),
+    ):
+        problem = port_problem(host, port)
+        if problem is not None:
+            raise InvalidArgument(
+                option,
+                f"cannot listen on {address_of(host, port)} ({problem}); choose another port, or 0 for any free one",
+            )
+
+
+def check_network(config: ClusterConfig) -> None:
+    """InvalidArgument if the environment, which workers on this host inherit, lets UCX listen to a network that nobody
+    called trusted."""
+    from kv_transfer.ucx_shared_memory import check_transports
+
+    if not config.ray_address:
+        check_transports(os.environ, trusted_network=config.trusted_network)
+
+
+def check_device(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers would not find their GPU or its kernels. Of other hosts, Ray knows."""
+    if config.on_cpu or config.ray_address:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees no GPU; use --device cpu")
+    if int(config.device.partition(":")[2] or 0) >= count:
+        raise InvalidArgument("--device", f"{config.device} asked for, PyTorch sees cuda:0 to cuda:{count - 1} alone")
+    from engine.device import why_no_gpu_kernels
+
+    if (missing := why_no_gpu_kernels()) is not None:
+        raise InvalidArgument("--device", f"{config.device} asked for, {missing}")
+
+
+def check_memory(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers' KV pages together are more than the host has. A GPU's memory, or
+    another host's, is its worker's to check."""
+    if not config.on_cpu or config.worker_kv_cache_bytes is None or config.ray_address:
+        return
+    workers = config.worker_count
+    each, free = config.worker_kv_cache_bytes / GIB, psutil.virtual_memory().available / GIB
+    if workers * each > free:
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{workers} workers with {each:g} GiB each do not fit into the {free:.2f} GiB of memory that are free; "
+            f"choose less than {free / workers:.2f}",
+        )
+
+
+def check_page(config: ClusterConfig) -> None:
+    """InvalidArgument if a worker's KV cache would not hold one page of the model, whose folder is checked already."""
+    import torch
+
+    from engine.cache.paged_cache import cache_bytes
+    from engine.config.model import load_model_config
+    from engine.device import parse_dtype, parse_page_tokens
+
+    if config.worker_kv_cache_bytes is None or (config.ray_address and not config.on_cpu):
+        return
+    engine = _engine(config)
+    device, shape = torch.device(config.device), load_model_config(config.model)
+    page_tokens = parse_page_tokens(engine, device)
+    needed = cache_bytes(shape, 1, page_tokens, parse_dtype(engine, device, shape))
+    if config.worker_kv_cache_bytes < needed:
+        raise InvalidArgument(
+            "--kv-cache-gib",
+            f"{config.worker_kv_cache_bytes / GIB:.4g} GiB hold no page of {page_tokens} tokens, which takes "
+            f"{needed / GIB:.3g} GiB; choose more, or smaller --page-tokens",
+        )
+
+
+def check_weights(config: ClusterConfig) -> None:
+    """InvalidArgument if the workers' weights, with their KV pages, are more than the host has. The model's folder is
+    checked already; a GPU's memory, or another host's, is its worker's to check.
+    """
+    import torch
+
+    from engine.config.model import load_model_config
+    from engine.device import parse_dtype
+    from engine.models.parameters import weight_bytes
+
+    if not config.on_cpu or config.ray_address:
+        return
+    shape = load_model_config(config.model)
+    each = weight_bytes(shape, parse_dtype(_engine(config), torch.device("cpu"), shape)) / GIB
+    free, pages = psutil.virtual_memory().available / GIB, (config.worker_kv_cache_bytes or 0) / GIB
+    if config.worker_count * (each + pages) > free:
+        raise InvalidArgument(
+            "--device",
+            f"{config.worker_count} workers with {each:.2f} GiB of weights and {pages:.3g} GiB of KV cache each do not "
+            f"fit into the {free:.2f} GiB of memory that are free; use --device cuda, another --dtype, less "
+            "--kv-cache-gib or a smaller model",
+        )
+
+
+def _engine(config: ClusterConfig) -> EngineConfig:
+    """What decides the sizes of weights and pages."""
+    return EngineConfig(
+        config.model, dtype=config.dtype, page_tokens=config.page_tokens, random_weights=config.random_weights
+    )
+
+
+def warn_if_open(config: ClusterConfig) -> None:
+    """A line on stderr where strangers could use the cluster."""
+    if not config.api_keys and not is_loopback(config.host):
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold red]warning: --host {escape(config.host)} lets everyone who reaches this machine use the cluster; "
+            "set --api-key (or TANDEM_API_KEY) so that clients must show a key[/]"
+        )
+
+
+def warn_of_slow_pages(config: ClusterConfig) -> None:
+    """A line on stderr where GPUs would compute prompts more slowly than with another page size."""
+    if config.on_cpu or config.page_tokens is None or config.dtype == "float32":
+        return
+    if config.page_tokens != GPU_PAGE_TOKENS:
+        Console(stderr=True, highlight=False, soft_wrap=True).print(
+            f"[bold]warning: --page-tokens {config.page_tokens} slows prompts down on GPUs; "
+            f"{GPU_PAGE_TOKENS} is the fast size[/]"
+        )

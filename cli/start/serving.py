@@ -1,0 +1,191 @@
+"""One `tandem up` from its first line to its last: check, prepare, start, answer, serve, stop."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+from rich.console import Console
+from rich.markup import escape
+
+from cli.connection import state
+from cli.connection.client import RouterClient, Sampling
+from cli.models.default_model import NAME, find_default_model
+from cli.observe.log_folder import new_log_folder
+from cli.requests.answering import answer_one
+from cli.requests.timeline_table import timeline_table
+from cli.start.preflight import (
+    check_device,
+    check_doors,
+    check_memory,
+    check_network,
+    check_page,
+    check_weights,
+    warn_if_open,
+    warn_of_slow_pages,
+)
+from cli.start.start_view import StartView
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster, Endpoints
+from router.text.tokenizer import Tokenizer
+from wire.errors import TandemError
+
+STOPPED = "[dim]stopped; nothing is left running[/]"
+NOT_STARTED = "[dim]stopped; nothing that it started is left running, workers that served before live on[/]"
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPrompt:
+    """What to answer as soon as the cluster serves, and how."""
+
+    text: str
+    sampling: Sampling
+
+
+def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, *, once: bool) -> None:
+    """Start `config` with `model` (None: the small one) and serve until a signal, or `once` until `first` is answered.
+
+    Raises a TandemError that says what is wrong, KeyboardInterrupt for a signal before it serves. Whatever happens,
+    nothing of the cluster is left behind but workers that are to outlive it.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    with _one_interrupt():
+        check_doors(config)
+        check_network(config)
+        check_memory(config)
+        warn_if_open(config)
+        try:
+            with StartView(console) as view:
+                config = replace(_with_model(config, model, view), log_folder=new_log_folder())
+                cluster = _start(console, config, view)
+        except KeyboardInterrupt:
+            console.print(NOT_STARTED if config.workers_outlive_s else STOPPED)
+            raise
+        leave_workers = False
+        try:
+            leave_workers = _serve(console, cluster, config, first, once)
+        except KeyboardInterrupt as interrupt:
+            leave_workers = _leaves_workers(interrupt)
+            raise
+        finally:
+            _ignore_signals()
+            console.print("[dim]stopping …[/]")
+            cluster.stop(leave_workers=leave_workers)
+            console.print(_left(config) if cluster.left_workers else STOPPED)
+
+
+def _start(console: Console, config: ClusterConfig, view: StartView) -> Cluster:
+    """The running cluster; what keeps it from starting is told, and where its processes say more."""
+    try:
+        return Cluster.start(config, view.cluster_progress)
+    except TandemError:
+        console.print(f"the logs of this start are in {config.log_folder}", markup=False)
+        raise
+
+
+def _serve(console: Console, cluster: Cluster, config: ClusterConfig, first: FirstPrompt | None, once: bool) -> bool:
+    """Whether workers that may are to outlive it."""
+    ends = cluster.endpoints
+    announced = state.announce(
+        ends.grpc,
+        ends.http,
+        config.model_name,
+        ends.controller,
+        ends.token,
+        metrics=ends.metrics,
+        stop_grace_s=config.stop_grace_s,
+    )
+    try:
+        if first is not None:
+            _answer(console, config, ends, first)
+        console.print(_endpoints(config, ends), markup=False)
+        return False if once else _serve_until_told(console, cluster)
+    finally:
+        announced.unlink(missing_ok=True)
+
+
+def _serve_until_told(console: Console, cluster: Cluster) -> bool:
+    console.print("Ctrl-C stops it.")
+    try:
+        cluster.wait()
+    except KeyboardInterrupt as interrupt:
+        return _leaves_workers(interrupt)
+    return False
+
+
+def _answer(console: Console, config: ClusterConfig, ends: Endpoints, first: FirstPrompt) -> None:
+    """Stream the first answer and show where its time went."""
+    console.print(f"\n{first.text}\n", style="bold", markup=False)
+    client = RouterClient(ends.grpc, config.api_keys[0] if config.api_keys else "")
+    answer = answer_one(client, first.text, first.sampling)
+    console.print()
+    console.print(timeline_table(answer))
+
+
+def _endpoints(config: ClusterConfig, ends: Endpoints) -> str:
+    return (
+        f"\n{config.model_name} is served at\n"
+        f'  gRPC    {ends.grpc}  (tandem.v1.Inference; try: tandem generate "Hello")\n'
+        f"  OpenAI  http://{ends.http.removeprefix('http://')}/v1\n"
+        f"  metrics http://{ends.metrics}/metrics  (try: tandem top)\n"
+        f"  logs    {config.log_folder}"
+    )
+
+
+def _with_model(config: ClusterConfig, model: Path | None, view: StartView) -> ClusterConfig:
+    """The config with a checked model folder and the name clients use."""
+    path = model or find_default_model()
+    with view.step(f"checking {path.name}") as progress:
+        from engine.weights.gguf import prepare_model
+
+        folder = path if config.random_weights else prepare_model(path, progress=progress)
+        check_device(config)
+        config = replace(config, model=folder)
+        check_page(config)
+        check_weights(config)
+        warn_of_slow_pages(config)
+        if path.is_dir():
+            Tokenizer(path)  # what a GGUF file is converted to has one
+    name = NAME if model is None else path.stem if path.is_file() else path.resolve().name
+    return replace(config, model_name=name)
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """The first SIGINT, SIGTERM or SIGHUP is a KeyboardInterrupt, the rest are ignored: clearing up is not interrupted.
+
+    Set even where the parent ignored SIGINT, as shells do for jobs in the background.
+    """
+    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _interrupt) for number in watched}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    _ignore_signals()
+    raise KeyboardInterrupt(number)
+
+
+def _leaves_workers(interrupt: KeyboardInterrupt) -> bool:
+    """Ctrl-C and `tandem down` mean the cluster; SIGTERM and SIGHUP come from where this process alone is to go."""
+    return interrupt.args in {(signal.SIGTERM,), (signal.SIGHUP,)}
+
+
+def _left(config: ClusterConfig) -> str:
+    return (
+        f"[dim]stopped; workers live on. Where no other `tandem up` serves with them, they wait "
+        f"{config.workers_outlive_s:g} s for one with --cluster-name {escape(config.cluster_name)} and its --token, and"
+        f" end then; `tandem down --address {escape(config.ray_address)} --cluster-name {escape(config.cluster_name)}`"
+        " ends them now[/]"
+    )
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,61 @@
+"""`tandem up`: start a cluster, answer a first prompt, serve until Ctrl-C."""
+
+from pathlib import Path
+
+from cli.option_groups import option_groups
+from cli.plain_errors import plain_errors
+from cli.start.limit_options import LimitOptions
+from cli.start.up_options import (
+    ClusterOptions,
+    DoorOptions,
+    FirstPromptOptions,
+    OutlivingOptions,
+    PlaceOptions,
+    PlannerOptions,
+    ServiceOptions,
+)
+from cli.start.worker_options import (
+    EngineOptions,
+    HardwareOptions,
+    ModelOptions,
+    RoleOptions,
+    StepOptions,
+    TransferOptions,
+)
+
+
+@plain_errors
+@option_groups
+def up(
+    *,
+    model: ModelOptions,
+    roles: RoleOptions,
+    steps: StepOptions,
+    engine: EngineOptions,
+    transfer: TransferOptions,
+    hardware: HardwareOptions,
+    places: PlaceOptions,
+    planner: PlannerOptions,
+    doors: DoorOptions,
+    limits: LimitOptions,
+    outliving: OutlivingOptions,
+    service: ServiceOptions,
+    answer: FirstPromptOptions,
+) -> None:
+    """Start a cluster and serve until Ctrl-C."""
+    from cli.start.hardware_choice import choose_hardware
+    from cli.start.serving import serve
+    from cluster.config import ClusterConfig
+
+    model.check()
+    engine.check()
+    roles.check()
+    sampling = answer.sampling
+    roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
+    config = ClusterConfig(Path())
+    groups: tuple[ClusterOptions, ...]
+    groups = (model, roles, steps, engine, transfer, hardware, places, planner, doors, limits, outliving, service)
+    for group in groups:
+        config = group.apply(config)
+    first = answer.first(sampling)
+    serve(config, model.path(), first, once=answer.once)

@@ -1,0 +1,276 @@
+"""What `tandem up` may be told of the cluster around its workers: its places, planner, doors and promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Protocol
+
+import typer
+
+from cli.connection.options import Temperature, checked_prompt
+
+if TYPE_CHECKING:
+    from cli.connection.client import Sampling
+    from cli.start.serving import FirstPrompt
+    from cluster.config import ClusterConfig
+
+
+class ClusterOptions(Protocol):
+    """A group of options that are settings of the cluster."""
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """The same cluster, with these settings. InvalidArgument names an option."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceOptions:
+    """Where workers run, and how long they may take to get there."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Join a Ray cluster, HOST:PORT or auto, whose nodes offer `prefill` and `decode`; "
+            "default: a Ray of its own on this host."
+        ),
+    ] = ""
+    trusted_network: Annotated[
+        bool,
+        typer.Option(
+            "--trusted-network",
+            help="Nobody but workers reaches workers over the network: let KV pages cross it, which workers on several "
+            "hosts need. UCX then listens at each worker, and writes into its memory for whoever connects.",
+        ),
+    ] = False
+    places_timeout: Annotated[
+        float, typer.Option(help="Seconds to wait for that Ray cluster and for nodes that offer enough.")
+    ] = 0.0
+    start_timeout: Annotated[float, typer.Option(help="Seconds that all workers may take to load and serve.")] = 180.0
+    stop_grace: Annotated[
+        float, typer.Option(help="Seconds that requests in flight may go on when the cluster is stopped.")
+    ] = 0.5
+    hang_deadline: Annotated[
+        float,
+        typer.Option(
+            help="Seconds that a process may live without a sign of life before it is killed and started again; 0 = for"
+            " ever, for debuggers that stop it."
+        ),
+    ] = 30.0
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            ray_address=self.address,
+            trusted_network=self.trusted_network,
+            places_timeout_s=self.places_timeout,
+            start_timeout_s=self.start_timeout,
+            stop_grace_s=self.stop_grace,
+            hang_deadline_s=self.hang_deadline,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """Whether roles and the number of workers follow the load."""
+
+    planner: Annotated[
+        str,
+        typer.Option(
+            help="on: roles follow the load, and with --planner-workers the number of workers; dry-run: it only says"
+            " what it would do; off."
+        ),
+    ] = "off"
+    planner_window: Annotated[float, typer.Option(help="Seconds between two looks of the planner.")] = 15.0
+    planner_workers: Annotated[
+        str, typer.Option(help="MIN:MAX workers the planner may keep; default: as many as there are.")
+    ] = ""
+    planner_prefill: Annotated[str, typer.Option(help="MIN:MAX of them that prefill when disaggregated.")] = ""
+    planner_decode: Annotated[str, typer.Option(help="MIN:MAX of them that decode when disaggregated.")] = ""
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        from cluster.planner_config import planner_config
+
+        planner = planner_config(
+            self.planner,
+            self.planner_window,
+            workers=self.planner_workers,
+            prefill=self.planner_prefill,
+            decode=self.planner_decode,
+        )
+        return replace(config, planner=planner)
+
+
+@dataclass(frozen=True, slots=True)
+class DoorOptions:
+    """Where clients, operators and metrics find the cluster, and with which keys."""
+
+    host: Annotated[
+        str, typer.Option(help="Address the router listens on; beyond this host it needs API keys, or --insecure.")
+    ] = "127.0.0.1"
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let whoever reaches --host use the cluster without an API key.")
+    ] = False
+    grpc_port: Annotated[int, typer.Option(help="Port for gRPC clients; 0 = any free one.")] = 50051
+    http_port: Annotated[int, typer.Option(help="Port for OpenAI clients; 0 = any free one.")] = 8000
+    front_processes: Annotated[
+        int, typer.Option(help="Processes that hold clients' connections for the router; 0 = it does so itself.")
+    ] = 0
+    metrics_port: Annotated[
+        int, typer.Option(help="Port of the whole cluster's metrics and of /sd, which lists all processes; 0 = any.")
+    ] = 0
+    controller_port: Annotated[
+        int, typer.Option(help="Port at which the controller hears workers and operators; 0 = any free one.")
+    ] = 0
+    token: Annotated[
+        str,
+        typer.Option(envvar="TANDEM_CLUSTER_TOKEN", help="The secret of cluster and operators; default: a fresh one."),
+    ] = field(default="", repr=False)
+    token_file: Annotated[
+        str, typer.Option(envvar="TANDEM_CLUSTER_TOKEN_FILE", help="File with that secret, where --token is not given.")
+    ] = ""
+    metrics_key: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_METRICS_KEY",
+            help="Key that opens all metrics; default: none on loopback, but with API keys they are closed.",
+        ),
+    ] = field(default="", repr=False)
+    metrics_key_file: Annotated[
+        str,
+        typer.Option(envvar="TANDEM_METRICS_KEY_FILE", help="File with that key, where --metrics-key is not given."),
+    ] = ""
+    otlp_endpoint: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_OTLP_ENDPOINT",
+            help="Where OpenTelemetry spans of requests go by OTLP/gRPC, http://HOST:PORT; needs tandem[otlp].",
+        ),
+    ] = ""
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-origins",
+            help="Origin of web pages whose scripts may call the HTTP port, e.g. https://chat.example.com, or * for "
+            "all (CORS); repeatable; default: none.",
+        ),
+    ] = None
+    strict_requests: Annotated[
+        bool,
+        typer.Option(
+            "--strict-requests",
+            help="Refuse HTTP requests with fields that are not known here; else such fields are ignored, and the "
+            "header X-Tandem-Ignored names them.",
+        ),
+    ] = False
+    log_format: Annotated[str, typer.Option(help="pretty, or json: an object a line.")] = "pretty"
+    log_max_mib: Annotated[
+        int, typer.Option(help="Size of a log file in MiB from which on another one is begun; the last four are kept.")
+    ] = 32
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        from cli.connection.secret_files import one_key
+
+        return replace(
+            config,
+            allowed_origins=tuple(self.allowed_origins or ()),
+            strict_requests=self.strict_requests,
+            host=self.host,
+            insecure=self.insecure,
+            grpc_port=self.grpc_port,
+            http_port=self.http_port,
+            front_processes=self.front_processes,
+            metrics_port=self.metrics_port,
+            controller_port=self.controller_port,
+            token=one_key("--token-file", self.token, self.token_file),
+            metrics_key=one_key("--metrics-key-file", self.metrics_key, self.metrics_key_file),
+            otlp_endpoint=self.otlp_endpoint,
+            log_format=self.log_format,
+            log_max_mib=self.log_max_mib,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OutlivingOptions:
+    """Whether workers wait for another `tandem up`; of settings that were checked before, since it needs some."""
+
+    workers_outlive: Annotated[
+        float,
+        typer.Option(
+            help="With --address: seconds that workers wait for another `tandem up` of the same --cluster-name and "
+            "--token to take them over when this one is gone, or has been told to go by SIGTERM; 0 = they end with it."
+        ),
+    ] = 0.0
+    cluster_name: Annotated[str, typer.Option(help="Whose workers those are.")] = "tandem"
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(config, workers_outlive_s=self.workers_outlive, cluster_name=self.cluster_name)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """What requests are promised, and who may send them."""
+
+    slo_class: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slo-class",
+            help="NAME:TTFT_MS:ITL_MS[:PERCENT[:WORST_GAP_MS]][:reject|degrade]: targets that requests may ask for by "
+            "name, beside or instead of strict, balanced, quick and best_effort, and what happens when they cannot be "
+            "held; repeatable.",
+        ),
+    ] = None
+    default_slo_class: Annotated[str, typer.Option(help="The class of requests that name none.")] = "best_effort"
+    default_max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer whose client names no limit; default: the context's.")
+    ] = None
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", envvar="TANDEM_API_KEY", help="Key clients must show; repeatable.")
+    ] = None
+    api_key_file: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_API_KEY_FILE", help="File with more of them, one a line; from # on a line is a comment."
+        ),
+    ] = ""
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        from cli.connection.secret_files import keys_in
+        from router.slo import parse_class, with_defaults
+
+        in_file = keys_in("--api-key-file", self.api_key_file) if self.api_key_file else ()
+        return replace(
+            config,
+            slo_classes=with_defaults(parse_class(each) for each in self.slo_class or ()),
+            default_slo_class=self.default_slo_class,
+            default_max_tokens=self.default_max_tokens,
+            api_keys=tuple(dict.fromkeys((*(self.api_key or ()), *in_file))),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPromptOptions:
+    """What is answered first."""
+
+    prompt: Annotated[str | None, typer.Option("--prompt", help="Answer this first and show where the time went.")] = (
+        None
+    )
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Most tokens of that answer.")] = 160
+    temperature: Temperature = 0.0
+    once: Annotated[bool, typer.Option("--once", help="End after that answer.")] = False
+
+    @property
+    def sampling(self) -> Sampling:
+        """InvalidArgument names the option and its limits."""
+        from cli.connection.client import Sampling
+
+        return Sampling(self.max_tokens, self.temperature)
+
+    def first(self, sampling: Sampling) -> FirstPrompt | None:
+        """InvalidArgument where there is nothing to answer."""
+        from cli.start.serving import FirstPrompt
+        from wire.errors import InvalidArgument
+
+        if self.prompt is not None:
+            return FirstPrompt(checked_prompt("--prompt", self.prompt), sampling)
+        if self.once:
+            raise InvalidArgument("--once", "needs a --prompt to answer")
+        return None

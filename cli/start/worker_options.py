@@ -1,0 +1,224 @@
+"""What `tandem up` may be told of workers: what each loads, does and has, and how KV gets from one to another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from wire.policy_name import PolicyName
+
+if TYPE_CHECKING:
+    from cluster.config import ClusterConfig
+
+
+AUTO = "auto"
+"""Of --mode and --device: chosen by the hardware and by the other options (`cli/start/hardware_choice.py`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """What is served."""
+
+    model: Annotated[
+        str | None, typer.Option("--model", help="Hugging Face folder or GGUF file; default: SmolLM2-135M-Instruct.")
+    ] = None
+    random_weights: Annotated[
+        str | None,
+        typer.Option(help="For performance runs: the shape (llama-3-8b, qwen3-0.6b, …) of a model of random weights."),
+    ] = None
+
+    def check(self) -> None:
+        """InvalidArgument names the option."""
+        from wire.errors import InvalidArgument
+
+        if self.model is not None and self.random_weights is not None:
+            raise InvalidArgument("--random-weights", "takes the place of --model; give one of them")
+        if self.model == "":
+            raise InvalidArgument("--model", "is empty; give a Hugging Face folder or a GGUF file")
+
+    def path(self) -> Path | None:
+        """A folder or file, which is made for random weights; None = the small model."""
+        if self.random_weights is not None:
+            from cli.models.random_model import random_model
+
+            return random_model(self.random_weights)
+        return None if self.model is None else Path(self.model)
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(config, model=Path(self.model or ""), random_weights=self.random_weights is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleOptions:
+    """Who does what."""
+
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="disaggregated: --prefill and --decode workers; colocated: --workers that do both; adaptive:"
+            " --workers, and for each request one of them or two; auto: disaggregated on a CPU or with --prefill or"
+            " --decode, else adaptive."
+        ),
+    ] = AUTO
+    prefill: Annotated[int | None, typer.Option("--prefill", help="Prefill workers; default: 1.")] = None
+    decode: Annotated[int | None, typer.Option("--decode", help="Decode workers; default: 1.")] = None
+    workers: Annotated[
+        int | None, typer.Option("--workers", help="Workers that do both; default: one for each GPU.")
+    ] = None
+
+    def check(self) -> None:
+        """InvalidArgument for workers that the mode does not have."""
+        from wire.errors import InvalidArgument
+        from wire.mode import Mode
+
+        if self.mode == AUTO and self.workers is not None and (self.prefill is not None or self.decode is not None):
+            raise InvalidArgument("--workers", "is for workers that do both; give it, or --prefill and --decode")
+        for option, given, modes in (
+            ("--prefill", self.prefill, (Mode.DISAGGREGATED,)),
+            ("--decode", self.decode, (Mode.DISAGGREGATED,)),
+            ("--workers", self.workers, (Mode.COLOCATED, Mode.ADAPTIVE)),
+        ):
+            if given is not None and self.mode in set(Mode) and self.mode not in modes:
+                raise InvalidArgument(option, f"is for --mode {' or '.join(modes)}")
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            mode=self.mode,
+            prefill=1 if self.prefill is None else self.prefill,
+            decode=1 if self.decode is None else self.decode,
+            workers=1 if self.workers is None else self.workers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """What is in a step."""
+
+    step_policy: Annotated[
+        str,
+        typer.Option(
+            help="Prompt tokens in a step beside requests that decode: unchunked = as many as fit, chunked = what"
+            " --step-budget leaves, decode-priority = the same beside answers without a target. None exceeds the"
+            " targets of answers' classes."
+        ),
+    ] = PolicyName.DECODE_PRIORITY.value
+    step_budget: Annotated[
+        int | None, typer.Option(help="Most tokens of such a step, decoding ones included; default: 512.")
+    ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Longest time between the tokens of any answer: batches and prompts' steps grow no further; default:"
+            " only what service classes promise."
+        ),
+    ] = None
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        target_s = None if self.itl_target_ms is None else self.itl_target_ms / 1e3
+        return replace(config, step_policy=self.step_policy, step_budget=self.step_budget, itl_target_s=target_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What each worker computes with."""
+
+    device: Annotated[
+        str, typer.Option("--device", help="cpu, cuda, cuda:N, or auto: cuda where PyTorch finds a usable GPU.")
+    ] = AUTO
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto"
+    page_tokens: Annotated[int | None, typer.Option(help="Tokens a KV page; default: 16 on CPU, 128 on GPUs.")] = None
+    kv_cache_gib: Annotated[
+        float | None,
+        typer.Option(help="KV page pool of each worker; default: 1 on CPU; on GPUs what is left of --memory-fraction."),
+    ] = None
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            help="Part of its GPU's memory each worker may use; default: 0.9, shared equally by a GPU's workers."
+        ),
+    ] = None
+    max_step_tokens: Annotated[int, typer.Option(help="Most tokens of one step: the chunk size of prefill.")] = 2048
+    max_batch_requests: Annotated[
+        int | None, typer.Option(help="Most requests of one decode step; default: 64 on CPU, 256 on GPUs.")
+    ] = None
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep KV pages, while there is room, for requests that begin alike.",
+        ),
+    ] = True
+
+    def check(self) -> None:
+        """InvalidArgument for a size that does not even count in bytes."""
+        from cluster.limits import check_kv_cache_gib
+
+        if self.kv_cache_gib is not None:
+            check_kv_cache_gib(self.kv_cache_gib)
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        from cluster.config import GIB
+
+        return replace(
+            config,
+            device=self.device,
+            dtype=self.dtype,
+            page_tokens=self.page_tokens,
+            kv_cache_bytes=None if self.kv_cache_gib is None else int(self.kv_cache_gib * GIB),
+            memory_fraction=self.memory_fraction,
+            max_step_tokens=self.max_step_tokens,
+            max_batch_requests=self.max_batch_requests,
+            prefix_cache=self.prefix_cache,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TransferOptions:
+    """How KV pages get from worker to worker."""
+
+    kv_checksum_rate: Annotated[
+        float, typer.Option(help="Part of each transfer's KV pages that is checked byte for byte on arrival, 0 to 1.")
+    ] = 0.05
+    kv_lease: Annotated[
+        float, typer.Option(help="Seconds that a decode worker keeps a place for a request of a silent router.")
+    ] = 5.0
+    kv_transfer_deadline: Annotated[
+        float, typer.Option(help="Seconds that a write of KV pages may take before its prompt is computed again.")
+    ] = 30.0
+    kv_quarantine_share: Annotated[
+        float, typer.Option(help="Part of a worker's KV pages that transfers may keep before it takes nothing new.")
+    ] = 0.5
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        return replace(
+            config,
+            kv_checksum_rate=self.kv_checksum_rate,
+            kv_lease_s=self.kv_lease,
+            kv_transfer_deadline_s=self.kv_transfer_deadline,
+            kv_quarantine_share=self.kv_quarantine_share,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareOptions:
+    """What each worker has of its machine."""
+
+    device_ceilings: Annotated[
+        str,
+        typer.Option(
+            help="TFLOPS:GBPS that a worker's device can do at best; utilization and `tandem why` go by it."
+            " Default: what each measures at its start."
+        ),
+    ] = ""
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each worker; default: all cores.")] = None
+
+    def apply(self, config: ClusterConfig) -> ClusterConfig:
+        """InvalidArgument for ceilings that are no two numbers."""
+        from costs.roofline import parse_ceilings
+
+        ceilings = parse_ceilings("--device-ceilings", self.device_ceilings) if self.device_ceilings else None
+        return replace(config, ceilings=ceilings, threads=self.threads)

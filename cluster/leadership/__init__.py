@@ -1,0 +1,1 @@
+"""Which of several controllers of one cluster supervises its workers; the others forward to it."""

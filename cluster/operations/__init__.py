@@ -1,0 +1,1 @@
+"""What operators change in a running cluster: modes, numbers of workers, draining."""

@@ -1,0 +1,71 @@
+"""One worker drains: others stand in for it, its keeper starts no other, and it ends when it has nothing left."""
+
+import logging
+from typing import Protocol
+
+from cluster.operations.assignments import Duties
+from cluster.supervision.health import Phase
+from cluster.supervision.process_supervisor import ProcessSupervisor
+from cluster.supervision.registry import Registry
+from wire.errors import FailedPrecondition, TandemError
+from wire.messages import WorkerInfo
+
+log = logging.getLogger(__name__)
+
+END_S = 20.0
+"""How long the process of a drained worker may take to end."""
+
+
+class Drains(Protocol):
+    """Lets a worker drain; returns when it has nothing left."""
+
+    async def drain(self, info: WorkerInfo, grace_s: float) -> None: ...
+
+
+class Draining:
+    """Sees to the drains that run. Belongs to the event loop."""
+
+    def __init__(self, registry: Registry, duties: Duties, workers: Drains) -> None:
+        self._registry = registry
+        self._duties = duties
+        self._workers = workers
+        self._running: set[ProcessSupervisor] = set()
+
+    def __bool__(self) -> bool:
+        """Whether any runs."""
+        return bool(self._running)
+
+    def registered(self, worker_id: str) -> WorkerInfo | None:
+        """What the worker of this name says of itself; None = it does not serve."""
+        members = self._registry.membership().workers
+        return next((info for info in members if info.peer.worker_id == worker_id), None)
+
+    def may_drain(self, keeper: ProcessSupervisor, *, force: bool) -> WorkerInfo:
+        """The worker. FailedPrecondition if it does not serve, or is the last one, unless `force`."""
+        members = {info.peer.worker_id: info for info in self._registry.membership().workers if info.open is not None}
+        info = members.pop(keeper.name, None)
+        if info is None or keeper.phase is not Phase.SERVING:
+            raise FailedPrecondition(f"{keeper.name} is {keeper.phase} and cannot be drained; look at `tandem status`")
+        if not members and not force:
+            raise FailedPrecondition(
+                f"{keeper.name} is the only worker that serves, requests would fail; add --force to drain it anyway"
+            )
+        return info
+
+    async def run(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
+        """Let it finish what it has, and end it after `grace_s` seconds; returns when its process is gone."""
+        self._running.add(keeper)
+        try:
+            await self._duties.stand_in_for(keeper.name)
+            keeper.retire()
+            await self._drained(keeper, info, grace_s)
+        finally:
+            self._running.discard(keeper)
+
+    async def _drained(self, keeper: ProcessSupervisor, info: WorkerInfo, grace_s: float) -> None:
+        try:
+            await self._workers.drain(info, grace_s)
+        except TandemError as error:
+            log.warning("%s did not drain: %s", keeper.name, error.message)
+            keeper.end_now()
+        await keeper.until(Phase.DRAINED, END_S)

@@ -1,0 +1,285 @@
+"""What an operator may ask of a running cluster while requests run: another mode, more workers, fewer."""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from cluster.background import begin
+from cluster.operations.assignments import Duties
+from cluster.operations.draining import END_S, Draining, Drains
+from cluster.operations.handover_state import Handover
+from cluster.operations.worker_slots import Fleet
+from cluster.supervision.health import Phase
+from cluster.supervision.modes import ModeChange
+from cluster.supervision.process_supervisor import WAITS_FOR_PLACE, ProcessSupervisor
+from cluster.supervision.registry import Registry
+from cluster.supervision.roles import Slot
+from cluster.supervision.size import SizeChange, Steps
+from wire.errors import FailedPrecondition, NotFound, TandemError, Unavailable
+from wire.messages import Absence, Role, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+BACK_S = 180.0
+"""How long a worker that is started again may take until it serves."""
+LOOK_S = 0.05
+NODE_LOOK_S = 1.0
+"""How often to ask whether a node that leaves has left."""
+
+Result = TypeVar("Result")
+
+
+class Operator:
+    """Once begun, what was asked for goes on even if nobody waits for the answer any more."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        duties: Duties,
+        fleet: Fleet,
+        workers: Drains,
+        node_is_up: Callable[[str], Awaitable[bool]],
+    ) -> None:
+        """`node_is_up` says whether a node, by its address, is in the cluster."""
+        self._registry = registry
+        self._duties = duties
+        self._fleet = fleet
+        self._keepers = fleet.keepers
+        self._draining = Draining(registry, duties, workers)
+        self._node_is_up = node_is_up
+        self._awaited: set[ProcessSupervisor] = set()
+        """Of workers that do not serve yet, or not again, but will."""
+        self._moving: dict[str, str] = {}
+        """Who starts elsewhere once its node has left, and that node's address; from when it begins to drain."""
+        self._leaving: set[str] = set()
+        """Who leaves for good."""
+        self._one_size_at_a_time = asyncio.Lock()
+        self._begun: set[asyncio.Task[Any]] = set()
+
+    @property
+    def coming(self) -> int:
+        """Workers that will serve, and do not yet, or not again."""
+        return sum(self._is_coming(keeper) for keeper in self._keepers.values())
+
+    def absent(self) -> tuple[Absence, ...]:
+        """Who does not serve now."""
+        lacks = ((keeper, keeper.health().lack) for keeper in self._keepers.values())
+        return tuple(Absence(keeper.name, lack, self._is_coming(keeper)) for keeper, lack in lacks if lack)
+
+    def _is_coming(self, keeper: ProcessSupervisor) -> bool:
+        return keeper in self._awaited or keeper.phase in {Phase.STARTING, Phase.WAITING}
+
+    async def let_go(self) -> Handover:
+        """Let drains that run end and give up what merely waits; what another controller has to know of the workers."""
+        while self._draining:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+        drained = [name for name, keeper in self._keepers.items() if keeper.phase is Phase.DRAINED]
+        going = {*self._leaving, *(keeper.name for keeper in self._awaited)}
+        handover = Handover(tuple(name for name in drained if name not in going), tuple(self._moving.items()))
+        begun = tuple(self._begun)
+        for task in begun:
+            task.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
+        self._awaited.clear()
+        self._moving.clear()
+        return handover
+
+    def resume(self, handover: Handover) -> None:
+        """Go on with what another controller waited for."""
+        for name, node in handover.moving:
+            if (keeper := self._keepers.get(name)) is not None and not keeper.wanted:
+                self._awaited.add(keeper)
+                self._go_on_with(self._come_back_elsewhere(keeper, node))
+
+    async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
+        """See `Duties.set_mode`; returns the workers as they are now."""
+        await self._to_its_end(self._duties.set_mode(change))
+        return self._registry.membership().workers
+
+    async def drain_worker(
+        self, worker_id: str, grace_s: float, *, restart: bool, force: bool, node_leaves: bool = False
+    ) -> None:
+        """Let it finish what it has, hand over the rest after `grace_s` seconds, and end. It stays away unless
+        `restart`; then this returns when it serves again; or unless `node_leaves`: then it starts elsewhere once its
+        node has left.
+
+        NotFound for a name that no worker has. FailedPrecondition if it does not serve, has been drained before, or is
+        the last one, unless `force`.
+        """
+        keeper = self._keepers.get(worker_id)
+        if keeper is None:
+            raise NotFound(f"no worker is called {worker_id!r}; there are {', '.join(self._keepers)}")
+        if restart:
+            work = self._drain_and_restart(keeper, grace_s, force=force)
+        elif node_leaves:
+            work = self._drain_and_move(keeper, grace_s, force=force)
+        else:
+            work = self._drain(keeper, grace_s, force=force)
+        await self._to_its_end(work)
+
+    async def resize(self, change: SizeChange) -> tuple[WorkerInfo, ...]:
+        """Start or drain workers, and change the part of some, until there are as many as `change` says. Who was
+        drained by `drain_worker`, to stay away, does not count. Returns the workers as they are then.
+
+        InvalidArgument for what cannot be, FailedPrecondition if there is no room on this host. DeadlineExceeded if
+        somebody does not serve within `wait_s` seconds: it does when it can, for instance once there is a node with a
+        place for it.
+        """
+        await self._to_its_end(self._resize(change))
+        coming = sorted(self._awaited, key=lambda keeper: keeper.name)
+        await asyncio.gather(*(self._counted_in(keeper, change.wait_s) for keeper in coming))
+        return self._registry.membership().workers
+
+    async def _resize(self, change: SizeChange) -> None:
+        """Returns when who leaves has left and who changes has changed."""
+        async with self._one_size_at_a_time:
+            here, awaited = await self._who_counts()
+            now = Counter([*here.values(), *awaited.values()])
+            steps = Steps.to(change.over(self._duties.sharing.mode, now), here, awaited)
+            for slot in self._fleet.new_slots(steps.add):
+                self._begin(slot)
+            results = await asyncio.gather(
+                *(self._leave(name, change.grace_s) for name in steps.leave), return_exceptions=True
+            )
+            for error in filter(None, results):
+                raise error
+            await self._duties.flip(steps.into_prefill, change.grace_s)
+
+    async def _who_counts(self) -> tuple[dict[str, Role], dict[str, Role]]:
+        """Workers with their parts, who should leave first in front: those who served before, and those awaited."""
+        parts = await self._duties.parts()
+        here, awaited = {}, {}
+        newest_first = list(self._keepers.items())[::-1]
+        for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
+            if keeper in self._awaited:
+                awaited[name] = parts[name]
+            elif keeper.phase not in {Phase.DRAINING, Phase.DRAINED, Phase.STOPPED}:
+                here[name] = parts[name]
+        return here, awaited
+
+    def _begin(self, slot: Slot) -> None:
+        self._duties.expect(slot.worker_id, slot.role)
+        keeper = self._fleet.add(slot)
+        self._awaited.add(keeper)
+        self._go_on_with(self._arrive(keeper))
+
+    async def _counted_in(self, keeper: ProcessSupervisor, within_s: float) -> None:
+        """Wait until it serves and the others know."""
+        await keeper.until(Phase.SERVING, within_s)
+        while keeper in self._awaited:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_S)
+
+    async def _arrive(self, keeper: ProcessSupervisor) -> None:
+        """Until it serves, or has been given up."""
+        try:
+            await keeper.until(Phase.SERVING)
+            await self._duties.is_back(keeper.name)
+        except TandemError as error:
+            log.info("%s: %s", keeper.name, error.message)
+        finally:
+            self._awaited.discard(keeper)
+
+    async def _leave(self, worker_id: str, grace_s: float) -> None:
+        """For good."""
+        self._leaving.add(worker_id)
+        try:
+            await self._leave_for_good(worker_id, grace_s)
+        finally:
+            self._leaving.discard(worker_id)
+
+    async def _leave_for_good(self, worker_id: str, grace_s: float) -> None:
+        keeper = self._keepers[worker_id]
+        info = self._draining.registered(worker_id)
+        if keeper.phase is Phase.SERVING and info is not None:
+            await self._draining.run(keeper, info, grace_s)
+        else:
+            if keeper.phase is Phase.DRAINING:
+                await keeper.until(Phase.DRAINED, grace_s + END_S)
+            await self._duties.stand_in_for(worker_id)
+        await self._fleet.remove(worker_id)
+        self._duties.forget(worker_id)
+        self._awaited.discard(keeper)
+
+    async def _drain(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is Phase.DRAINED:
+            raise FailedPrecondition(f"{keeper.name} was drained before; add --restart to start it again")
+        await self._draining.run(keeper, self._draining.may_drain(keeper, force=force), grace_s)
+
+    async def _drain_and_restart(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        if keeper.phase is not Phase.DRAINED:
+            info = self._draining.may_drain(keeper, force=force)
+            with self._counting_on(keeper):
+                await self._draining.run(keeper, info, grace_s)
+        self._awaited.add(keeper)
+        keeper.restart()
+        arriving = self._go_on_with(self._arrive(keeper))
+        await keeper.until(Phase.SERVING, BACK_S)
+        await arriving
+
+    async def _drain_and_move(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:
+        """Returns when it has drained; it goes on elsewhere by itself."""
+        info = self._draining.may_drain(keeper, force=force)
+        node = self._moving[keeper.name] = info.address.rpartition(":")[0]
+        try:
+            with self._counting_on(keeper):
+                await self._drain(keeper, grace_s, force=force)
+        except BaseException:
+            self._moving.pop(keeper.name, None)
+            raise
+        self._go_on_with(self._come_back_elsewhere(keeper, node))
+
+    @contextlib.contextmanager
+    def _counting_on(self, keeper: ProcessSupervisor) -> Iterator[None]:
+        """What happens inside is for a while only, unless it fails."""
+        self._awaited.add(keeper)
+        try:
+            yield
+        except BaseException:
+            self._awaited.discard(keeper)
+            raise
+
+    async def _come_back_elsewhere(self, keeper: ProcessSupervisor, node: str) -> None:
+        self._moving[keeper.name] = node
+        try:
+            while await self._may_be_up(node):  # noqa: ASYNC110
+                await asyncio.sleep(NODE_LOOK_S)
+        finally:
+            self._moving.pop(keeper.name, None)
+        if keeper.wanted:
+            return  # somebody brought it back in the meantime, or gave it up
+        log.info("%s, where %s was, has left; it starts elsewhere", node, keeper.name)
+        keeper.restart()
+        await self._arrive(keeper)
+
+    async def _may_be_up(self, node: str) -> bool:
+        try:
+            return await self._node_is_up(node)
+        except Exception:
+            log.exception("cannot find out whether %s has left; asking again", node)
+            return True
+
+    async def _to_its_end(self, work: Coroutine[Any, Any, Result]) -> Result:
+        begun = self._go_on_with(work)
+        try:
+            return await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            me = asyncio.current_task()
+            if not begun.cancelled() or (me is not None and me.cancelling()):
+                raise
+            raise Unavailable("another controller has taken over in the meantime; ask again") from None
+
+    def _go_on_with(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        task = begin(work, "what was asked of the workers")
+        self._begun.add(task)
+        task.add_done_callback(self._begun.discard)
+        return task
+
+
+def _worth(keeper: ProcessSupervisor) -> int:
+    """How much is lost if it leaves now."""
+    if keeper.phase is Phase.SERVING:
+        return 2
+    return int(keeper.health().stage != WAITS_FOR_PLACE)

@@ -1,0 +1,163 @@
+"""Ray on this host alone: every socket on loopback, a fresh token, a temp folder of its own, nothing left behind.
+
+Ray ties its processes to the thread that starts them (they get SIGKILL when it ends), so whoever calls `start` keeps
+that thread alive until `stop`.
+"""
+
+import atexit
+import contextlib
+import logging
+import os
+import secrets
+import sys
+import warnings
+
+import psutil
+
+from cluster.ray_processes.temp_folder import TempFolder, remove_abandoned
+from wire.errors import Unavailable
+from wire.log_file import KEPT
+from wire.logs import MAX_MIB
+
+log = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 80 << 20
+"""Request data never goes through Ray; this is about the smallest store it accepts."""
+
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    # One token a process: Ray reads it once and keeps it.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # Ray turns a loopback address into the host's outer one, and then listens on every interface, unless the host
+    # is told not to join clusters. The switch is named after other systems but holds on Linux too.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Worker processes start while Ray itself still does: half a second sooner to the first token.
+    "RAY_enable_worker_prestart": "1",
+    # Deaths are reported by the controller, in a line; Ray's own paragraph would land in the middle of an answer.
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".*",
+    # Ray starts its workers at niceness 15; whatever else runs on the host would take the CPU from every token.
+    "RAY_worker_niceness": "0",
+    # Workers choose their GPU themselves, and transfers between two of them must see both.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""What must be set before Ray is imported: much of it is read then, once."""
+
+_TOO_SLOW = "timed out during startup"
+"""In the words of Ray's plain exception."""
+
+_PREFERENCES = {
+    # Transfers stay on this host; otherwise UCX opens a port on every interface too.
+    "UCX_NET_DEVICES": "lo",
+    # A line for each handshake with a stranger would be read by nobody and fill a disk.
+    "GRPC_VERBOSITY": "ERROR",
+}
+"""What a user's own environment overrides."""
+
+
+class RayNode:
+    """One head node and nothing else, owned by this object from `start` until `stop` or `kill`."""
+
+    def __init__(self, log_max_bytes: int = MAX_MIB << 20) -> None:
+        """`log_max_bytes`: of one of Ray's own log files, unless the environment says another number."""
+        self._log_max_bytes = log_max_bytes
+        self._folder: TempFolder | None = None
+        self._family: list[psutil.Process] = []
+
+    def start(self, resources: dict[str, float], processes: int) -> None:
+        """Start Ray for about `processes` actors on a node that offers `resources`. About three seconds.
+
+        A part of Ray that dies as it starts is waited for in vain, for half a minute: then all is started once more.
+        Unavailable if that does not help.
+        """
+        try:
+            self._start(resources, processes)
+        except Exception as error:
+            if _TOO_SLOW not in str(error):
+                raise
+            log.warning("Ray did not come up, and is started once more: %s", error)
+            try:
+                self._start(resources, processes)
+            except Exception as again:
+                if _TOO_SLOW not in str(again):
+                    raise
+                text = "Ray did not come up within half a minute, twice; free processors or memory and start again"
+                raise Unavailable(text) from again
+
+    def _start(self, resources: dict[str, float], processes: int) -> None:
+        os.environ.update(ENVIRONMENT)
+        for name, value in _PREFERENCES.items():
+            os.environ.setdefault(name, value)
+        os.environ.setdefault("RAY_ROTATION_MAX_BYTES", str(self._log_max_bytes))
+        os.environ.setdefault("RAY_ROTATION_BACKUP_COUNT", str(KEPT))
+        import ray
+
+        remove_abandoned()
+        self._folder = folder = TempFolder()
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(
+                    address="local",
+                    num_cpus=processes,
+                    resources=resources,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder.ray),
+                )
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that Ray found on this host."""
+        import ray
+
+        return int(ray.cluster_resources().get("GPU", 0))
+
+    def stop(self) -> None:
+        """End every process of this node and remove its folder. Idempotent."""
+        self._family = self._processes()
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            ray.shutdown()
+        _end(self._family, grace_s=5)
+        self._remove_folder()
+
+    def kill(self) -> None:
+        """The same without asking Ray, for one that hangs; from any thread, also while `start` or `stop` runs."""
+        ray = sys.modules.get("ray")
+        if ray is not None:
+            atexit.unregister(ray.shutdown)  # it would hang again as the interpreter exits
+        _end([*self._family, *self._processes()], grace_s=0)
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.remove()
+
+    def _processes(self) -> list[psutil.Process]:
+        """Ray's processes, found by this node's folder on their command line, and all they started."""
+        found: list[psutil.Process] = []
+        for child in psutil.Process().children():
+            try:
+                if self._folder is not None and any(str(self._folder.path) in part for part in child.cmdline()):
+                    found += [child, *child.children(recursive=True)]
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+
+def _end(family: list[psutil.Process], grace_s: float) -> None:
+    """Wait for processes that end by themselves, kill the rest."""
+    _, alive = psutil.wait_procs(family, timeout=grace_s)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=5)

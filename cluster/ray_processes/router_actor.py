@@ -1,0 +1,145 @@
+"""The router's process: a thin Ray actor around `router.server.RouterServer`."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cluster.config import ClusterConfig
+from cluster.ray_processes.ray_process import RayProcess, actor_class, on_this_node
+from cluster.supervision.process_supervisor import Process
+from kv_transfer.processes import this_process
+from wire.heap import settle_heap
+from wire.logs import LogConfig, begin_log
+from wire.turns import take_short_turns
+
+if TYPE_CHECKING:
+    from router.api.listeners import RouterEndpoints
+    from router.config import RouterConfig
+    from router.server import RouterServer
+
+_FRONT_CHUNKS_PER_S = 10_000.0
+"""Where other processes write to clients: a chunk takes half of the router's time then."""
+_CPU_CHUNKS_PER_S = 320.0
+"""Where engines compute on the CPU, sending must not take it from them."""
+
+
+class RouterActor:
+    """Runs one router; `RayProcess` says which methods and why."""
+
+    def __init__(
+        self,
+        config: "RouterConfig",
+        incarnation: int,
+        log: LogConfig,
+        stop_grace_s: float = 0.0,
+    ) -> None:
+        """Calls in flight have `stop_grace_s` seconds when it stops."""
+        begin_log(log, config.name, incarnation)
+        self._config = config
+        self._stop_grace_s = stop_grace_s
+        self._stopped = asyncio.Event()
+        self._server: RouterServer | None = None
+
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def identity(self) -> str:
+        """Of this process, for whoever kills it."""
+        return this_process()
+
+    async def works(self) -> None:
+        """The event loop that answers this is the one that serves clients."""
+
+    async def start(self) -> "RouterEndpoints":
+        """Open both doors and say where they are."""
+        take_short_turns()
+        from router.server import RouterServer
+
+        server = RouterServer(self._config)
+        endpoints = await server.start()
+        self._server = server
+        settle_heap()
+        return endpoints
+
+    async def progress(self) -> tuple[str, float]:
+        """A router starts in one go."""
+        return "opening the doors", 0.0
+
+    async def run(self) -> None:
+        """Pending until `stop`."""
+        await self._stopped.wait()
+
+    async def stop(self) -> None:
+        """Close both doors; what is still in flight after the grace ends with UNAVAILABLE."""
+        if self._server is not None:
+            await self._server.stop(self._stop_grace_s)
+        self._stopped.set()
+
+
+class RouterProcess:
+    """Spawns the router on this node, each time on the ports that its first incarnation found."""
+
+    def __init__(self, config: ClusterConfig, token: str) -> None:
+        self._cluster = config
+        self._token = token
+        self.controller_address = ""
+        """Set before the first `spawn`."""
+        self.grpc_address = ""
+        self.http_address = ""
+        self.on_open: Callable[[str], None] = lambda _: None
+        """Hears the HTTP door's address each time it opened."""
+
+    async def spawn(self, incarnation: int) -> Process:
+        """A new router process; it keeps the doors of the one before."""
+        options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
+        cluster = self._cluster
+        settings = self._config(incarnation), incarnation, cluster.log_of("router"), cluster.stop_grace_s
+        actor = actor_class(RouterActor).options(**options).remote(*settings)
+        return RayProcess(actor, on_start=self._opened)
+
+    def _opened(self, doors: "RouterEndpoints") -> None:
+        self.grpc_address, self.http_address = doors.grpc_address, doors.http_address
+        self.on_open(doors.http_address)
+
+    def _config(self, incarnation: int) -> "RouterConfig":
+        from router.config import RouterConfig
+        from wire.mode import Mode
+
+        config = RouterConfig(
+            router_id=f"router-{incarnation}",
+            model=self._cluster.model,
+            model_name=self._cluster.model_name or self._cluster.model.name,
+            controller_address=self.controller_address,
+            token=self._token,
+            api_keys=self._cluster.api_keys,
+            allowed_origins=self._cluster.allowed_origins,
+            strict_requests=self._cluster.strict_requests,
+            doors=self._cluster.doors,
+            max_messages=self._cluster.max_messages,
+            metrics_key=self._cluster.metrics_key,
+            otlp_endpoint=self._cluster.otlp_endpoint,
+            mode=Mode(self._cluster.mode),
+            slo_classes=self._cluster.slo_classes,
+            default_slo_class=self._cluster.default_slo_class,
+            default_max_tokens=self._cluster.default_max_tokens,
+            host=self._cluster.host,
+            insecure=self._cluster.insecure,
+            grpc_port=self._cluster.grpc_port,
+            http_port=self._cluster.http_port,
+            front_processes=self._cluster.front_processes,
+            log=self._cluster.log_of("router"),
+        )
+        if config.front_processes:
+            config = replace(config, chunks_per_s=_FRONT_CHUNKS_PER_S)
+        if self._cluster.on_cpu:
+            config = replace(config, chunks_per_s=_CPU_CHUNKS_PER_S)
+        if not self.grpc_address:
+            return config
+        return replace(config, grpc_port=_port(self.grpc_address), http_port=_port(self.http_address))
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -1,0 +1,94 @@
+"""Who serves: the membership that workers join, the controller prunes and routers watch.
+
+One event loop owns a registry; nothing here blocks.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection
+
+from wire.errors import StaleEpoch
+from wire.messages import Membership, PeerRef, WorkerInfo
+
+log = logging.getLogger(__name__)
+
+
+class Registry:
+    """The serving workers, at most one incarnation of each id."""
+
+    def __init__(self) -> None:
+        self._revision = 0
+        self._workers: dict[str, WorkerInfo] = {}
+        self._gone: dict[str, int] = {}
+        self._changed = asyncio.Event()
+        self._mode = ""
+
+    def set_mode(self, mode: str) -> None:
+        """Routers let prompts be computed this way from now on."""
+        if mode != self._mode:
+            self._mode = mode
+            self._publish()
+
+    def mirror(self, membership: Membership) -> None:
+        """Say exactly what another registry says."""
+        workers = {info.peer.worker_id: info for info in membership.workers}
+        if (workers, membership.mode) != (self._workers, self._mode):
+            self._workers, self._mode = workers, membership.mode
+            self._publish()
+
+    def keep(self, peers: Collection[PeerRef]) -> None:
+        """Remove all others for good."""
+        for info in self.membership().workers:
+            if info.peer not in peers:
+                self.unregister(info.peer)
+
+    def register(self, info: WorkerInfo) -> None:
+        """Add a worker or replace its earlier incarnation. StaleEpoch for an incarnation that is over."""
+        worker_id, incarnation = info.peer.worker_id, info.peer.incarnation
+        known = self._workers.get(worker_id)
+        if incarnation <= self._gone.get(worker_id, -1) or (known and incarnation < known.peer.incarnation):
+            raise StaleEpoch(f"incarnation {incarnation} of {worker_id} is over; start the worker again")
+        if known == info:
+            return
+        self._workers[worker_id] = info
+        _tell(known, info)
+        self._publish()
+
+    def unregister(self, peer: PeerRef) -> bool:
+        """Remove this incarnation for good; whether it was serving. Other incarnations stay."""
+        self._gone[peer.worker_id] = max(peer.incarnation, self._gone.get(peer.worker_id, -1))
+        known = self._workers.get(peer.worker_id)
+        if known is None or known.peer != peer:
+            return False
+        del self._workers[peer.worker_id]
+        self._publish()
+        return True
+
+    def membership(self) -> Membership:
+        """All serving workers, by id."""
+        return Membership(self._revision, tuple(self._workers[key] for key in sorted(self._workers)), self._mode)
+
+    async def watch(self) -> AsyncIterator[Membership]:
+        """The membership now and after each change; a slow watcher skips what is already outdated."""
+        while True:
+            changed = self._changed
+            yield self.membership()
+            await changed.wait()
+
+    def _publish(self) -> None:
+        self._revision += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _tell(known: WorkerInfo | None, info: WorkerInfo) -> None:
+    """What people should hear of a worker beside its coming and going."""
+    if known and known.open is not info.open:
+        log.info("%s takes %s work now", info.peer.worker_id, info.open or "no")
+    if info.not_ready and not (known and known.not_ready):
+        log.error("%s is not ready: %s", info.peer.worker_id, info.not_ready)
+    elif known and known.not_ready and not info.not_ready:
+        log.info("%s is ready again", info.peer.worker_id)
+    for warning in info.warnings:
+        if known is None or warning not in known.warnings:
+            log.warning("%s: %s", info.peer.worker_id, warning)

@@ -1,0 +1,38 @@
+"""What the controller asks of workers, through their own doors."""
+
+import grpc.aio
+
+from wire import convert, rpc
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import Duty, WorkerInfo
+
+ANSWER_S = 5.0
+"""How long a worker may take to answer what it can answer at once."""
+
+
+class WorkerCalls:
+    """Calls from a part of the cluster; each failure is the typed error that names the worker."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    async def set_duty(self, info: WorkerInfo, duty: Duty, grace_s: float) -> None:
+        """Halves that close have `grace_s` seconds for what they have."""
+        peer = info.peer
+        request = worker_pb2.SetDutyRequest(
+            worker_id=peer.worker_id, incarnation=peer.incarnation, duty=convert.duty_to_proto(duty), grace_s=grace_s
+        )
+        async with rpc.open_channel(info.address, self._token) as channel:
+            try:
+                await worker_pb2_grpc.WorkerStub(channel).SetDuty(request, timeout=ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_of(error, f"worker {peer.worker_id}") from error
+
+    async def drain(self, info: WorkerInfo, grace_s: float) -> None:
+        """Returns when it has nothing left, or has given up what it had after `grace_s` seconds."""
+        request = worker_pb2.DrainRequest(grace_s=grace_s)
+        async with rpc.open_channel(info.address, self._token) as channel:
+            try:
+                await worker_pb2_grpc.WorkerStub(channel).Drain(request, timeout=grace_s + ANSWER_S)
+            except grpc.aio.AioRpcError as error:
+                raise rpc.error_of(error, f"worker {info.peer.worker_id}") from error

@@ -1,0 +1,168 @@
+"""The arrival of a prompt's KV: its notice and checksums are compared with the reservation, and the request becomes
+ready or fails.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from decode_worker.request import DecodeRequest, Stage
+from decode_worker.requests import DecodeRequests
+from kv_transfer.checksums import PageChecks
+from wire.ending import reason_to_end
+from wire.errors import TransferFailed, Unavailable
+from wire.logs import about
+from wire.messages import ModelFacts, PeerRef, TransferNotice
+from wire.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
+
+
+class ArrivalCheck:
+    """Compares what arrived with what was reserved, and counts mismatches. It changes no request."""
+
+    def __init__(self, me: PeerRef, model: ModelFacts, checks: PageChecks | None) -> None:
+        """Without `checks`, notices carry no checksums and pages are taken as they come."""
+        self._me = me
+        self._model = model
+        self._checks = checks
+        self.stamps_refused = 0
+        self.checksums_equal = 0
+        self.checksum_failures = 0
+
+    @property
+    def refused(self) -> int:
+        """Notices that did not fit, and transfers whose bytes were not those sent."""
+        return self.stamps_refused + self.checksum_failures
+
+    def stamp_problem(self, request: DecodeRequest, notice: TransferNotice) -> str:
+        """The first field of a notice that does not fit the reservation, in words; empty if all fit. Returns at once,
+        under the admission's lock.
+        """
+        problem = self._stamp_problem(request, notice)
+        self.stamps_refused += bool(problem)
+        return problem
+
+    def check_bytes(self, request: DecodeRequest, notice: TransferNotice, on_result: Callable[[str], None]) -> bool:
+        """Compare the checksums of a notice without a `stamp_problem` with the request's pages, in the background.
+
+        Returns False when there is nothing to compare. Otherwise `on_result` is called on another thread with what is
+        wrong with the pages, empty if nothing is; until then nobody may write to them.
+        """
+        if self._checks is None or not notice.checksums:
+            return False
+
+        def compared(problem: str) -> None:
+            self._count(request, notice, problem)
+            on_result(problem)
+
+        self._checks.compare(request.pages, notice.checksums, _tokens_of(request), compared)
+        return True
+
+    def _stamp_problem(self, request: DecodeRequest, notice: TransferNotice) -> str:
+        reservation = request.reservation
+        if notice.pages != request.prompt_pages:
+            return f"{notice.pages} pages instead of {request.prompt_pages}"
+        if notice.skipped != request.skipped:
+            return f"{notice.skipped} pages left out instead of {request.skipped}"
+        if notice.token_hash != request.token_hash:
+            return "the hash of another prompt"
+        index = reservation.answered
+        if reason_to_end(notice.first_token_id, index, request.prompt_tokens, reservation.sampling, self._model):
+            return "a first token that ends the answer"
+        if tuple(each.page for each in notice.checksums) != self._chosen(request, notice):
+            return f"{len(notice.checksums)} checksums, or those of other pages than were agreed on"
+        return ""
+
+    def _chosen(self, request: DecodeRequest, notice: TransferNotice) -> tuple[int, ...]:
+        """The pages whose checksums a notice must have: none of a prompt that was computed here, in these pages."""
+        if self._checks is None or notice.prefill == self._me:
+            return ()
+        return self._checks.chosen(notice.lease, _tokens_of(request), request.skipped)
+
+    def _count(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
+        """Only the thread of the checks calls this, so the counters need no lock."""
+        if not problem:
+            self.checksums_equal += len(notice.checksums)
+            return
+        self.checksum_failures += 1
+        log.error(
+            "KV of request %s, attempt %d, from %s (incarnation %d) is not what was sent: %s",
+            request.reservation.ref.request_id,
+            request.reservation.ref.attempt,
+            notice.prefill.worker_id,
+            notice.prefill.incarnation,
+            problem,
+            extra=about(request.reservation.ref.request_id),
+        )
+
+
+class ArrivalHandler:
+    """Has what arrived checked, at once or in the background, and makes the request ready or fails it. Shares the
+    admission's lock.
+    """
+
+    def __init__(
+        self,
+        requests: DecodeRequests,
+        check: ArrivalCheck,
+        lock: threading.Lock,
+        changed: Callable[[], None],
+        deadline_s: float,
+    ) -> None:
+        """`changed` is called outside the lock when a check has finished; `deadline_s` is how long one may take."""
+        self._requests = requests
+        self._check = check
+        self._lock = lock
+        self._changed = changed
+        self._deadline_s = deadline_s
+
+    def handle(self, request: DecodeRequest, notice: TransferNotice, now: float) -> None:
+        """Take in a request whose lease is settled, so that its pages are its own. Under the lock."""
+        self._requests.adopt(request, now + self._deadline_s)
+        try:
+            self._check_arrival(request, notice)
+        except Exception:
+            self._fail_unexpectedly(request, notice)
+
+    def _check_arrival(self, request: DecodeRequest, notice: TransferNotice) -> None:
+        problem = self._check.stamp_problem(request, notice)
+        try:
+            if not problem and self._check.check_bytes(request, notice, partial(self._checked, request, notice)):
+                return
+        except Unavailable as error:
+            problem = f"pages that could not be checked ({error.message})"
+        self._decide(request, notice, problem)
+
+    def _checked(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
+        """The bytes of a request's pages were compared. Called on the thread of the checks."""
+        checked = EdgeStamp.now(Edge.KV_CHECKED)
+        with self._lock:
+            request.edges.append(checked)
+            try:
+                self._decide(request, notice, problem)
+            except Exception:
+                self._fail_unexpectedly(request, notice)
+        self._changed()
+
+    def _fail_unexpectedly(self, request: DecodeRequest, notice: TransferNotice) -> None:
+        """A defect was met: this request is prefilled again, and no other one is affected."""
+        request_id = request.reservation.ref.request_id
+        log.exception("request %s could not be admitted", request_id, extra=about(request_id))
+        if request.stage is Stage.CHECKING:
+            self._decide(request, notice, "pages that could not be taken in")
+
+    def _decide(self, request: DecodeRequest, notice: TransferNotice, problem: str) -> None:
+        """Admit a request whose KV is right; free one that was cancelled, and fail one whose KV has a `problem`."""
+        if request.cancelled:
+            self._requests.free(request)
+        elif problem:
+            self._requests.free(request, TransferFailed(f"what arrived for the request has {problem}; prefill again"))
+        else:
+            self._requests.admit(request, notice)
+
+
+def _tokens_of(request: DecodeRequest) -> int:
+    """The number of tokens that were prefilled."""
+    return len(request.reservation.prompt_token_ids)

@@ -1,0 +1,304 @@
+"""The page budget of the decode half: what each request claims, what the pool promises, and when nothing is promised.
+
+A request claims the pages that its prompt and answer are expected to fill (`costs/answer_length.py`), so that more of
+them run at once than if each claimed the longest answer. The pool's promise backs the claims of all together: an answer
+that outgrows its forecast gets a new one and takes what others have not used yet. Only when nothing of that is left
+must a younger request give way (`requests.py`), and until that one is back so many pages are left for it.
+
+Prompts in transfer are different: their pages were promised to a worker that is going to write them, so that part of
+the promise is for them alone.
+"""
+
+from collections.abc import Callable, Sequence
+
+from costs.answer_length import AnswerLengths
+from decode_worker.config import DecodeConfig
+from decode_worker.request import DecodeRequest
+from engine.cache.prefix_cache import Prefix, PrefixCache
+from kv_transfer.lease import LeaseTable
+from kv_transfer.lost_pages import LostPages
+from wire.ending import kv_tokens, pages_for
+from wire.errors import InvalidArgument, ResourceExhausted, RoleClosed
+from wire.messages import ModelFacts, Reservation
+
+RETURN_S = 1.0
+"""How long pages are left for a request that gave way: long enough to come back if no other worker has pages."""
+
+
+class PageClaims:
+    """The claims of all requests, and the promise that backs them. Guarded by the admission's lock."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._cache = cache
+        self._pool = cache.pool
+        self._limit: int | None = None
+        self.committed = 0
+        """Pages that the requests hold or claim."""
+        self._claims = 0
+        """Claimed pages that were not taken from the pool yet."""
+        self._backed = 0
+        """Pages that the pool has promised: as many as are claimed, or fewer where answers have outgrown forecasts."""
+        self._prompts = 0
+        """The part of the promise that is for prompts in transfer."""
+        self._held = 0
+        """Pages that the requests hold, those for prompts in transfer included."""
+
+    def limit(self, limit: int | None) -> None:
+        """Limit the pages that are claimed or held, each counted for every request that reads it; None, as at first,
+        means that the pool alone is the limit, and shared pages count once. Existing claims stay.
+        """
+        self._limit = limit
+
+    @property
+    def left(self) -> int:
+        """Pages that the requests may hold in addition, if the pool has them."""
+        return max(0, (self._pool.total if self._limit is None else self._limit) - self._held)
+
+    def enter(self, prefix: Prefix, pages: int, prompt_pages: int, prompt_tokens: int, aside: int) -> int:
+        """Claim `pages`, less those of the prefix that are cached, which are read from now on; returns how many are
+        claimed. At least `aside` pages must be left. ResourceExhausted changes nothing.
+        """
+        self._balance()
+        short = self._backed < self._claims
+        if short or (self._limit is not None and self.committed + pages + aside > self._limit):
+            raise ResourceExhausted("answers have outgrown their forecasts; come back later")
+        promised = self._cache.promise(prefix, pages, prompt_tokens, aside=aside)
+        self.committed += pages
+        self._claims += promised
+        self._backed += promised
+        self._prompts += prompt_pages - len(prefix.pages)
+        self._held += prompt_pages
+        return promised
+
+    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
+        """So many promised pages now belong to the lease."""
+        request.promised -= pages
+        self._claims -= pages
+        self._backed -= pages
+        self._prompts -= pages
+
+    def extend(self, request: DecodeRequest, pages: int) -> None:
+        """Claim `pages` pages in all for a request that outgrew its forecast, whether there are any or not."""
+        more = pages - request.committed
+        request.committed += more
+        request.promised += more
+        self.committed += more
+        self._claims += more
+
+    def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
+        """Take one more page for a request with a claim; False if there is none."""
+        self._balance()
+        if self._limit is not None and self._held >= self._limit:
+            if not beyond_limit:
+                return False
+            self._backed += self._pool.promise_up_to(1)
+        if self._backed <= self._prompts:
+            return False
+        request.pages += self._pool.allocate(request.reservation.ref, 1, from_promise=True)
+        request.promised -= 1
+        self._claims -= 1
+        self._backed -= 1
+        self._held += 1
+        return True
+
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """`grow` for each of the requests, or for none: False if there is not a page for each."""
+        self._balance()
+        pages = len(requests)
+        if self._limit is not None and self._held + pages > self._limit:
+            return False
+        if self._backed - pages < self._prompts:
+            return False
+        taken = self._pool.allocate_each([request.reservation.ref for request in requests])
+        for request, page in zip(requests, taken, strict=True):
+            request.pages.append(page)
+            request.promised -= 1
+        self._claims -= pages
+        self._backed -= pages
+        self._held += pages
+        return True
+
+    def leave(self, request: DecodeRequest) -> None:
+        """Drop the claim of a request that is over; its pages belong to others already."""
+        held = max(request.prompt_pages, len(request.pages))
+        awaited = 0 if request.pages else request.prompt_pages - request.skipped
+        self.give_back(request.committed, request.promised, held, awaited)
+
+    def give_back(self, committed: int, claims: int, held: int, prompts: int) -> None:
+        """Subtract what is over from each count."""
+        self.committed -= committed
+        self._claims -= claims
+        self._held -= held
+        self._prompts -= prompts
+        self._balance()
+
+    def _balance(self) -> None:
+        """Have the pool promise as much of the claims as it can, and no more."""
+        missing = self._claims - self._backed
+        if missing < 0:
+            self._pool.unpromise(-missing)
+            self._backed = self._claims
+        elif missing > 0:
+            if self._limit is not None:
+                missing = min(missing, self._limit - self._held + self._prompts - self._backed)
+            self._backed += self._pool.promise_up_to(max(0, missing))
+
+
+class PageBudget:
+    """Pages promised to requests, prompt and answer, until each is over. Guarded by the admission's lock.
+
+    Quarantined pages are lost for as long as their writers are silent. A worker that has lost a large part of its pool
+    this way reports it and promises nothing until enough of it is back: small and full, it would look healthy.
+    """
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        worker_id: str,
+        cache: PrefixCache,
+        leases: LeaseTable,
+        *,
+        model: ModelFacts,
+        clock: Callable[[], float],
+    ) -> None:
+        self._lost = LostPages(worker_id, config.quarantine_share_max)
+        self._config = config
+        self._worker_id = worker_id
+        self._page_tokens = cache.page_tokens
+        self._pool = cache.pool
+        self._leases = leases
+        self._model = model
+        self._clock = clock
+        self._limit = cache.pool.total
+        self._claims = PageClaims(cache)
+        self._lengths = AnswerLengths()
+        self._preempted: dict[tuple[str, str], tuple[int, float]] = {}
+        """Requests that gave way, by router and id: pages that are left for each, and until when."""
+        self._closed = ""
+
+    @property
+    def not_ready(self) -> str:
+        """The reason why nothing is promised for now; empty if promises are made. `update_lost` keeps it up to date."""
+        return self._lost.not_ready
+
+    @property
+    def committed(self) -> int:
+        """Pages of all requests that are not over, promised and held."""
+        return self._claims.committed
+
+    @property
+    def left(self) -> int:
+        """See `PageClaims.left`."""
+        return self._claims.left
+
+    def expected_pages(self, reservation: Reservation, tokens: int) -> int:
+        """Pages that prompt and answer are expected to fill, once the answer has so many tokens."""
+        return pages_for(self._stored(reservation, self._expected(reservation, tokens)), self._page_tokens)
+
+    def promise(self, reservation: Reservation, prefix: Prefix) -> tuple[int, int]:
+        """Promise the expected pages, less those of the prefix that are cached, which are read from now on.
+
+        Returns how many are expected and how many of them are promised. ResourceExhausted with a retry hint when there
+        are none now, InvalidArgument when the longest answer will never fit, RoleClosed while closed.
+        """
+        self.update_lost()
+        if self._closed:
+            raise RoleClosed(f"worker {self._worker_id} takes no answers, as it {self._closed}; ask another one")
+        sampling, prompt_tokens = reservation.sampling, len(reservation.prompt_token_ids)
+        most = pages_for(self._stored(reservation, sampling.max_tokens), self._page_tokens)
+        if most > self._limit:
+            raise InvalidArgument(
+                "max_tokens",
+                f"prompt and answer need {most} KV pages and worker {self._worker_id} has {self._limit};"
+                " ask for fewer tokens",
+            )
+        if self.not_ready:
+            raise self._come_back(f"worker {self._worker_id} promises nothing for now: {self.not_ready}")
+        pages = self.expected_pages(reservation, reservation.answered)
+        prompt_pages = pages_for(prompt_tokens, self._page_tokens)
+        aside = self._set_aside(reservation, self._limit - pages)
+        try:
+            promised = self._claims.enter(prefix, pages, prompt_pages, prompt_tokens, aside)
+        except ResourceExhausted:
+            message = f"worker {self._worker_id} has no KV pages left to promise; come back later"
+            raise self._come_back(message) from None
+        self._preempted.pop((reservation.router_id, reservation.ref.request_id), None)
+        return pages, promised
+
+    def withdraw(self, pages: int, promised: int, prompt_pages: int, skipped: int) -> None:
+        """Give back what `promise` gave for a reservation that becomes no request."""
+        self._claims.give_back(pages, promised, prompt_pages, prompt_pages - skipped)
+
+    def spend_on_prompt(self, request: DecodeRequest, pages: int) -> None:
+        """So many promised pages were taken from the pool for the request's lease."""
+        self._claims.spend_on_prompt(request, pages)
+
+    def grow(self, request: DecodeRequest, *, beyond_limit: bool = False) -> bool:
+        """Take one more page for a running request; False if there is none, or none within the limit."""
+        if not request.promised:
+            pages = self.expected_pages(request.reservation, len(request.token_ids) + request.in_flight)
+            self._claims.extend(request, max(pages, len(request.pages) + 1))
+        return self._claims.grow(request, beyond_limit=beyond_limit)
+
+    def grow_all(self, requests: Sequence[DecodeRequest]) -> bool:
+        """Take one more page for each request; False, and nothing changes, if any of them has no claim or no page."""
+        return all(request.promised for request in requests) and self._claims.grow_all(requests)
+
+    def give_back(self, request: DecodeRequest) -> None:
+        """Drop the claim of a request that is over and whose pages belong to others. The caller frees what it reads."""
+        self._claims.leave(request)
+
+    def expect_return(self, request: DecodeRequest) -> None:
+        """Leave pages for a request that gave way, for a while. To be called before `give_back`."""
+        self._preempted[request.key] = request.committed, self._clock() + RETURN_S
+
+    def learn(self, request: DecodeRequest) -> None:
+        """Learn the length of an answer that has ended."""
+        self._lengths.learn(request.reservation.sampling.max_tokens, len(request.token_ids))
+
+    def close(self, why: str) -> None:
+        """Promise nothing until `open` is called."""
+        self._closed = why
+
+    def open(self) -> None:
+        """Promise pages again."""
+        self._closed = ""
+
+    def limit(self, max_pages: int | None) -> None:
+        """Promise so many pages at most from now on, quarantined ones aside; None, as at first, = the whole pool. What
+        is promised already stays so.
+        """
+        self._limit = self._pool.total if max_pages is None else max_pages
+        self._claims.limit(max_pages)
+
+    def update_lost(self) -> None:
+        """Count the pages in quarantine."""
+        self._lost.look(self._pool.counts().quarantined, self._limit, self._why)
+
+    def _why(self) -> str:
+        writers = ", ".join(self._leases.silent_writers()) or "prefill workers"
+        return (
+            f"are in quarantine, as {writers} may still write to them;"
+            " they are free once those workers answer or have ended: look at them, or restart them"
+        )
+
+    def _expected(self, reservation: Reservation, tokens: int) -> int:
+        sampling = reservation.sampling
+        return self._lengths.expect(sampling.max_tokens, tokens, to_the_limit=sampling.runs_to_limit)
+
+    def _stored(self, reservation: Reservation, answer: int) -> int:
+        """Positions whose KV is stored once the answer has so many tokens."""
+        longest = kv_tokens(reservation.question_tokens, reservation.sampling, self._model)
+        shortest = len(reservation.prompt_token_ids)
+        return max(shortest, min(longest, reservation.question_tokens + answer - 1))
+
+    def _set_aside(self, reservation: Reservation, most: int) -> int:
+        """Pages, at most `most`, that are left for requests that gave way, unless this is one of them."""
+        now = self._clock()
+        self._preempted = {key: entry for key, entry in self._preempted.items() if entry[1] > now}
+        if (reservation.router_id, reservation.ref.request_id) in self._preempted:
+            return 0
+        return min(most, sum(pages for pages, _ in self._preempted.values()))
+
+    def _come_back(self, message: str) -> ResourceExhausted:
+        return ResourceExhausted(message, retry_after_s=self._config.retry_after_s)

@@ -1,0 +1,188 @@
+"""Attention of rows with many tokens: flash-attn-4 over the paged cache where it runs, else PyTorch's SDPA by row."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from costs.step_grid import TILE_TOKENS
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_tails import clear_value_tails
+from engine.kernels.base import StepLayout
+from engine.kernels.fallback import failure_of, why_not_imported
+from engine.kernels.reference import gather_row, visible
+from wire.ending import pages_for
+
+log = logging.getLogger(__name__)
+
+_FLASH_CAPABILITY = (9, 0)
+_FLASH_DIMS = (64, 96, 128)
+_SDPA_SCORES = 1 << 26
+"""Scores at a time: some of SDPA's implementations keep them all, in float32 a quarter of a GiB."""
+COMPILED_LENGTHS = (1, 257)
+"""Lengths of a row for which flash-attn-4 compiles different kernels: those that fit into one tile of queries, and
+those that do not."""
+_FLASH_PAGE = 128
+"""Page size that flash-attn-4 loads with the copy engine; any other goes through its threads."""
+
+
+def leaves_idle(tokens: int, heads: int, multiprocessors: int) -> bool:
+    """Whether attention of so many tokens of prompts has work for three quarters of the multiprocessors at most: each
+    gets a tile of tokens of one head, with all that it attends to.
+    """
+    return 4 * -(-tokens // TILE_TOKENS) * heads <= 3 * multiprocessors
+
+
+class PrefillAttention(Protocol):
+    """One model's, whose rows from `first_row` of a step on have many tokens."""
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        """Once before a step's first layer; `cache` as in `Kernels.rope_and_store`."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor:
+        """q [T, heads, head_dim] of the whole step → [T, heads, head_dim], contiguous. What it says of the rows before
+        `first_row`, of one token each, somebody else is to write; see `Kernels.attention`.
+        """
+
+
+def choose_prefill_attention(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_tokens: int, *, pdl: bool
+) -> PrefillAttention:
+    """The fastest that can compute this model here; says in the log which, and warns of a slow page size."""
+    reason = _why_no_flash(device, dtype, head_dim)
+    if reason:
+        log.warning("prefill attention: PyTorch SDPA, one row at a time (%s)", reason)
+        return SdpaPrefill()
+    if page_tokens != _FLASH_PAGE:
+        log.warning("pages of %d tokens slow prefill attention down; %d is the fast size", page_tokens, _FLASH_PAGE)
+    log.info("prefill attention: flash-attn-4")
+    return FlashPrefill(page_tokens, pdl)
+
+
+def compiled(
+    chosen: PrefillAttention, shapes: Iterable[AttentionShape], dtype: torch.dtype, device: torch.device
+) -> PrefillAttention:
+    """`chosen`, its kernels for layers of these shapes compiled; SDPA, which is compiled already, where that fails."""
+    if not isinstance(chosen, FlashPrefill):
+        return chosen
+    failure = failure_of(lambda: chosen.compile(shapes, dtype, device))
+    if not failure:
+        return chosen
+    log.warning("prefill attention: PyTorch SDPA, one row at a time, which is slower (flash-attn-4: %s)", failure)
+    return SdpaPrefill()
+
+
+def _why_no_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    if dtype not in {torch.bfloat16, torch.float16}:
+        return "flash-attn-4 computes bfloat16 and float16 only"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FLASH_CAPABILITY:
+        return "flash-attn-4 needs a GPU of compute capability 9.0"
+    if head_dim not in _FLASH_DIMS:
+        return f"flash-attn-4 is used for head dims {', '.join(map(str, _FLASH_DIMS))}"
+    return why_not_imported("flash_attn.cute", "flash-attn-4")
+
+
+class FlashPrefill:
+    """flash-attn-4, all rows in one launch; keys and values are read where they lie.
+
+    The copy engine brings whole pages, and what lies behind a row's context counts with a weight of zero: unless it is
+    not finite. An earlier owner of the page may have left that (a model that overflowed, a transfer that failed its
+    check), so it is zero before any layer reads it.
+    """
+
+    def __init__(self, page_tokens: int, pdl: bool) -> None:
+        from flash_attn.cute import flash_attn_varlen_func
+
+        self._flash: Callable[..., Any] = flash_attn_varlen_func
+        self._page_tokens = page_tokens
+        self._pdl = pdl
+
+    def compile(
+        self,
+        shapes: Iterable[AttentionShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        lengths: Iterable[int] = COMPILED_LENGTHS,
+    ) -> None:
+        """Compiles the kernels that layers of these shapes need for rows of so many tokens."""
+        for shape, tokens in itertools.product(shapes, lengths):
+            pages = pages_for(tokens, self._page_tokens)
+            cache = torch.zeros(
+                pages, 1, 2, shape.kv_heads, self._page_tokens, shape.head_dim, dtype=dtype, device=device
+            )
+            q = torch.zeros(tokens, shape.heads, shape.head_dim, dtype=dtype, device=device)
+            self(q, cache, 0, _one_prompt(tokens, pages, device), shape, 0)
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        if self._page_tokens == _FLASH_PAGE:
+            clear_value_tails(cache, layout, first_row, pdl=self._pdl)
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor:
+        out = self._flash(
+            q,
+            cache[:, layer, 0].transpose(1, 2),
+            cache[:, layer, 1].transpose(1, 2),
+            cu_seqlens_q=layout.row_starts[first_row:],
+            max_seqlen_q=layout.max_row_tokens,
+            seqused_k=layout.context_lens[first_row:],
+            page_table=layout.page_table[first_row:],
+            softmax_scale=shape.scale,
+            causal=True,
+            window_size=(None if shape.window is None else shape.window - 1, None if shape.window is None else 0),
+        )
+        found: Tensor = out[0] if isinstance(out, tuple) else out
+        return found
+
+
+class SdpaPrefill:
+    """PyTorch's fused attention over a copy of each row's keys and values. Waits for the device to learn the rows."""
+
+    def begin_step(self, cache: Tensor, layout: StepLayout, first_row: int) -> None:
+        """Reads no more than a row's context."""
+
+    def __call__(
+        self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape, first_row: int
+    ) -> Tensor:
+        starts, contexts = layout.row_starts.tolist(), layout.context_lens.tolist()
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for row in range(first_row, len(contexts)):
+            keys, values = gather_row(cache, layer, layout.page_table[row], contexts[row])
+            at_once = max(1, _SDPA_SCORES // (shape.heads * contexts[row]))
+            for start in range(starts[row], starts[row + 1], at_once):
+                end = min(start + at_once, starts[row + 1])
+                here = slice(start, end)
+                mixed = F.scaled_dot_product_attention(
+                    q[here].transpose(0, 1)[None],
+                    keys[None],
+                    values[None],
+                    attn_mask=visible(layout.positions[start:end], contexts[row], shape.window)[None, None],
+                    scale=shape.scale,
+                    enable_gqa=True,
+                )
+                out[here] = mixed[0].transpose(0, 1)
+        return out
+
+
+def _one_prompt(tokens: int, pages: int, device: torch.device) -> StepLayout:
+    """A step of one new prompt on pages 0, 1, …"""
+
+    def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return StepLayout(
+        positions=numbers(*range(tokens)),
+        slots=numbers(*range(tokens), dtype=torch.int64),
+        row_starts=numbers(0, tokens),
+        context_lens=numbers(tokens),
+        page_table=numbers(*range(pages)).view(1, pages),
+        max_row_tokens=tokens,
+        max_context=tokens,
+    )

@@ -1,0 +1,230 @@
+"""Decode attention over the paged cache: one query a row, split over the context, in one launch.
+
+Flash-Decoding (Dao et al. 2023) over a block-major cache. A program takes one key head and a stretch of the tokens that
+rows see, and holds all query heads that share the key head as the rows of one tile, so that every key and value is read
+from memory once. Rows lie one behind the other, and stretches are of one length whatever the rows' lengths, so none is
+held up by a long row: as many as there are programs that run at a time, or a second round of them. A single row, and
+those of float32, are cut each by itself. The grid depends on the number of rows alone, as CUDA graphs want it: how long
+a stretch is, and which rows it meets, follows on the device from the rows' contexts, once a step. The last program of a
+row and key head to finish merges the partial results in the order of the stretches, whoever that is, so the same inputs
+give the same bits.
+"""
+
+import math
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention_kernels import (
+    Walk,
+    plan_walks_kernel,
+    split_attention_kernel,
+    walking_attention_kernel,
+)
+from engine.kernels.attention.triton_attention_plan import LEAST_DOT, Plan, PlanFunction, make_plan
+from engine.kernels.triton_launch import INTERPRETED, prefer_shared_memory
+
+MERGED_ELEMENTS = 8192
+"""Partial results (float32) that a merging program loads at once: 16 splits of 4 heads of 128."""
+LINE_BYTES = 128
+"""A line of the L2 cache."""
+INTERPRETER_SMS = 8
+"""Stands for the number of multiprocessors where there is no GPU; small, as the interpreter is slow."""
+
+ROWS_TILE = 32
+"""Rows whose contexts a program looks at together: one warp's."""
+ENDLESS = 1 << 30
+"""Tokens of a table that is as wide as any."""
+
+
+class _Step(NamedTuple):
+    """What a step began with."""
+
+    rows: int
+    capacity: int
+    plan: Plan
+    walks: Tensor
+
+
+class DecodeAttention:
+    """Attention of rows with one token each: `begin_step`, then a call for each layer. Owns scratch that all calls
+    share, so calls must not overlap.
+
+    Calls of one stream never overlap, with or without programmatic dependent launch. The scratch is some MiB: partial
+    results in float32, as many as a step may have room for, and a counter for each row and key head, 0 between calls.
+
+    shape      heads, scale and window; head_dim is a multiple of 16
+    max_rows   most rows of a call
+    dtype      of queries, keys and values
+    pdl        launch with programmatic dependent launch (see triton_launch)
+    early      page tables and context lengths are never written by a kernel of the same chain of overlapped launches
+               (a copy or another graph may), so with `pdl` they are read, and the first keys and values brought into
+               the L2 cache, while the kernel before still runs
+    choose     the plan of a call; tuning and tests pass their own
+    """
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        max_rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        pdl: bool,
+        early: bool = False,
+        choose: PlanFunction = make_plan,
+    ) -> None:
+        if shape.heads % shape.kv_heads:
+            raise ValueError(f"{shape.heads} query heads do not divide into {shape.kv_heads} key heads")
+        self._shape = shape
+        self._max_rows = max_rows
+        self._dtype = dtype
+        self._pdl = pdl
+        self._early = early
+        self._choose = choose
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._sms = INTERPRETER_SMS
+        if device.type == "cuda":
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        most = max(self._plan(rows, ENDLESS).partials(rows) for rows in range(1, max_rows + 1))
+        room = most * shape.heads
+        self._partials = torch.empty(room, shape.head_dim, dtype=torch.float32, device=device)
+        self._partial_lse = torch.empty(room, dtype=torch.float32, device=device)
+        self._counters = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+        self._device = device
+        self._begun = threading.local()
+        self._all_walks: dict[tuple[int, int, int], Tensor] = {}
+
+    def reset(self) -> None:
+        """After calls that may have overlapped, whose results mean nothing: the next ones count from 0 again."""
+        self._counters.zero_()
+
+    def begin_step(self, cache: Tensor, page_table: Tensor, context_lens: Tensor) -> None:
+        """Once before the calls of a step by the same thread, whose arguments these will be; ValueError for more than
+        `max_rows` rows, or another dtype than it has scratch for. Its launch overlaps no other, nor may the next one's
+        (`triton_embed.embed`'s): all later kernels see what it writes.
+        """
+        rows, capacity = len(context_lens), page_table.shape[1] * cache.shape[4]
+        if rows > self._max_rows:
+            raise ValueError(f"{rows} rows, but scratch for {self._max_rows}")
+        if cache.dtype != self._dtype:
+            raise ValueError(f"a cache of {cache.dtype}, but scratch for {self._dtype}")
+        plan = self._plan(rows, capacity)
+        walks = self._walks(rows, plan.units)
+        self._begun.step = _Step(rows, capacity, plan, walks)
+        if plan.units:
+            plan_walks_kernel[plan.units,](
+                context_lens,
+                walks,
+                rows,
+                WINDOW=self._shape.window or 0,
+                BLOCK_TOKENS=plan.block_tokens,
+                ROWS_TILE=ROWS_TILE,
+                num_warps=1,
+            )
+
+    def __call__(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        layer: int,
+        page_table: Tensor,
+        context_lens: Tensor,
+        out: Tensor | None = None,
+        *,
+        alone: bool = False,
+    ) -> Tensor:
+        """Attention of each row's query to positions context - window .. context - 1 of its pages.
+
+        q            [R, heads, head_dim]; rows and heads may be strided
+        cache        [pages, layers, 2, kv_heads, page_tokens, head_dim], contiguous
+        page_table   [R, W] int32; entries behind a row's context are not read
+        context_lens [R] int32; 0 marks a padded row, which reads nothing and gives zeros
+        out          where the result goes, contiguous; made if it is None
+        alone        the launch does not overlap the one before it in its stream
+        → [R, heads·head_dim], dtype of q; ValueError if the step did not begin with as many rows
+        """
+        rows, heads, head_dim = q.shape
+        shape = self._shape
+        page_tokens = cache.shape[4]
+        step: _Step | None = getattr(self._begun, "step", None)
+        if step is None or (step.rows, step.capacity) != (rows, page_table.shape[1] * page_tokens):
+            raise ValueError(f"{rows} rows of a step that began with others")
+        chosen = step.plan
+        if out is None:
+            out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+        pdl = self._pdl and not alone
+        kernel: Any
+        if chosen.units:
+            kernel = walking_attention_kernel[shape.kv_heads, chosen.units]
+            cut = {"walks": step.walks, "rows": rows}
+        else:
+            kernel = split_attention_kernel[shape.kv_heads, rows, chosen.splits]
+            cut = {"least_tiles": chosen.least_tiles}
+        compiled = kernel(
+            q,
+            cache,
+            page_table,
+            context_lens,
+            out,
+            self._partials,
+            self._partial_lse,
+            self._counters,
+            q.stride(0),
+            q.stride(1),
+            cache.stride(1) * layer,
+            cache.stride(0),
+            page_table.stride(0),
+            shape.scale * math.log2(math.e),
+            **cut,
+            **self._constants(page_tokens, chosen.block_tokens, q.element_size()),
+            PDL=pdl,
+            EARLY=self._early,
+            WIDE_DOT=INTERPRETED,
+            num_warps=chosen.warps,
+            num_stages=chosen.stages,
+            launch_pdl=pdl,
+        )
+        if pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.compile_ahead.Trial`
+            prefer_shared_memory(compiled, chosen.shared_percent)
+        return out
+
+    def _constants(self, page_tokens: int, block_tokens: int, item_bytes: int) -> dict[str, int]:
+        shape = self._shape
+        group = shape.heads // shape.kv_heads
+        group_padded = triton.next_power_of_2(group)
+        dim_padded = triton.next_power_of_2(shape.head_dim)
+        return {
+            "GROUP": group,
+            "GROUP_TILE": max(LEAST_DOT, group_padded),
+            "GROUP_PADDED": group_padded,
+            "KV_HEADS": shape.kv_heads,
+            "HEAD_DIM": shape.head_dim,
+            "DIM_PADDED": dim_padded,
+            "PAGE_TOKENS": page_tokens,
+            "BLOCK_TOKENS": block_tokens,
+            "MERGED_SPLITS": max(1, MERGED_ELEMENTS // (group_padded * dim_padded)),
+            "LINES": max(1, dim_padded * item_bytes // LINE_BYTES),
+            "WINDOW": shape.window or 0,
+        }
+
+    def _plan(self, rows: int, capacity: int) -> Plan:
+        key = (rows, capacity)
+        if key not in self._plans:
+            shape = self._shape
+            seen = capacity if shape.window is None else min(capacity, shape.window)
+            self._plans[key] = self._choose(rows, shape.kv_heads, shape.head_dim, seen, self._dtype, self._sms)
+        return self._plans[key]
+
+    def _walks(self, rows: int, units: int) -> Tensor:
+        """Of this thread, so many rows and so many programs, which depend on the width of the table, too: trials of
+        steps run side by side before a start, and a launch of theirs may be left out. [units, fields of `Walk`] int32,
+        kept when the thread has ended: graphs that it captured read and write there.
+        """
+        key = threading.get_ident(), rows, units
+        if key not in self._all_walks:
+            self._all_walks[key] = torch.zeros(units, len(Walk._fields), dtype=torch.int32, device=self._device)
+        return self._all_walks[key]

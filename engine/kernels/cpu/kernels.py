@@ -1,0 +1,156 @@
+"""Kernels for CPUs: float32 and bfloat16, all arithmetic in float32, on threads of their own.
+
+A token's numbers do not depend on its neighbours: in steps of fewer than LONG_TOKENS tokens every product runs in one
+order, whatever else is in the step; longer steps, which are prefill, repack their weights and have another. Attention
+of a row depends on that row alone in any step. The number of threads changes nothing.
+
+Addresses go to machine code as they are, so tensors must be what the seam says: contiguous, of the kernels' dtype.
+docs/decisions/0002-cpu-kernels.md says why it is built like this, with figures.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config.attention import AttentionShape
+from engine.kernels.base import Feed, Kernels, Linear, StepLayout, is_cpu
+from engine.kernels.cpu import attention as cpu_attention
+from engine.kernels.cpu import jobs as cpu_jobs
+from engine.kernels.cpu import products as cpu_products
+from engine.kernels.cpu import rope as cpu_rope
+from engine.kernels.cpu.attention import ITEM_FIELDS, KEYS, QUERIES
+from engine.kernels.cpu.panels import PANEL_ROWS
+from engine.kernels.cpu.pool import Pool, usable_cores
+from engine.kernels.cpu.products import MAX_CHUNK_ROWS
+from wire.errors import Internal
+
+_ALL_POSITIONS = 1 << 30
+_CHUNKS_A_THREAD = 8
+
+
+class CpuKernels(Kernels):
+    """Called by one thread at a time. Holds scratch memory and helper threads; `close`, or collection, ends them."""
+
+    def __init__(self, dtype: torch.dtype, threads: int | None = None) -> None:
+        """`dtype` float32 or bfloat16, of all weights and the cache; `threads` None = every core it may use."""
+        self._dtype = dtype
+        self._threads = threads or usable_cores()
+        self._tag = tag = cpu_jobs.TAGS[str(dtype).removeprefix("torch.")]
+        self._pool = Pool(self._threads, lambda shared, scratch: cpu_jobs.perform(shared, scratch, cpu_jobs.HELP, tag))
+        self._normed = torch.empty(0, dtype=dtype)
+        self._items = torch.empty(0, dtype=torch.int64)
+        self._partials = torch.empty(0)
+        # Compiles, or reads what an earlier start compiled, while the model is loading and not in the first step.
+        self._perform(cpu_jobs.HELP)
+
+    def close(self) -> None:
+        """End the helper threads. Idempotent."""
+        self._pool.close()
+
+    def prepare(self, linear: Linear) -> Linear:
+        """Keeps the weight; raises Internal for one that the machine code would misread."""
+        tensors = [linear.weight] if linear.bias is None else [linear.weight, linear.bias]
+        if not all(each.is_contiguous() and each.dtype == self._dtype and is_cpu(each.device) for each in tensors):
+            raise Internal(f"CPU kernels for {self._dtype} were given another weight: {linear.weight.dtype}, strided.")
+        return linear
+
+    def embed(self, token_ids: Tensor, table: Tensor, feed: Feed | None = None) -> Tensor:
+        if feed is not None:
+            raise Internal("On CPUs the tokens of a step are known before it starts.")
+        return F.embedding(token_ids, table)
+
+    def norm_linear(self, hidden: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        out = torch.empty(len(hidden), len(linear.weight), dtype=self._dtype)
+        self._product(cpu_jobs.NORM_LINEAR, hidden, self._normed_memory(hidden.numel()), norm, eps, linear, out)
+        return out
+
+    def norm_gate_up(self, hidden: Tensor, norm: Tensor, eps: float, gate_up: Linear) -> Tensor:
+        out = torch.empty(len(hidden), len(gate_up.weight) // 2, dtype=self._dtype)
+        self._product(cpu_jobs.NORM_GATE_UP, hidden, self._normed_memory(hidden.numel()), norm, eps, gate_up, out)
+        return out
+
+    def linear_add(self, x: Tensor, linear: Linear, hidden: Tensor) -> None:
+        self._product(cpu_jobs.LINEAR, x, x, None, 0.0, linear, hidden)
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        cache: Tensor,
+        layer: int,
+        layout: StepLayout,
+        shape: AttentionShape,
+    ) -> Tensor:
+        tokens, width = len(qkv), shape.heads * shape.head_dim
+        self._pool.write(
+            cpu_rope.ROPE, cpu_jobs.ROPE, 0, qkv.data_ptr(), rope.data_ptr(), _address(q_norm), _address(k_norm),
+            _layer_address(cache, layer), cache.stride(0), layout.positions.data_ptr(), layout.slots.data_ptr(), tokens,
+            shape.heads, shape.kv_heads, shape.head_dim, cache.shape[4], eps,
+        )  # fmt: skip
+        self._perform(cpu_jobs.ROPE)
+        return qkv[:, :width].view(tokens, shape.heads, shape.head_dim)
+
+    def attention(self, q: Tensor, cache: Tensor, layer: int, layout: StepLayout, shape: AttentionShape) -> Tensor:
+        tokens, rows = q.shape[0], len(layout.context_lens)
+        out = torch.empty(tokens, shape.heads * shape.head_dim, dtype=self._dtype)
+        self._reserve_items(tokens, rows, layout.max_context, shape)
+        self._pool.write(
+            cpu_attention.ATTENTION, cpu_jobs.ATTENTION, 0, q.data_ptr(), q.stride(0), out.data_ptr(),
+            _layer_address(cache, layer), cache.stride(0), cache.shape[4], layout.positions.data_ptr(),
+            layout.row_starts.data_ptr(), layout.context_lens.data_ptr(), layout.page_table.data_ptr(),
+            layout.page_table.stride(0), rows, shape.heads, shape.kv_heads, shape.head_dim,
+            shape.window or _ALL_POSITIONS, self._items.data_ptr(), self._partials.data_ptr(), shape.scale,
+        )  # fmt: skip
+        self._perform(cpu_jobs.ATTENTION)
+        return out
+
+    def _product(
+        self, operation: int, source: Tensor, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, out: Tensor
+    ) -> None:
+        """out [T, rows] = or (without a norm) += x · weightᵀ + bias, x being memory for the normed source."""
+        tokens, k = source.shape
+        rows = out.shape[1]
+        self._pool.write(
+            cpu_products.PRODUCT, operation, 0, self._chunk_rows(rows, tokens, k), tokens, k, x.data_ptr(),
+            out.data_ptr(), linear.weight.data_ptr(), _address(linear.bias), rows, norm is None, source.data_ptr(),
+            _address(norm), eps,
+        )  # fmt: skip
+        self._perform(operation)
+
+    def _perform(self, operation: int) -> None:
+        cpu_jobs.perform(self._pool.shared, self._pool.scratch, operation, self._tag)
+
+    def _chunk_rows(self, rows: int, tokens: int, k: int) -> int:
+        """Chunks small enough that the threads end together, and long enough to stream."""
+        if cpu_products.repacks.py_func(tokens, k):
+            return PANEL_ROWS
+        share = rows // (self._threads * _CHUNKS_A_THREAD)
+        return min(max(share - share % 4, 8), MAX_CHUNK_ROWS)
+
+    def _normed_memory(self, items: int) -> Tensor:
+        if self._normed.numel() < items:
+            self._normed = torch.empty(items, dtype=self._dtype)
+        return self._normed
+
+    def _reserve_items(self, tokens: int, rows: int, max_context: int, shape: AttentionShape) -> None:
+        """Room for the items of a step: those of long rows by their queries, those of one-token rows by blocks."""
+        group = shape.heads // shape.kv_heads
+        blocks = -(-max_context // KEYS)
+        decode = rows * shape.kv_heads * -(-group // QUERIES) * blocks
+        items = ITEM_FIELDS * (decode + shape.kv_heads * (-(-tokens * group // QUERIES) + rows))
+        if self._items.numel() < items:
+            self._items = torch.empty(items, dtype=torch.int64)
+        partials = decode * min(group, QUERIES) * (shape.head_dim + 2)
+        if blocks > 1 and self._partials.numel() < partials:
+            self._partials = torch.empty(partials)
+
+
+def _layer_address(cache: Tensor, layer: int) -> int:
+    return cache.data_ptr() + layer * cache.stride(1) * cache.element_size()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

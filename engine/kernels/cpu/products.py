@@ -1,0 +1,130 @@
+"""Matrix products of the CPU kernels: chunks of weight rows against all tokens, with what comes before and after.
+
+Every output is a dot product in the one order of `vector.dot_tile`, so it depends neither on the other tokens of
+the step nor on how the work was cut. Tokens come in blocks of eight, because sixteen accumulators (two weight rows by
+eight tokens) keep the multipliers busy with ten loads; a chunk's weights come from memory once and are in the
+second-level cache for the blocks that follow.
+"""
+
+import math
+import struct
+
+import numpy as np
+
+from engine.kernels.cpu.panels import PANEL_BYTES, PANEL_UNITS, panel_rows
+from engine.kernels.cpu.pool import argument, inlined, real
+from engine.kernels.cpu.tiles import BLOCK, dot_rows
+from engine.kernels.cpu.vector import add_row, gate_row, item_bytes, norm_row, scale_row, squares_of
+
+F32 = np.float32(0)
+"""The tag of float32 memory."""
+F32_BYTES = 4
+TOKENS_A_CHUNK = 16
+"""Tokens of a chunk of the token-wise jobs."""
+MAX_CHUNK_ROWS = 256
+"""Most weight rows of a chunk: a block's outputs must fit a thread's scratch memory twice."""
+LONG_TOKENS = 48
+"""Tokens from which a product repacks its weights."""
+TOKENS_A_PANEL = 512
+"""Tokens that share a repacked panel; two such blocks of outputs fit a thread's scratch memory beside it."""
+
+ROWS_A_CHUNK, TOKENS, K, X, OUT, WEIGHT, BIAS, ROWS, ADDS, SOURCE, NORM_WEIGHT, EPS = range(2, 14)
+"""Arguments of a product out = x · weightᵀ + bias (0 = none), or out += that; x [tokens, k] is what
+RMSNorm makes of `source`, or came as it is. `rows` are the weight's, or those of each half for gate and up."""
+PRODUCT = struct.Struct("=13qd")
+
+
+@inlined
+def norm_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
+    """Some tokens of x = RMSNorm(source), rounded to the model's dtype once."""
+    source, x, tokens, k = argument(shared, SOURCE), argument(shared, X), argument(shared, TOKENS), argument(shared, K)
+    norm, eps = argument(shared, NORM_WEIGHT), real(shared, EPS)
+    for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, tokens)):
+        start = token * k * item_bytes(tag)
+        norm_row(source + start, norm_factor(source + start, eps, k, tag), norm, x + start, k, tag)
+
+
+@inlined
+def norm_factor(source, eps, n, tag):  # type: ignore[no-untyped-def]
+    """1 / sqrt(mean(source²) + eps) of n `tag` elements."""
+    return np.float32(1.0) / math.sqrt(squares_of(source, n, tag) / np.float32(n) + eps)
+
+
+@inlined
+def repacks(tokens, k):  # type: ignore[no-untyped-def]
+    """Whether a product goes by panels; what of an odd k is left over has no pair to be multiplied with."""
+    return tokens >= LONG_TOKENS and k % 2 == 0
+
+
+@inlined
+def linear_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
+    """Some weight rows of a product."""
+    x, tokens, weight = argument(shared, X), argument(shared, TOKENS), argument(shared, WEIGHT)
+    k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
+    first, stride = chunk * step, k * item_bytes(tag)
+    n = min(step, argument(shared, ROWS) - first)
+    weight += first * stride
+    if not repacks(tokens, k):
+        for t in range(0, tokens, BLOCK):
+            block = min(BLOCK, tokens - t)
+            dot_rows(weight, stride, n, x + t * stride, stride, block, k, scratch, n * F32_BYTES, tag)
+            for i in range(block):
+                _finish_linear(shared, scratch + i * n * F32_BYTES, t + i, first, n, tag)
+    else:
+        y = scratch + PANEL_BYTES * PANEL_UNITS
+        for t in range(0, tokens, TOKENS_A_PANEL):
+            block = min(TOKENS_A_PANEL, tokens - t)
+            panel_rows(weight, stride, n, x + t * stride, stride, block, k, scratch, y, PANEL_BYTES, tag)
+            for i in range(block):
+                _finish_linear(shared, y + i * PANEL_BYTES, t + i, first, n, tag)
+
+
+@inlined
+def _finish_linear(shared, y, token, first, n, tag):  # type: ignore[no-untyped-def]
+    """Bias, residual and store of n outputs of one token, from row `first` on."""
+    out, bias = argument(shared, OUT), argument(shared, BIAS)
+    target = out + (token * argument(shared, ROWS) + first) * item_bytes(tag)
+    if bias != 0:
+        add_row(y, bias + first * item_bytes(tag), n, tag)
+    if argument(shared, ADDS) != 0:
+        add_row(y, target, n, tag)
+    scale_row(y, np.float32(1.0), target, n, tag)
+
+
+@inlined
+def gate_up_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
+    """Some weight rows of each half of a product [g | u] whose output is silu(g) · u."""
+    x, tokens, rows = argument(shared, X), argument(shared, TOKENS), argument(shared, ROWS)
+    k, step = argument(shared, K), argument(shared, ROWS_A_CHUNK)
+    first, stride = chunk * step, k * item_bytes(tag)
+    n = min(step, rows - first)
+    gate = argument(shared, WEIGHT) + first * stride
+    up = gate + rows * stride
+    if not repacks(tokens, k):
+        y_stride = n * F32_BYTES
+        ups = scratch + BLOCK * y_stride
+        for t in range(0, tokens, BLOCK):
+            block, xs = min(BLOCK, tokens - t), x + t * stride
+            dot_rows(gate, stride, n, xs, stride, block, k, scratch, y_stride, tag)
+            dot_rows(up, stride, n, xs, stride, block, k, ups, y_stride, tag)
+            for i in range(block):
+                _finish_gate_up(shared, scratch + i * y_stride, ups + i * y_stride, t + i, first, n, tag)
+    else:
+        gates = scratch + PANEL_BYTES * PANEL_UNITS
+        ups = gates + TOKENS_A_PANEL * PANEL_BYTES
+        for t in range(0, tokens, TOKENS_A_PANEL):
+            block, xs = min(TOKENS_A_PANEL, tokens - t), x + t * stride
+            panel_rows(gate, stride, n, xs, stride, block, k, scratch, gates, PANEL_BYTES, tag)
+            panel_rows(up, stride, n, xs, stride, block, k, scratch, ups, PANEL_BYTES, tag)
+            for i in range(block):
+                _finish_gate_up(shared, gates + i * PANEL_BYTES, ups + i * PANEL_BYTES, t + i, first, n, tag)
+
+
+@inlined
+def _finish_gate_up(shared, gate, up, token, first, n, tag):  # type: ignore[no-untyped-def]
+    """Bias, silu(g) · u and store of n outputs of one token, from row `first` on."""
+    bias, rows = argument(shared, BIAS), argument(shared, ROWS)
+    if bias != 0:
+        add_row(gate, bias + first * item_bytes(tag), n, tag)
+        add_row(up, bias + (rows + first) * item_bytes(tag), n, tag)
+    gate_row(gate, up, argument(shared, OUT) + (token * rows + first) * item_bytes(tag), n, tag)

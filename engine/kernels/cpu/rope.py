@@ -1,0 +1,55 @@
+"""Rotary embedding, per-head norms and the KV store of the CPU kernels, one token after the other."""
+
+import struct
+
+import numpy as np
+
+from engine.kernels.cpu.pool import argument, inlined, real
+from engine.kernels.cpu.products import F32, F32_BYTES, TOKENS_A_CHUNK, norm_factor
+from engine.kernels.cpu.vector import item_bytes, load, load_int, store
+
+INT32, INT64 = np.int32(0), np.int64(0)
+"""Tags of integers in memory."""
+(QKV, ANGLES, Q_NORM, K_NORM, CACHE, PAGE_ITEMS, POSITIONS, SLOTS, TOKENS, HEADS, KV_HEADS, HEAD_DIM, PAGE_TOKENS,
+ EPS) = range(2, 16)  # fmt: skip
+"""Arguments: norms are 0 where there is none, `cache` is the layer's part of page 0, `page_items` what separates it
+from that of page 1 in elements."""
+ROPE = struct.Struct("=15qd")
+
+
+@inlined
+def rope_chunk(shared, chunk, scratch, tag):  # type: ignore[no-untyped-def]
+    """Some tokens: norm and rotate q in place; norm, rotate and store k; store v."""
+    heads, kv_heads, head_dim = argument(shared, HEADS), argument(shared, KV_HEADS), argument(shared, HEAD_DIM)
+    page_tokens = argument(shared, PAGE_TOKENS)
+    half = head_dim // 2
+    qkv, q_norm, k_norm = argument(shared, QKV), argument(shared, Q_NORM), argument(shared, K_NORM)
+    cache, size = argument(shared, CACHE), item_bytes(tag)
+    for token in range(chunk * TOKENS_A_CHUNK, min((chunk + 1) * TOKENS_A_CHUNK, argument(shared, TOKENS))):
+        angles = argument(shared, ANGLES) + load_int(argument(shared, POSITIONS), token, INT32) * head_dim * F32_BYTES
+        slot = load_int(argument(shared, SLOTS), token, INT64)
+        place = (slot // page_tokens) * argument(shared, PAGE_ITEMS) + (slot % page_tokens) * head_dim
+        head_row = qkv + token * (heads + 2 * kv_heads) * head_dim * size
+        for head in range(heads + kv_heads):
+            source = head_row + head * head_dim * size
+            is_key = head >= heads
+            norm = k_norm if is_key else q_norm
+            factor = np.float32(1.0)
+            if norm != 0:
+                factor = norm_factor(source, real(shared, EPS), head_dim, tag)
+            for i in range(head_dim):
+                value = load(source, i, tag) * factor
+                store(scratch, i, value * load(norm, i, tag) if norm != 0 else value, F32)
+            target = source
+            if is_key:
+                target = cache + (place + (head - heads) * page_tokens * head_dim) * size
+            for i in range(half):
+                first, second = load(scratch, i, F32), load(scratch, half + i, F32)
+                cos, sin = load(angles, i, F32), load(angles, half + i, F32)
+                store(target, i, first * cos - second * sin, tag)
+                store(target, half + i, second * cos + first * sin, tag)
+        for head in range(kv_heads):
+            source = head_row + (heads + kv_heads + head) * head_dim * size
+            target = cache + (place + (kv_heads + head) * page_tokens * head_dim) * size
+            for i in range(head_dim):
+                store(target, i, load(source, i, tag), tag)

@@ -1,0 +1,118 @@
+"""Loading of an engine: device, weights, paged cache, and what runs its steps there."""
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.batch import PendingStep, StepBatch
+from engine.cache.paged_cache import PagedCache
+from engine.config import EngineConfig
+from engine.config.model import ModelConfig, load_model_config
+from engine.device import choose_kernels, parse_device, parse_dtype, parse_page_tokens
+from engine.graph_use import GraphUse
+from engine.host_stepper import HostStepper, forward_over
+from engine.kernels.base import Kernels
+from engine.memory import GIB, check_host_room, ran_out_of_memory
+from engine.models.llama import LlamaModel
+from engine.models.parameters import allocate_parameters, destinations, weight_bytes
+from engine.step_packer import StepPacker, step_limits
+from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
+from engine.weights.random_weights import fill_randomly, random_revision
+from wire.errors import InvalidArgument
+from wire.messages import ModelFacts
+
+_CPU_CACHE_BYTES = 1 << 30
+
+
+class Stepper(Protocol):
+    """How steps are run on one kind of device."""
+
+    @property
+    def asynchronous(self) -> bool: ...
+
+    @property
+    def graph_use(self) -> GraphUse: ...
+
+    def launch(self, batch: StepBatch) -> PendingStep: ...
+
+    def logits(self, batch: StepBatch) -> Tensor | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedParts:
+    """What a `ModelRunner` is made of."""
+
+    shape: ModelConfig
+    cache: PagedCache
+    facts: ModelFacts
+    revision: str
+    """The name of the weights."""
+    stepper: Stepper
+
+
+def load_parts(
+    config: EngineConfig, progress: Progress | None, *, name: str | None, kernels: Kernels | None
+) -> LoadedParts:
+    """Load what a runner is made of; see `ModelRunner.load`."""
+    device = parse_device(config.device)
+    page_tokens = parse_page_tokens(config, device)
+    shape = load_model_config(config.model) if config.random_weights else check_model(config.model)
+    dtype = parse_dtype(config, device, shape)
+    if device.type == "cpu":
+        check_host_room(weight_bytes(shape, dtype))
+        torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    else:
+        torch.cuda.set_device(device)
+    chosen = kernels or choose_kernels(config, shape, device, dtype, page_tokens)
+    model = _load_model(config, shape, chosen, dtype, device, progress=progress)
+
+    stepper: Stepper
+    if device.type == "cuda" and kernels is None:
+        from engine.cuda_start import start_on_gpu
+
+        cache, stepper = start_on_gpu(config, model, page_tokens, dtype, device, progress=progress)
+    else:
+        # Outside of inference mode: the transfer and tests write into the cache as well.
+        capacity = _CPU_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+        cache = PagedCache(shape, page_tokens, capacity, dtype, device)
+        packer = StepPacker(step_limits(shape, cache))
+        stepper = HostStepper(packer, forward_over(model, cache), device, shape.eos_token_ids)
+    facts = ModelFacts(
+        name=name or config.model.resolve().name,
+        vocab_size=shape.vocab_size,
+        max_context=step_limits(shape, cache).max_context,
+        eos_token_ids=shape.eos_token_ids,
+        dtype=cache.dtype,
+    )
+    revision = random_revision(config.model) if config.random_weights else revision_hash(config.model)
+    return LoadedParts(shape, cache, facts, revision, stepper)
+
+
+def _load_model(
+    config: EngineConfig,
+    shape: ModelConfig,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+) -> LlamaModel:
+    try:
+        with torch.inference_mode():
+            parameters = allocate_parameters(shape, dtype, device)
+            if config.random_weights:
+                fill_randomly(parameters)
+            else:
+                load_weights(config.model, shape, destinations(parameters, shape), progress)
+            return LlamaModel(shape, parameters, kernels, shape.max_context)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise InvalidArgument(
+            "device",
+            f"{device} has no room for the weights, {weight_bytes(shape, dtype) / GIB:.2f} GiB; free memory there, or"
+            " serve a smaller model.",
+        ) from error

@@ -1,0 +1,173 @@
+"""The page writes of a hand-over, the checksums of the pages that it sends, and the time that hand-overs write."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from kv_transfer.base import PageWrite, Sender, WriteDone
+from kv_transfer.checksums import PageChecks
+from wire.errors import TransferFailed
+from wire.messages import Lease, PageChecksum, PeerRef, TransferNotice
+from wire.timeline import Edge, EdgeStamp
+
+
+class WritingTime:
+    """Seconds with writes in progress, summed over hand-overs; one that never ends counts as well. No timer runs: the
+    sum is brought up to date when a hand-over begins or ends to write, and when it is read. From any thread.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._writing = 0
+        self._nanos, self._until = 0, clock_ns()
+
+    def begin(self) -> None:
+        """A hand-over begins to write."""
+        self._update(1)
+
+    def end(self) -> None:
+        """The last write of a hand-over has settled."""
+        self._update(-1)
+
+    @property
+    def seconds(self) -> float:
+        """The sum until now; it never decreases."""
+        return self._update(0) / 1e9
+
+    def _update(self, begun: int) -> int:
+        with self._lock:
+            now = self._clock_ns()
+            self._nanos += self._writing * (now - self._until)
+            self._until = now
+            self._writing += begun
+            return self._nanos
+
+
+class OutgoingWrites:
+    """The writes of one hand-over, in the order in which they were posted, until none is in progress any more. The
+    hand-over owns it and frees the pages. Lives on the event loop.
+    """
+
+    def __init__(self, sender: Sender, deadline_s: float, writing: WritingTime) -> None:
+        self._sender = sender
+        self._deadline_s = deadline_s
+        self._writing = writing
+        self._in_progress = 0
+        self._posted: list[Future[WriteDone]] = []
+        self._awaited: list[asyncio.Future[WriteDone]] = []
+        """The same, for whoever waits on this loop."""
+        self._before_last_chunk = 0
+        self._notice_made: tuple[EdgeStamp, ...] = ()
+
+    def last_chunk_ended(self) -> None:
+        """The prompt is computed: the request waits for the writes that are posted from now on."""
+        self._before_last_chunk = len(self._posted)
+
+    def post(
+        self,
+        peer: PeerRef,
+        here: Sequence[int],
+        there: Sequence[int],
+        begin_by: Callable[[], float],
+        notice: TransferNotice | None = None,
+    ) -> None:
+        """Write pages `here` onto those `there`; the write with the notice comes behind all others."""
+        behind = () if notice is None else tuple(self._posted)
+        if notice is not None:
+            self._notice_made = (EdgeStamp.now(Edge.NOTICE_MADE),)
+        write = PageWrite(peer, here, there, notice, begin_by, behind)
+        self._posted.append(self._sender.write(write, self._deadline_s))
+        self._awaited.append(asyncio.wrap_future(self._posted[-1]))
+        if not self._in_progress:
+            self._writing.begin()
+        self._in_progress += 1
+        self._awaited[-1].add_done_callback(self._settled)
+
+    def raise_failed(self) -> None:
+        """Raise the oldest failure, if there is any yet."""
+        for write in self._awaited:
+            if write.done():
+                write.result()
+
+    async def completed(self) -> None:
+        """Wait until all of them have settled; the failure of the oldest that has failed is raised.
+
+        One that moves no more cannot be taken back, but nobody waits longer for it than for its deadline: the router
+        hears TransferFailed and goes on elsewhere, while the handoff keeps the pages until `settled`.
+        """
+        # Not gather: a cancelled wait must leave the writes to `settled`, which waits for them again.
+        _, moving = await asyncio.wait(self._awaited, timeout=self._deadline_s)
+        self.raise_failed()
+        if moving:
+            raise TransferFailed(f"pages were not written within {self._deadline_s:g} s; prefill again elsewhere")
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether any has not landed whole. One that failed is quiet here, but what a broken connection had taken may
+        lie at the peer and land when that looks.
+        """
+        return any(not write.done() or write.exception() is not None for write in self._posted)
+
+    @property
+    def in_progress(self) -> bool:
+        """Whether any write still reads pages here."""
+        return not all(write.done() for write in self._awaited)
+
+    async def settled(self) -> None:
+        """Wait until none of them reads a page here or has the network take more of it, however each ended."""
+        if self._awaited:
+            done, _ = await asyncio.wait(self._awaited)
+            for write in done:
+                write.exception()  # looked at, or asyncio logs each failure that came after an abort or another one
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes and nanoseconds of writes that have all landed, together."""
+        done = [write.result() for write in self._awaited]
+        return sum(each.bytes for each in done), sum(each.duration_nanos for each in done)
+
+    def edges(self) -> tuple[EdgeStamp, ...]:
+        """Of writes that have all landed, the last of them with the notice."""
+        done = [write.result() for write in self._awaited]
+        return (
+            EdgeStamp(Edge.TRANSFER_STARTED, done[0].begun_nanos),
+            EdgeStamp(Edge.LAST_PAGES_POSTED, done[self._before_last_chunk].begun_nanos),
+            *self._notice_made,
+            EdgeStamp(Edge.NOTICE_POSTED, done[-1].begun_nanos),
+            EdgeStamp(Edge.TRANSFER_FINISHED, done[-1].ended_nanos),
+        )
+
+    def _settled(self, _: asyncio.Future[WriteDone]) -> None:
+        self._in_progress -= 1
+        if not self._in_progress:
+            self._writing.end()
+
+
+class OutgoingChecksums:
+    """The checksums of the chosen pages of one request. Each is begun as soon as its page is final, so that
+    nothing waits for it. The hand-over owns it and frees the pages.
+    """
+
+    def __init__(self, checks: PageChecks | None, lease: Lease, prompt_tokens: int, skipped: int) -> None:
+        """Without `checks` no page is chosen, nor are the first `skipped`, which are not sent."""
+        self._checks = checks
+        self._prompt_tokens = prompt_tokens
+        self._chosen = () if checks is None else checks.chosen(lease, prompt_tokens, skipped)
+        self._begun: list[Future[tuple[PageChecksum, ...]]] = []
+
+    def begin(self, pages: Sequence[int], first: int, end: int) -> None:
+        """The prompt's pages number `first` to `end - 1` are final; number n is `pages[n]`."""
+        numbers = [number for number in self._chosen if first <= number < end]
+        if self._checks is not None and numbers:
+            self._begun.append(self._checks.begin(pages, numbers, self._prompt_tokens))
+
+    async def all(self) -> tuple[PageChecksum, ...]:
+        """The checksums by page number, as they were begun; raises what a checksum has raised."""
+        sums: list[PageChecksum] = []
+        for begun in self._begun:
+            # Those of earlier chunks are there: to await them is a round of the event loop each.
+            some = begun.result() if begun.done() else await asyncio.wrap_future(begun)
+            sums.extend(some)
+        return tuple(sums)

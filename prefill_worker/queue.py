@@ -1,0 +1,172 @@
+"""The queue of prompts that are not computed to their end: which of them the next step computes, and which steps with
+prompts are in flight.
+
+The shortest remaining prompt comes first, so a short one does not wait behind the chunks of a long one, and the mean
+time to the first token is the least that any order gives. The oldest prompt has a share of every step to itself, so
+that a stream of short ones slows a long one down and never stops it; it also gets whatever the others leave.
+
+Pages are taken in the same order. While the first prompt finds no free pages, no other one starts, because pages that
+become free are for it. Local prompts are the exception: their pages are promised to them already, and the prompt that
+waits may be waiting for just these.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from operator import attrgetter
+
+from prefill_worker.request import PrefillRequest
+
+OLDEST_SHARE = 4
+"""One token in so many of a step is for the oldest prompt."""
+
+
+class StartResult(Enum):
+    """The outcome of an attempt to give a prompt its pages."""
+
+    STARTED = 1
+    NO_PAGES = 2
+    FAILED = 3
+    """The request is over, and its hand-over was notified."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPrompts:
+    """What the step policy needs to know about the prompts that wait."""
+
+    prompts: int = 0
+    tokens: int = 0
+    """Prompt tokens that no step was launched for; those that turn out to be cached are still counted."""
+    context: int = 0
+    """Tokens that a chunk attends to: the computed or cached ones of the oldest or the shortest prompt, whichever are
+    more.
+    """
+
+
+NO_PROMPTS = WaitingPrompts()
+
+
+class PromptQueue:
+    """The prompts in order of arrival. It is guarded by the half's lock, and does not own the requests' pages."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[PrefillRequest, None] = {}
+        """Prompts without pages."""
+        self._computing: dict[PrefillRequest, None] = {}
+        """Prompts with pages, until the step with their last chunk has completed."""
+        self._arrivals = 0
+        self.length = 0
+        """Prompts that are not computed to their end; any thread may read it."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[PrefillRequest]:
+        yield from self._computing
+        yield from self._waiting
+
+    def add(self, request: PrefillRequest) -> None:
+        """Append a request to the queue."""
+        self._arrivals += 1
+        request.arrival = self._arrivals
+        self._waiting[request] = None
+        self._count()
+
+    def remove(self, request: PrefillRequest) -> None:
+        """Remove a request that is computed or never will be; nothing happens if it is not queued."""
+        self._waiting.pop(request, None)
+        self._computing.pop(request, None)
+        self._count()
+
+    def waiting(self) -> WaitingPrompts:
+        """The prompts that a step could compute."""
+        ready = [request for request in self if request.remaining and not request.withdrawn]
+        if not ready:
+            return NO_PROMPTS
+        # These two get most of a step: a policy that counted with the shorter context would make it too long.
+        context = max(min(ready, key=_ARRIVAL).launched, min(ready, key=_REMAINING).launched)
+        return WaitingPrompts(len(ready), sum(request.remaining for request in ready), context)
+
+    def plan(
+        self, budget: int, max_rows: int, start: Callable[[PrefillRequest], StartResult]
+    ) -> list[tuple[PrefillRequest, int]]:
+        """The requests of a step of `budget` tokens and `max_rows` rows, each with its number of tokens, at least one.
+
+        `start` allocates the pages of a request that comes to its first chunk.
+        """
+        parts: dict[PrefillRequest, int] = {}
+        blocked = False
+        for request, most in self._service_order(budget):
+            if budget <= 0:
+                break
+            if request in self._waiting:
+                if (blocked and not request.local) or len(parts) >= max_rows:
+                    continue
+                blocked |= not self._start(request, start)
+            if request not in self._computing or (request not in parts and len(parts) >= max_rows):
+                continue
+            given = parts.get(request, 0)
+            tokens = min(budget, most, request.remaining - given)
+            if tokens > 0:
+                parts[request] = given + tokens
+                budget -= tokens
+        return list(parts.items())
+
+    def _start(self, request: PrefillRequest, start: Callable[[PrefillRequest], StartResult]) -> bool:
+        """StartResult a request; returns whether those behind it may start as well."""
+        match start(request):
+            case StartResult.STARTED:
+                del self._waiting[request]
+                self._computing[request] = None
+            case StartResult.FAILED:
+                del self._waiting[request]
+                self._count()
+            case StartResult.NO_PAGES:
+                return False
+        return True
+
+    def _count(self) -> None:
+        self.length = len(self._waiting) + len(self._computing)
+
+    def _service_order(self, budget: int) -> list[tuple[PrefillRequest, int]]:
+        """Requests in the order in which they are served, each with the most tokens that it takes this time."""
+        ready = [request for request in self if request.remaining and not request.withdrawn]
+        if len(ready) < 2:
+            return [(request, budget) for request in ready]
+        oldest = min(ready, key=_ARRIVAL)
+        share = max(1, budget // OLDEST_SHARE)
+        ready.sort(key=_ARRIVAL)
+        ready.sort(key=_REMAINING)
+        return [(oldest, share), *((request, budget) for request in ready)]
+
+
+Step = Sequence[tuple[PrefillRequest, int]]
+"""The requests of a step, each with its number of tokens."""
+
+
+class InFlightSteps:
+    """Launched steps with prompts whose results have not arrived, oldest first. Guarded by the half's lock."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        """A step with at least one request was launched."""
+        self._steps.append(step)
+
+    def complete(self) -> Step:
+        """The results of the oldest step have arrived; returns that step."""
+        return self._steps.popleft()
+
+    def abandon(self) -> list[PrefillRequest]:
+        """None of the steps will complete. Returns their requests, which are in no step any more."""
+        left = {request: None for step in self._steps for request, _ in step}
+        self._steps.clear()
+        for request in left:
+            request.in_flight = 0
+        return list(left)
+
+
+_ARRIVAL = attrgetter("arrival")
+_REMAINING = attrgetter("remaining")

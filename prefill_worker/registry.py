@@ -1,0 +1,129 @@
+"""The prompts that this worker was given: whether it accepts another, and which are over but still transferred."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kv_transfer.lost_pages import LostPages
+from prefill_worker.request import PrefillRequest
+from wire.errors import ResourceExhausted, RoleClosed, StaleEpoch
+from wire.messages import PeerRef, PrefillTask, RequestRef
+
+RETRY_AFTER_S = 0.2
+
+_Key = tuple[str, str]
+
+
+class RequestRegistry:
+    """The newest attempt of each request, by router and name, and those that newer ones have replaced, until their
+    handoffs have ended. Guarded by the prefill half's lock.
+    """
+
+    def __init__(self, me: PeerRef, max_requests: int) -> None:
+        self._me = me
+        self._max_requests = max_requests
+        self._requests: dict[_Key, PrefillRequest] = {}
+        self._replaced: set[PrefillRequest] = set()
+        self.closed = ""
+        """The reason why nothing new is accepted; empty if prompts are accepted."""
+        self.fenced = 0
+        """Attempts that came after newer ones."""
+
+    def __len__(self) -> int:
+        return len(self._requests) + len(self._replaced)
+
+    def __iter__(self) -> Iterator[tuple[str, PrefillRequest]]:
+        """Those that nobody has replaced, with their routers."""
+        return ((router_id, request) for (router_id, _), request in self._requests.items())
+
+    def find(self, router_id: str, ref: RequestRef) -> PrefillRequest | None:
+        """The newest attempt of this request, unless it is newer than `ref`."""
+        request = self._requests.get((router_id, ref.request_id))
+        return None if request is None or request.task.ref.attempt > ref.attempt else request
+
+    def knows(self, task: PrefillTask) -> bool:
+        """Whether this very attempt is here already."""
+        known = self._requests.get(_key_of(task))
+        return known is not None and known.task.ref.attempt == task.ref.attempt
+
+    def check_accepts(self, task: PrefillTask, not_ready: str) -> None:
+        """StaleEpoch for what comes too late, RoleClosed while closed, ResourceExhausted when too many are known or the
+        worker is `not_ready`, which says why.
+        """
+        known = self._requests.get(_key_of(task))
+        if known is not None and known.task.ref.attempt > task.ref.attempt:
+            self.fenced += 1
+            raise StaleEpoch(f"attempt {task.ref.attempt} of {task.ref.request_id} is over; a later one runs")
+        if self.closed:
+            raise RoleClosed(f"worker {self._me.worker_id} takes no prompts, as it {self.closed}; ask another one")
+        if not_ready:
+            raise self._come_back(f"takes no prompts for now: {not_ready}")
+        if len(self) >= self._max_requests:
+            raise self._come_back(f"holds {self._max_requests} prompts; come back later")
+
+    def add(self, request: PrefillRequest) -> PrefillRequest | None:
+        """Register the newest attempt of a request; returns the one that it replaces."""
+        key = _key_of(request.task)
+        replaced = self._requests.get(key)
+        if replaced is not None:
+            self._replaced.add(replaced)
+        self._requests[key] = request
+        return replaced
+
+    def remove(self, request: PrefillRequest) -> None:
+        """Forget a request whose hand-over has ended."""
+        key = _key_of(request.task)
+        if self._requests.get(key) is request:
+            del self._requests[key]
+        self._replaced.discard(request)
+
+    def _come_back(self, why: str) -> ResourceExhausted:
+        return ResourceExhausted(f"worker {self._me.worker_id} {why}", retry_after_s=RETRY_AFTER_S)
+
+
+class PendingTransfers:
+    """Prompts that are over while writes still read their pages. The pages stay allocated until nothing reads them any
+    more, for as long as that takes: a decode worker that stands still with its connection intact keeps them. Guarded by
+    the prefill half's lock.
+    """
+
+    def __init__(self, lost: LostPages, pool_pages: int) -> None:
+        self._lost = lost
+        self._pool_pages = pool_pages
+        self._requests: set[PrefillRequest] = set()
+
+    @property
+    def pages(self) -> int:
+        """Pages that the pending transfers keep allocated."""
+        return len({page for request in self._requests for page in request.pages})
+
+    @property
+    def not_ready(self) -> str:
+        """The reason why no prompt is accepted for now; empty if prompts are accepted."""
+        return self._lost.not_ready
+
+    def add(self, request: PrefillRequest) -> None:
+        """A request is over, and its writes continue."""
+        self._requests.add(request)
+        self._update()
+
+    def discard(self, request: PrefillRequest) -> None:
+        """Nothing reads the pages of the request any more."""
+        if request in self._requests:
+            self._requests.discard(request)
+            self._update()
+
+    def _update(self) -> None:
+        self._lost.look(self.pages, self._pool_pages, self._why)
+
+    def _why(self) -> str:
+        places = (request.task.destination for request in self._requests)
+        readers = ", ".join(sorted({place.peer.worker_id for place in places if place is not None}))
+        return (
+            f"are still being written to {readers}, though their prompts are over; they are free once those writes"
+            " rest: look at those workers, or restart them"
+        )
+
+
+def _key_of(task: PrefillTask) -> _Key:
+    return task.router_id, task.ref.request_id

@@ -1,0 +1,214 @@
+"""Write windows: how long a prompt's pages may be written into the decode worker's, and the renewal of that time.
+
+A decode worker that takes this one for dead cannot take its pages away, because a write is one-sided. It relies on
+this: nothing is posted after the window that it granted has closed, and its pages stay apart until then.
+
+Windows are renewed before they close, with one message to each decode worker for all that it has granted. A message
+leaves when the oldest window has used up a part of its time, and names them all. So there is one message for each pair
+of workers in that time however many prompts are handed over, and none where no hand-over takes that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from prefill_worker.decode_peers import DecodePeers
+from wire.errors import StaleEpoch, TandemError, TransferFailed
+from wire.messages import Destination, Lease, PeerRef
+
+log = logging.getLogger(__name__)
+
+RENEW_AT = 1 / 3
+"""The part of its time after which a window is renewed, and within which the answer has to come: one message may be
+lost."""
+MOST_LEASES = 1024
+"""The most leases that one message names."""
+
+
+class WriteWindow:
+    """The window of one lease, renewed for the length of a `with`. Its time counts from before the request for it left,
+    so it closes here before it closes at the decode worker.
+    """
+
+    def __init__(self, peers: DecodePeers, renewals: WindowRenewals, destination: Destination, pages: int) -> None:
+        """`pages` are those that the prompt fills. Nothing may be written before `ensure_open` has returned."""
+        self.destination = destination
+        self.asked_at = self.ends_at = -math.inf
+        """When it was last granted to a request, and when it closes (`time.monotonic`)."""
+        self.over = False
+        """The decode worker has said that the lease is over."""
+        self._peers, self._renewals, self._pages = peers, renewals, pages
+        self._remote: tuple[int, ...] | None = None
+
+    def __enter__(self) -> WriteWindow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._renewals.forget(self)
+
+    @property
+    def lease(self) -> Lease:
+        return self.destination.lease
+
+    async def pages(self) -> tuple[int, ...]:
+        """The decode worker's pages for the last of the prompt's; asked for once. StaleEpoch when the lease is
+        over, Unavailable or DeadlineExceeded when nobody answers.
+        """
+        if self._remote is None:
+            asked_at = time.monotonic()
+            allotted = await self._peers.allot(self.destination, self._pages)
+            self._remote = tuple(allotted.page_ids)
+            self.extend(asked_at, allotted.write_for_s)
+            self._renewals.watch(self)
+        return self._remote
+
+    async def ensure_open(self) -> float:
+        """Wait until the window is open; returns when it closes (`time.monotonic`). To be used at once.
+
+        Windows are renewed in the background; only where that failed, or this process stood still, this renews it.
+        Errors as of `pages`; TransferFailed when the answer took longer than it is good for.
+        """
+        if not self.over and time.monotonic() >= self.ends_at:
+            await self._renewals.renew(self.destination.peer)
+        if self.over:
+            raise StaleEpoch(f"{self.lease} is over at {self.destination.peer.worker_id}; drop this attempt")
+        if time.monotonic() >= self.ends_at:
+            peer = self.destination.peer.worker_id
+            raise TransferFailed(f"{peer} took too long to say that its pages may be written; prefill again elsewhere")
+        return self.ends_at
+
+    def closes_at(self) -> float:
+        """The time until which a write may begin, as far as is known (`time.monotonic`). From any thread."""
+        return -math.inf if self.over else self.ends_at
+
+    def extend(self, asked_at: float, write_for_s: float) -> None:
+        """The window was granted, or renewed, in answer to a request that left at `asked_at`."""
+        self.asked_at, self.ends_at = asked_at, asked_at + write_for_s
+
+
+@dataclass(slots=True)
+class _PeerWindows:
+    """The windows that one run of a decode worker has granted to this worker."""
+
+    peer: PeerRef
+    address: str
+    open: dict[WriteWindow, None] = field(default_factory=dict)
+    tried_at: float = 0.0
+    asking: asyncio.Future[None] | None = None
+    timer: asyncio.Future[None] | None = None
+
+    def asked_for(self) -> list[WriteWindow]:
+        """The windows that a message names, the oldest first."""
+        return sorted((each for each in self.open if not each.over), key=lambda each: each.asked_at)
+
+    def period_s(self) -> float:
+        """The time between two messages, and the time for the answer to one."""
+        return RENEW_AT * min((each.ends_at - each.asked_at for each in self.open if not each.over), default=0.0)
+
+    def due_in_s(self) -> float | None:
+        """The time until the next message; None if no window is open. A closed one is renewed when needed."""
+        now = time.monotonic()
+        live = [each.asked_at for each in self.open if not each.over and now < each.ends_at]
+        return max(min(live), self.tried_at) + self.period_s() - now if live else None
+
+
+class WindowRenewals:
+    """Renews all write windows of a prefill worker. Lives on the event loop."""
+
+    def __init__(self, peers: DecodePeers) -> None:
+        self._peers = peers
+        self._pairs: dict[PeerRef, _PeerWindows] = {}
+
+    def watch(self, window: WriteWindow) -> None:
+        """Renew the window until its lease is over or it is forgotten."""
+        destination = window.destination
+        pair = self._pairs.setdefault(destination.peer, _PeerWindows(destination.peer, destination.address))
+        pair.open[window] = None
+        self._schedule(pair)
+
+    def forget(self, window: WriteWindow) -> None:
+        """Nothing more will be written under this window."""
+        pair = self._pairs.get(window.destination.peer)
+        if pair is not None:
+            pair.open.pop(window, None)
+            if pair.timer is None:
+                self._drop_unless_open(pair)
+
+    async def renew(self, peer: PeerRef) -> None:
+        """Renew now all windows of this decode worker, or wait for the answer that is in flight.
+
+        Unavailable or DeadlineExceeded when there is none.
+        """
+        pair = self._pairs.get(peer)
+        if pair is not None:
+            await self._ask(pair)
+            self._schedule(pair)
+
+    async def close(self) -> None:
+        """Stop renewing."""
+        left = [each for pair in self._pairs.values() for each in (pair.timer, pair.asking) if each is not None]
+        for each in left:
+            each.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _schedule(self, pair: _PeerWindows) -> None:
+        if pair.timer is None:
+            pair.timer = asyncio.ensure_future(self._renew_in_time(pair))
+
+    async def _renew_in_time(self, pair: _PeerWindows) -> None:
+        """Renew in time, as long as any window is open."""
+        while (due_s := pair.due_in_s()) is not None:
+            if due_s > 0:
+                await asyncio.sleep(due_s)
+                continue
+            try:
+                await self._ask(pair)
+            except TandemError as error:
+                log.info("write windows of %s are renewed again: %s", pair.peer.worker_id, error.message)
+            except Exception:
+                log.exception("write windows of %s are renewed again", pair.peer.worker_id)
+                pair.tried_at = time.monotonic()  # whatever it met before it asked, it is not met again at once
+        pair.timer = None
+        self._drop_unless_open(pair)
+
+    def _drop_unless_open(self, pair: _PeerWindows) -> None:
+        if not pair.open and self._pairs.get(pair.peer) is pair:
+            del self._pairs[pair.peer]
+
+    async def _ask(self, pair: _PeerWindows) -> None:
+        if pair.asking is None:
+            pair.asking = asyncio.ensure_future(self._ask_for_all(pair))
+            pair.asking.add_done_callback(_retrieve_exception)
+        # Shielded: several hand-overs may wait for it, and one of them may be cancelled.
+        await asyncio.shield(pair.asking)
+
+    async def _ask_for_all(self, pair: _PeerWindows) -> None:
+        try:
+            due = pair.asked_for()
+            for first in range(0, len(due), MOST_LEASES):
+                await self._ask_for(pair, due[first : first + MOST_LEASES])
+        finally:
+            pair.asking = None
+
+    async def _ask_for(self, pair: _PeerWindows, windows: Sequence[WriteWindow]) -> None:
+        pair.tried_at = asked_at = time.monotonic()
+        answer = await self._peers.renew(pair.peer, pair.address, [each.lease for each in windows], pair.period_s())
+        for each in windows:
+            if each.lease in answer.over:
+                each.over = True
+            else:
+                each.extend(asked_at, answer.write_for_s)
+
+
+def _retrieve_exception(asked: asyncio.Future[None]) -> None:
+    """Retrieve the exception, or asyncio logs the failure of a renewal that nobody waited for."""
+    if not asked.cancelled():
+        asked.exception()

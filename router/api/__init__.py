@@ -1,0 +1,1 @@
+"""What clients speak: gRPC, OpenAI's HTTP, probes and metrics, at the ports where the router listens."""

@@ -1,0 +1,105 @@
+"""An answer as server-sent events: its headers, its events, and comments while there are none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router.api.openai_replies import ReplyShape, error_event
+from router.requests.answer import Ending
+from router.requests.choices import Choices
+from wire.errors import TandemError
+
+COMMENT = b": waiting\n\n"
+"""What clients skip, and by which proxies see that the connection is alive."""
+
+
+class AnswerStream(Response):
+    """The response to a request that has been admitted and queued. Its headers go out at once, so what fails later is
+    an event behind which no DONE follows; what is refused at admission, or as the queue or a class has no room, is
+    known before and has a status of its own. The first events wait for the first token: clients take their time there.
+
+    It closes `choices` and cancels `watch` when it is over, in every case.
+    """
+
+    def __init__(
+        self,
+        choices: Choices,
+        shape: ReplyShape,
+        watch: asyncio.Task[None],
+        *,
+        headers: Mapping[str, str],
+        comment_s: float,
+    ) -> None:
+        """A comment is sent after each so many seconds without an event."""
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._choices = choices
+        self._shape = shape
+        self._watch = watch
+        self._comment_s = comment_s
+        self._endings: dict[int, Ending] = {}
+        self._opened = False
+        self._over = False
+        self._sent_s = 0.0
+        """When something was last sent, by the event loop's clock."""
+        self._sending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As an ASGI application."""
+        comments: asyncio.Task[None] | None = None
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            self._sent_s = asyncio.get_running_loop().time()
+            comments = asyncio.create_task(self._comment(send))
+            while not self._over:
+                await self._send(send, await self._next_or_error())
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            if comments is not None:
+                comments.cancel()
+            self._watch.cancel()
+            self._choices.close()
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if not data:
+            return
+        self._sent_s = asyncio.get_running_loop().time()
+        self._sending = True
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+        self._sending = False
+
+    async def _comment(self, send: Send) -> None:
+        """Send comments. None while an event is on its way to a slow client."""
+        clock = asyncio.get_running_loop().time
+        # Whoever sends the events meets the same failure, and reports it.
+        with contextlib.suppress(Exception):
+            while True:
+                wait_s = self._comment_s if self._sending else self._sent_s + self._comment_s - clock()
+                if wait_s > 0:
+                    await asyncio.sleep(wait_s)
+                else:
+                    self._sent_s = clock()
+                    await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def _next(self) -> bytes:
+        index, event = await self._choices.next()
+        opening = b"" if self._opened else self._shape.opening(len(self._choices))
+        self._opened = True
+        if not isinstance(event, Ending):
+            return opening + self._shape.piece(index, event)
+        self._endings[index] = event
+        self._over = self._choices.over
+        closing = self._shape.closing(self._endings) if self._over else b""
+        return opening + self._shape.ending(index, event) + closing
+
+    async def _next_or_error(self) -> bytes:
+        try:
+            return await self._next()
+        except TandemError as error:
+            self._over = True
+            return error_event(error)

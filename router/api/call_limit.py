@@ -1,0 +1,38 @@
+"""How many requests are answered at once over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api.openai_replies import error_body, error_headers
+from wire.call_count import CallCount
+from wire.errors import ResourceExhausted
+
+
+class CallLimit:
+    """An ASGI application that refuses requests where too many are in progress, before it reads anything of them."""
+
+    def __init__(self, app: ASGIApp, limit: int, apart: Collection[str]) -> None:
+        """`apart`: paths that are answered at once, and always: whoever looks after the router needs them then."""
+        self._app = app
+        self._count = CallCount(limit)
+        self._apart = apart
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http" or scope["path"] in self._apart:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._count.enter()
+        except ResourceExhausted as error:
+            refusal = Response(error_body(error), error.http_status, error_headers(error), "application/json")
+            await refusal(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._count.leave()

@@ -1,0 +1,227 @@
+"""The HTTP door: OpenAI's chat completions, completions and models, metrics and probes. FastAPI routes, one answer a
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.api.answer_stream import AnswerStream
+from router.api.call_limit import CallLimit
+from router.api.client_gone import unless_gone
+from router.api.http_body import disconnected, read_body
+from router.api.model_routes import add_models
+from router.api.openai_fields import IGNORED_HEADER, IgnoredLog
+from router.api.openai_replies import ReplyShape, Whole, error_body, error_headers, json_error
+from router.api.openai_requests import OpenAICall, parse_chat, parse_completion
+from router.api.probes import PROBE_PATHS, add_probes
+from router.config import RouterConfig
+from router.requests.answer import Ending
+from router.requests.choices import Choices
+from router.requests.dispatch import Dispatcher
+from router.requests.request import Admitted
+from router.requests.tenants import tenant_of
+from router.requests.validation import Admission
+from router.text.token_scores import TokenScore
+from telemetry.door import METRICS_PATH, TRACES_PATH, Page, metrics_page
+from telemetry.exposition import Exposition
+from wire.address import is_loopback
+from wire.convert import traces_to_json
+from wire.credentials import matching_key, reading_keys
+from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
+from wire.request_trace import TRACEPARENT, only
+from wire.timeline import Edge, EdgeStamp
+
+_JSON = "application/json"
+_OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})
+
+Parser = Callable[..., OpenAICall]
+
+
+def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> ASGIApp:
+    """The whole door, keys included."""
+    app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
+    exposition = Exposition(dispatcher.metrics.board)
+    door = _Door(config, admission, dispatcher, metrics_page(exposition), IgnoredLog())
+    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
+    add_models(app, config, dispatcher)
+    add_probes(app, dispatcher)
+    app.add_api_route(METRICS_PATH, door.metrics, methods=["GET", "HEAD"])
+    app.add_api_route(TRACES_PATH, door.traces, methods=["GET", "HEAD"])
+    app.add_exception_handler(TandemError, _on_tandem_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_defect)
+    metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
+    counted = CallLimit(app, config.doors.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
+    checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
+    return _open_to_pages(checked, config.allowed_origins)
+
+
+def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """`app`, which pages of these `origins` may call: their browsers ask for leave without a key (CORS), so this stands
+    before the check of keys, and its refusals can be read by pages, too.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=[IGNORED_HEADER, "retry-after"],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    config: RouterConfig
+    admission: Admission
+    dispatcher: Dispatcher
+    metrics_page: Page
+    ignored: IgnoredLog
+
+    async def chat(self, request: Request) -> Response:
+        return await self._answer(request, parse_chat, chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._answer(request, parse_completion, chat=False)
+
+    async def metrics(self, request: Request) -> Response:
+        body, content_type = await self.metrics_page(request.headers.get("accept", ""))
+        return Response(body, media_type=content_type)
+
+    async def traces(self, request: Request) -> Response:
+        """`?id=` of a request or a trace, `?slow`; else the newest."""
+        book, asked = self.dispatcher.metrics.traces, request.query_params
+        found = book.find(asked["id"]) if "id" in asked else book.slow() if "slow" in asked else book.newest()
+        return Response(traces_to_json(found, book.kept), media_type=_JSON)
+
+    async def _answer(self, request: Request, parse: Parser, *, chat: bool) -> Response:
+        received = EdgeStamp.now(Edge.RECEIVED)
+        reading = partial(parse, received=received, strict=self.config.strict_requests)
+        body = await self._body(request)
+        gone = asyncio.create_task(disconnected(request.receive))
+        try:
+            call, admitted = await unless_gone(
+                self._admitted(request, body, reading),
+                gone,
+            )
+            choices = self.dispatcher.submit(admitted)
+        except BaseException:
+            gone.cancel()
+            raise
+        gone.add_done_callback(lambda _: choices.close())
+        self.ignored.note(call.ignored)
+        headers = {IGNORED_HEADER: ", ".join(call.ignored)} if call.ignored else {}
+        shape = ReplyShape(
+            chat=chat,
+            request_id=choices.request_id,
+            model=self.config.model_name,
+            created=received.unix_nanos // 10**9,
+            stream_options=call.stream_options,
+            prompt_tokens=len(admitted.prompt_token_ids),
+            logprobs=call.ask.options.alternatives is not None,
+        )
+        if call.stream:
+            return AnswerStream(choices, shape, gone, headers=headers, comment_s=self.config.sse_comment_s)
+        try:
+            return Response(await _collect(choices, shape), headers=headers, media_type=_JSON)
+        finally:
+            gone.cancel()
+            choices.close()
+
+    async def _body(self, request: Request) -> bytes:
+        try:
+            return await read_body(request, self.config.doors.max_request_bytes)
+        except InvalidArgument as error:
+            self.dispatcher.metrics.refused("", error)
+            raise
+
+    async def _admitted(
+        self, request: Request, body: bytes, parse: Callable[[bytes], OpenAICall]
+    ) -> tuple[OpenAICall, Admitted]:
+        tenant = tenant_of(matching_key(request.headers.getlist("authorization"), self.config.api_keys))
+        try:
+            call = await self.admission.reader.json(tenant, body, parse)
+        except TandemError as error:
+            self.dispatcher.metrics.refused("", error)
+            raise
+        ask = replace(call.ask, tenant=tenant, traceparent=only(request.headers.getlist(TRACEPARENT)))
+        return call, await self.admission.admit(ask)
+
+
+async def _collect(choices: Choices, shape: ReplyShape) -> bytes:
+    texts: dict[int, list[str]] = defaultdict(list)
+    scores: dict[int, list[TokenScore]] = defaultdict(list)
+    endings: dict[int, Ending] = {}
+    while not choices.over:
+        index, event = await choices.next()
+        if isinstance(event, Ending):
+            endings[index] = event
+        else:
+            texts[index].append(event.text)
+            scores[index].extend(event.scores)
+    return shape.whole([Whole("".join(texts[index]), scores[index], endings[index]) for index in sorted(endings)])
+
+
+class _KeyCheck:
+    """Lets only callers with a key through, to every route but the probes; metrics have keys of their own. Where there
+    are no keys, nobody is asked.
+    """
+
+    def __init__(self, app: ASGIApp, keys: frozenset[str], metrics_keys: frozenset[str]) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics_keys = metrics_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in PROBE_PATHS:
+            refusal = self._refusal(scope)
+            if refusal is not None:
+                await _respond(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> TandemError | None:
+        operators = scope["path"] in _OPERATORS_PATHS
+        keys = self._metrics_keys if operators else self._keys
+        try:
+            shown_keys = [value for name, value in scope["headers"] if name == b"authorization"]
+            if not keys or matching_key(shown_keys, keys) is not None:
+                return None
+        except InvalidArgument as error:
+            return error
+        key = "metrics key" if operators else "API key"
+        return Unauthenticated(f"the request carries no valid {key}; send 'Authorization: Bearer <key>'")
+
+
+def _respond(error: TandemError) -> Response:
+    return Response(error_body(error), error.http_status, error_headers(error), _JSON)
+
+
+async def _on_tandem_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
+    return _respond(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{clipped(request.method)} {clipped(request.url.path)}: {HTTPStatus(error.status_code).phrase.lower()}"
+    code = HTTPStatus(error.status_code).name.lower()
+    return Response(json_error(error.status_code, message, code=code), error.status_code, error.headers, _JSON)
+
+
+async def _on_defect(_request: Request, error: Exception) -> Response:
+    message = f"unexpected {type(error).__name__}; the server's log has the details"
+    return Response(json_error(500, message, code="internal"), 500, media_type=_JSON)

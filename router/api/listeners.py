@@ -1,0 +1,132 @@
+"""Where clients come in: a gRPC and an HTTP server on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from starlette.types import ASGIApp
+
+from wire.address import address_of
+from wire.door_limits import DEFAULT_LIMITS, DoorLimits
+from wire.errors import FailedPrecondition
+from wire.generated.tandem.v1 import inference_pb2
+from wire.http_server import HttpServer, Listener
+from wire.rpc import open_server
+
+SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+GOODBYE_S = 2.0
+"""Time for the last messages to leave, after every request has ended."""
+_HEALTH_METHODS = "/grpc.health.v1.Health/"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterEndpoints:
+    """Where the doors are, host:port each."""
+
+    grpc_address: str
+    http_address: str
+
+
+class Doors(Protocol):
+    """Both doors, wherever they are. `open` once, `leave` once, `gone` behind that."""
+
+    async def open(self) -> RouterEndpoints:
+        """Let clients in. FailedPrecondition names the setting of a port that is taken."""
+
+    def set_serving(self, serving: bool) -> None:
+        """Whether a request could be served now, for those who ask gRPC's health service."""
+
+    async def leave(self, grace_s: float) -> None:
+        """Take no more calls; those that run have so long, and a moment for their last messages."""
+
+    async def gone(self) -> None:
+        """Wait for the last call, behind `leave`."""
+
+
+class OwnDoors:
+    """Both doors in this process."""
+
+    def __init__(
+        self,
+        host: str,
+        ports: tuple[int, int],
+        *,
+        api_keys: Collection[str],
+        add_inference: Callable[[grpc.aio.Server], None],
+        app: ASGIApp,
+        limits: DoorLimits = DEFAULT_LIMITS,
+        shared: bool = False,
+    ) -> None:
+        """`ports`: of gRPC and HTTP, 0 = any free one. `add_inference` adds `tandem.v1.Inference` to a server.
+        `shared`: other processes of this user listen there, too.
+        """
+        self._host, (self._grpc_port, self._http_port) = host, ports
+        self._api_keys = frozenset(api_keys)
+        self._add_inference = add_inference
+        self._app = app
+        self._limits = limits
+        self._shared = shared
+        self._health = health.aio.HealthServicer()
+        self._status = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> RouterEndpoints:
+        """See `Doors`."""
+        listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
+        self._grpc = open_server(
+            tokens=self._api_keys, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
+        )
+        try:
+            grpc_port = await self._open_grpc()
+            self._http = HttpServer(self._app, listener, self._limits)
+            await self._http.begin()
+        except FailedPrecondition:
+            listener.close()
+            await self._grpc.stop(None)
+            raise
+        return RouterEndpoints(address_of(self._host, grpc_port), listener.address)
+
+    def set_serving(self, serving: bool) -> None:
+        """See `Doors`."""
+        replies = health_pb2.HealthCheckResponse
+        self._status = replies.SERVING if serving else replies.NOT_SERVING
+        self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
+
+    async def leave(self, grace_s: float) -> None:
+        """See `Doors`."""
+        await self._health.enter_graceful_shutdown()
+        self._http.leave(math.ceil(grace_s + GOODBYE_S))
+        self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))
+
+    async def gone(self) -> None:
+        """See `Doors`."""
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._http.gone()
+
+    async def _open_grpc(self) -> int:
+        self._add_inference(self._grpc)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
+        port = self._bind_grpc()
+        await self._health.set(SERVICE, self._status)
+        await self._grpc.start()
+        return port
+
+    def _bind_grpc(self) -> int:
+        address = address_of(self._host, self._grpc_port)
+        try:
+            return self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            message = f"grpc_port: {address} cannot be used ({error}); choose another port"
+            raise FailedPrecondition(message) from error
+
+    def _spawn(self, task: asyncio.Task[None]) -> None:
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,81 @@
+"""What the HTTP door tells about itself: `/v1/models` as OpenAI and vLLM have it, and `/version`."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+
+from router.config import RouterConfig
+from router.requests.dispatch import Dispatcher
+from router.requests.validation import check_model
+
+_METHODS = ["GET", "HEAD"]
+
+
+def add_models(app: FastAPI, config: RouterConfig, dispatcher: Dispatcher) -> None:
+    """Add the three routes to `app`."""
+    started = int(time.time())
+
+    def card() -> dict[str, Any]:
+        served = dispatcher.pool.model
+        return model_card(config, started, served.facts.max_context if served else None)
+
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card()]})
+
+    async def model(name: str) -> JSONResponse:
+        check_model(name, config.model_name)
+        return JSONResponse(card())
+
+    async def tandem_version() -> JSONResponse:
+        return JSONResponse({"version": installed_version()})
+
+    app.add_api_route("/v1/models", models, methods=_METHODS)
+    app.add_api_route("/v1/models/{name:path}", model, methods=_METHODS)
+    app.add_api_route("/version", tandem_version, methods=_METHODS)
+
+
+def model_card(config: RouterConfig, created: int, max_context: int | None) -> dict[str, Any]:
+    """One entry of /v1/models. As vLLM has it, `root` is the model's folder, where load generators on this host find
+    the tokenizer, and `max_model_len` its context in tokens, None until a worker has loaded it.
+    """
+    return {
+        "id": config.model_name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tandem",
+        "root": str(config.model),
+        "parent": None,
+        "max_model_len": max_context,
+        "permission": [_permission(config.model_name, created)],
+    }
+
+
+def installed_version() -> str:
+    """Of this package; "0+source" where it is not installed."""
+    try:
+        return version("tandem")
+    except PackageNotFoundError:
+        return "0+source"
+
+
+def _permission(name: str, created: int) -> dict[str, Any]:
+    """Everybody whom the door lets in may use the model, and nobody may change it."""
+    return {
+        "id": f"modelperm-{name}",
+        "object": "model_permission",
+        "created": created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }

@@ -1,0 +1,137 @@
+"""Fields of OpenAI's API and of vLLM's and SGLang's extensions that this server does not act on, in one table.
+
+Three classes: a field that would change the answer is refused by name with the reason, unless its value asks for what
+happens anyway (`UNSERVED`); a field that changes nothing here is accepted in silence (`INERT`); every other field is
+ignored, with a log line and a response header, or refused where requests are strict (`RouterConfig.strict_requests`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+IGNORED_HEADER = "x-tandem-ignored"
+"""Names the fields of a request that were ignored, separated by commas."""
+_LOGGED_MAX = 256
+"""Most names of ignored fields that are logged by one router, one line each; clients choose the names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A field that is refused, and the values of it that ask for nothing beside what happens anyway."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+    empty: bool = True
+    """Whether "", [], {} and false ask for nothing, too."""
+
+    def asks_nothing(self, value: Any) -> bool:
+        """Whether the answer to a request with this `value` is the same as without the field."""
+        if self.empty and value in ("", [], {}, False) and not _is_number(value):
+            return True
+        # 1 == True in Python: the types must agree as well, numbers among themselves aside.
+        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_TOOLS = "calls of tools are not served"
+_GRAMMAR = "output that follows a schema or a grammar is not served"
+_PROMPT_LOGPROBS = "log probabilities of the prompt are not served"
+_TEMPLATE = "the model's own chat template is the only one, and it always asks for the assistant's next turn"
+_CHOICE = "this way to choose tokens is not served"
+_DETOKENIZING = "special tokens are always left out of the text"
+
+UNSERVED: Mapping[str, Unserved] = {
+    "tools": Unserved(_TOOLS),
+    "tool_choice": Unserved(_TOOLS, ("none", "auto")),
+    "functions": Unserved(_TOOLS),
+    "function_call": Unserved(_TOOLS, ("none", "auto")),
+    "response_format": Unserved(_GRAMMAR, ({"type": "text"},)),
+    "structured_outputs": Unserved(_GRAMMAR),
+    "json_schema": Unserved(_GRAMMAR),
+    "regex": Unserved(_GRAMMAR),
+    "ebnf": Unserved(_GRAMMAR),
+    "structural_tag": Unserved(_GRAMMAR),
+    "logit_bias": Unserved(_CHOICE),
+    "bad_words": Unserved(_CHOICE),
+    "allowed_token_ids": Unserved(_CHOICE, empty=False),
+    "logits_processors": Unserved(_CHOICE),
+    "custom_logit_processor": Unserved(_CHOICE),
+    "use_beam_search": Unserved(_CHOICE),
+    "length_penalty": Unserved(_CHOICE, (1.0,)),
+    "early_stopping": Unserved(_CHOICE),
+    "best_of": Unserved("only as many answers are made as are returned; ask for them by n", (1,), empty=False),
+    "typical_p": Unserved(_CHOICE, (1.0,)),
+    "stop_regex": Unserved("answers end at strings and token ids; ask by stop or stop_token_ids"),
+    "no_stop_trim": Unserved("ask by include_stop_str_in_output"),
+    "min_new_tokens": Unserved("ask by min_tokens", (0,)),
+    "echo": Unserved("the prompt is not repeated in the answer"),
+    "suffix": Unserved("text behind the answer is not taken into account"),
+    "prompt_logprobs": Unserved(_PROMPT_LOGPROBS, empty=False),
+    "return_token_ids": Unserved("token ids are answered by gRPC alone"),
+    "return_tokens_as_token_ids": Unserved("tokens are named by their text"),
+    "truncate_prompt_tokens": Unserved("prompts are never cut; send a shorter one", empty=False),
+    "prompt_embeds": Unserved("prompts are text or token ids"),
+    "skip_special_tokens": Unserved(_DETOKENIZING, (True,), empty=False),
+    "chat_template": Unserved(_TEMPLATE),
+    "add_generation_prompt": Unserved(_TEMPLATE, (True,), empty=False),
+    "continue_final_message": Unserved(_TEMPLATE),
+    "documents": Unserved("documents are not given to the chat template; put them into a message"),
+    "mm_processor_kwargs": Unserved("prompts are text alone"),
+    "modalities": Unserved("answers are text alone", (["text"],)),
+    "audio": Unserved("answers are text alone"),
+    "web_search_options": Unserved("nothing is searched"),
+    "thinking_token_budget": Unserved("reasoning is not limited apart from the answer", empty=False),
+    "lora_request": Unserved("adapters are not served"),
+    "lora_path": Unserved("adapters are not served"),
+    "vllm_xargs": Unserved("it speaks to extensions of another server"),
+    "kv_transfer_params": Unserved("the cluster itself decides where KV is moved", empty=False),
+}
+"""What would change the answer and is not served, by name; what begins with `guided_` besides."""
+CHAT_UNSERVED: Mapping[str, Unserved] = {
+    **UNSERVED,
+    "add_special_tokens": Unserved("the chat template brings its own special tokens"),
+}
+COMPLETION_UNSERVED: Mapping[str, Unserved] = {
+    **UNSERVED,
+    "add_special_tokens": Unserved("prompts get the model's special tokens; send token ids instead", (True,), False),
+}
+MESSAGE_UNSERVED: Mapping[str, Unserved] = {"tool_calls": Unserved(_TOOLS), "function_call": Unserved(_TOOLS)}
+"""The same inside of messages."""
+_GUIDED = Unserved(_GRAMMAR)
+
+INERT = frozenset(
+    {
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "prediction", "parallel_tool_calls", "verbosity", "include_reasoning", "spaces_between_special_tokens",
+    }
+)  # fmt: skip
+"""Hints, names for the client's own use, and choices about what is never made: accepted in silence."""
+MESSAGE_INERT = frozenset({"name", "refusal", "annotations", "audio"})
+"""The same inside of messages."""
+
+
+def unserved(table: Mapping[str, Unserved], name: str) -> Unserved | None:
+    """Why a field of this `name` is refused; None if it is not."""
+    return _GUIDED if name.startswith("guided_") and table is not MESSAGE_UNSERVED else table.get(name)
+
+
+class IgnoredLog:
+    """Says once of each field name that it is ignored. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def note(self, names: Iterable[str]) -> None:
+        """A request had these fields, which were ignored."""
+        for name in names:
+            if name not in self._said and len(self._said) < _LOGGED_MAX:
+                self._said.add(name)
+                log.info("requests come with the field %s, which is ignored; --strict-requests refuses them", name)

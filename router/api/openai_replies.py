@@ -1,0 +1,197 @@
+"""What OpenAI clients expect back: bodies, stream events and errors, as bytes ready to send."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.api.openai_logprobs import chat_logprobs, completion_logprobs
+from router.api.openai_requests import StreamOptions
+from router.requests.answer import Ending, Piece
+from router.text.token_scores import TokenScore
+from wire.errors import InvalidArgument, NotFound, TandemError, clipped
+from wire.messages import FinishReason
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    405: "invalid_request_error",
+    429: "rate_limit_error",
+}
+
+_MESSAGE_CHARS = 2048
+"""Longest message of an error."""
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream that ended well."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """One answer that is complete."""
+
+    text: str
+    scores: Sequence[TokenScore]
+    ending: Ending
+
+
+class ReplyShape:
+    """Chat completions and text completions differ in names only."""
+
+    def __init__(
+        self,
+        *,
+        chat: bool,
+        request_id: str,
+        model: str,
+        created: int,
+        prompt_tokens: int,
+        stream_options: StreamOptions,
+        logprobs: bool,
+    ) -> None:
+        """`created` in Unix seconds."""
+        self._chat = chat
+        self._logprobs = logprobs
+        self._include_usage = stream_options.include_usage
+        self._continuous_usage = stream_options.continuous_usage
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        """Of all choices, as far as they have been sent."""
+        self._head = {"id": f"{'chatcmpl' if chat else 'cmpl'}-{request_id}", "created": created, "model": model}
+        # One event a token and stream: everything but the text is made once for each choice.
+        self._around: list[tuple[str, str]] = []
+
+    def opening(self, choices: int = 1) -> bytes:
+        """The first events of a stream, one for each choice."""
+        for index in range(choices):
+            whole = _dumps(
+                {**self._stream_head(), "choices": [self._choice(index, "\x00", None)], **self._usage_so_far()}
+            )
+            before, after = whole.split('"\\u0000"')
+            self._around.append((f"data: {before}", f"{after}\n\n"))
+        if not self._chat:
+            return b""
+        begun: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(self._event([{"index": index, **begun}]) for index in range(choices))
+
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """The event that carries the next text and log probabilities; empty if there are none of either."""
+        text = piece.text
+        self._completion_tokens += len(piece.token_ids)
+        if self._logprobs and (text or piece.scores):
+            return self._event([{**self._choice(index, text, None), "logprobs": self._scores(piece.scores)}])
+        if not text:
+            return b""
+        if self._continuous_usage:
+            return self._event([self._choice(index, text, None)])
+        before, after = self._around[index]
+        return f"{before}{json.dumps(text)}{after}".encode()
+
+    def ending(self, index: int, ending: Ending) -> bytes:
+        """The last event of a choice: its finish reason."""
+        return self._event([self._choice(index, None if self._chat else "", _FINISH[ending.finish_reason])])
+
+    def closing(self, endings: Mapping[int, Ending]) -> bytes:
+        """The last events of a stream, behind those of its choices: usage if asked for, DONE."""
+        if not self._include_usage:
+            return DONE
+        ends = [endings[index] for index in sorted(endings)]
+        return _sse({**self._stream_head(), "choices": [], "usage": _usage(ends)}) + DONE
+
+    def whole(self, choices: Sequence[Whole]) -> bytes:
+        """The body of answers that are not streamed."""
+        kind = "chat.completion" if self._chat else "text_completion"
+        made = [self._whole_choice(index, each) for index, each in enumerate(choices)]
+        usage = _usage([each.ending for each in choices])
+        return _dumps({**self._head, "object": kind, "choices": made, "usage": usage}).encode()
+
+    def _whole_choice(self, index: int, whole: Whole) -> dict[str, Any]:
+        finish = _FINISH[whole.ending.finish_reason]
+        logprobs = self._scores(whole.scores) if self._logprobs else None
+        choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+        else:
+            choice["text"] = whole.text
+        return choice
+
+    def _scores(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
+        return chat_logprobs(scores) if self._chat else completion_logprobs(scores)
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        return _sse({**self._stream_head(), "choices": choices, **self._usage_so_far()})
+
+    def _usage_so_far(self) -> dict[str, Any]:
+        """What an event of a choice says of usage: the tokens of the request until then, or that the end will."""
+        if self._continuous_usage:
+            return {"usage": _counts(self._prompt_tokens, self._completion_tokens)}
+        return {"usage": None} if self._include_usage else {}
+
+    def _stream_head(self) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk" if self._chat else "text_completion"}
+
+    def _choice(self, index: int, text: str | None, finish: str | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": finish}
+        if self._chat:
+            choice["delta"] = {} if text is None else {"content": text}
+        else:
+            choice["text"] = text
+        return choice
+
+
+def error_body(error: TandemError) -> bytes:
+    """OpenAI's error object; `param` is the field that is wrong, if one is."""
+    return json_error(
+        error.http_status,
+        error.message,
+        code="model_not_found" if isinstance(error, NotFound) else error.code.lower(),
+        param=_param(error),
+    )
+
+
+def json_error(status: int, message: str, *, code: str, param: str | None = None) -> bytes:
+    """OpenAI's error object for an HTTP status."""
+    kind = _ERROR_TYPES.get(status, "server_error")
+    message = clipped(message, _MESSAGE_CHARS)
+    return _dumps({"error": {"message": message, "type": kind, "param": param, "code": code}}).encode()
+
+
+def error_event(error: TandemError) -> bytes:
+    """The event that ends a stream with an error; no DONE follows it."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def error_headers(error: TandemError) -> dict[str, str]:
+    """Retry-After in whole seconds, if a retry makes sense."""
+    return {"retry-after": str(math.ceil(error.retry_after_s))} if error.retry_after_s else {}
+
+
+def _param(error: TandemError) -> str | None:
+    if isinstance(error, InvalidArgument):
+        return error.field
+    return "model" if isinstance(error, NotFound) else None
+
+
+def _usage(endings: Sequence[Ending]) -> dict[str, Any]:
+    """The prompt counts once, as the first answer found it."""
+    first = endings[0]
+    completion = sum(ending.completion_tokens for ending in endings)
+    return {
+        **_counts(first.prompt_tokens, completion),
+        "prompt_tokens_details": {"cached_tokens": first.cached_tokens},
+    }
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _sse(value: dict[str, Any]) -> bytes:
+    return f"data: {_dumps(value)}\n\n".encode()
+
+
+def _dumps(value: dict[str, Any]) -> str:
+    return json.dumps(value, separators=(",", ":"))

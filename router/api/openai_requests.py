@@ -1,0 +1,207 @@
+"""What OpenAI clients send: from a JSON body to an `Ask`. Field meanings follow OpenAI's API reference, and vLLM's for
+what goes beyond it: top_k, min_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
+include_stop_str_in_output, chat_template_kwargs, priority, cache_salt; and slo_class.
+`router/api/openai_fields.py` says what becomes of other fields.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from router.api.json_fields import JsonFields, UnknownFields, is_integers
+from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, MESSAGE_INERT, MESSAGE_UNSERVED
+from router.requests.request import Ask, Conversation, Options, Prompt
+from router.text.chat_template import ChatTurn
+from wire.errors import InvalidArgument
+from wire.timeline import EdgeStamp
+
+_COMPLETION_LOGPROBS_MAX = 5
+"""OpenAI's own limit of that API."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """What events of a stream carry beside the answer."""
+
+    include_usage: bool = False
+    """Whether an event behind the answer counts its tokens."""
+    continuous_usage: bool = False
+    """Whether every event does, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAICall:
+    """A parsed body: the request, and how the client wants its answer."""
+
+    ask: Ask
+    stream: bool
+    stream_options: StreamOptions
+    ignored: tuple[str, ...] = ()
+    """Names of fields that were ignored, fit for a header (`UnknownFields`)."""
+
+
+def parse_chat(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+    """Body of /v1/chat/completions; `InvalidArgument` names what is wrong. `strict` refuses unknown fields."""
+    unknown = UnknownFields(strict=strict)
+    fields = _fields(body, unknown)
+    fields.refuse(CHAT_UNSERVED)
+    top_logprobs = _top_logprobs(fields)
+    ask, stream, stream_options = _call(fields, _conversation(fields), received, top_logprobs=top_logprobs)
+    return OpenAICall(ask, stream, stream_options, unknown.names)
+
+
+def parse_completion(body: bytes, received: EdgeStamp, *, strict: bool = False) -> OpenAICall:
+    """Body of /v1/completions; as `parse_chat`."""
+    unknown = UnknownFields(strict=strict)
+    fields = _fields(body, unknown)
+    fields.refuse(COMPLETION_UNSERVED)
+    logprobs = fields.integer("logprobs")
+    if logprobs is not None and logprobs > _COMPLETION_LOGPROBS_MAX:
+        raise fields.wrong("logprobs", f"is {str(logprobs)[:40]}, the limit is {_COMPLETION_LOGPROBS_MAX}")
+    ask, stream, stream_options = _call(fields, _plain_prompt(fields), received, logprobs=logprobs)
+    return OpenAICall(ask, stream, stream_options, unknown.names)
+
+
+def _fields(body: bytes, unknown: UnknownFields) -> JsonFields:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("body", f"is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("body", "must be a JSON object")
+    return JsonFields(value, unknown)
+
+
+def _top_logprobs(fields: JsonFields) -> int | None:
+    """How many, None without log probabilities."""
+    wanted, top = fields.boolean("logprobs"), fields.integer("top_logprobs") or 0
+    if top and not wanted:
+        raise fields.wrong("top_logprobs", "needs logprobs to be true")
+    return top if wanted else None
+
+
+def _call(
+    fields: JsonFields,
+    prompt: Prompt,
+    received: EdgeStamp,
+    *,
+    logprobs: int | None = None,
+    top_logprobs: int | None = None,
+) -> tuple[Ask, bool, StreamOptions]:
+    """The request, whether it is streamed, and how."""
+    fields.drop(INERT)
+    model = fields.text("model") or ""
+    options = Options(
+        max_tokens=fields.integer("max_tokens"),
+        max_completion_tokens=fields.integer("max_completion_tokens"),
+        temperature=fields.number("temperature"),
+        top_k=_unless_minus_one(fields.integer("top_k"), 0),
+        top_p=fields.number("top_p"),
+        min_p=fields.number("min_p"),
+        frequency_penalty=fields.number("frequency_penalty"),
+        presence_penalty=fields.number("presence_penalty"),
+        repetition_penalty=fields.number("repetition_penalty"),
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+        seed=_unless_minus_one(fields.integer("seed"), None),
+        n=fields.integer("n"),
+        stop=_stop(fields),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        min_tokens=fields.integer("min_tokens") or 0,
+        include_stop=fields.boolean("include_stop_str_in_output"),
+        ignore_eos=fields.boolean("ignore_eos"),
+        priority=fields.integer("priority") or 0,
+        slo_class=fields.text("slo_class") or "",
+        cache_salt=fields.text("cache_salt") or "",
+    )
+    stream = fields.boolean("stream")
+    stream_options = _stream_options(fields, stream)
+    fields.end()
+    return Ask("", model, prompt, options, received), stream, stream_options
+
+
+def _unless_minus_one(value: int | None, off: int | None) -> int | None:
+    """vLLM's clients say -1 for a filter that is off and for any seed."""
+    return off if value == -1 else value
+
+
+def _stop(fields: JsonFields) -> tuple[str, ...]:
+    value = fields.take("stop")
+    if value is None or value == "":
+        return ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InvalidArgument("stop", "must be a string or a list of strings")
+    return tuple(value)
+
+
+def _stream_options(fields: JsonFields, stream: bool) -> StreamOptions:
+    """As vLLM reads them: counts in every event come only with those at the end."""
+    value = fields.take("stream_options")
+    if value is None:
+        return StreamOptions()
+    if not stream:
+        raise InvalidArgument("stream_options", "needs stream to be true")
+    if not isinstance(value, dict):
+        raise InvalidArgument("stream_options", "must be an object")
+    options = fields.within(value, "stream_options.")
+    options.drop(frozenset({"include_obfuscation"}))
+    include, continuous = options.boolean("include_usage"), options.boolean("continuous_usage_stats")
+    options.end()
+    return StreamOptions(include, include and continuous)
+
+
+def _plain_prompt(fields: JsonFields) -> Prompt:
+    value = fields.take("prompt")
+    if isinstance(value, list) and len(value) == 1 and (isinstance(value[0], str) or is_integers(value[0])):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if is_integers(value):
+        return tuple(value)
+    if isinstance(value, list) and value:
+        raise InvalidArgument("prompt", "must be one prompt, a string or a list of token ids; send others separately")
+    raise InvalidArgument("prompt", "is missing; send a string or a list of token ids")
+
+
+def _conversation(fields: JsonFields) -> Conversation:
+    value = fields.take("messages")
+    if not isinstance(value, list):
+        raise InvalidArgument("messages", "must be a list of messages")
+    turns = tuple(_turn(fields, item, f"messages[{number}]") for number, item in enumerate(value))
+    variables = fields.object("chat_template_kwargs")
+    effort = fields.text("reasoning_effort")
+    return Conversation(turns, variables if effort is None else {"reasoning_effort": effort, **variables})
+
+
+def _turn(call: JsonFields, value: Any, path: str) -> ChatTurn:
+    if not isinstance(value, dict):
+        raise InvalidArgument(path, "must be an object with role and content")
+    fields = call.within(value, f"{path}.")
+    role = fields.text("role")
+    if role is None:
+        raise fields.wrong("role", "is missing")
+    fields.refuse(MESSAGE_UNSERVED)
+    content = _content(fields, path, role)
+    fields.drop(MESSAGE_INERT)
+    fields.end()
+    return ChatTurn("system" if role == "developer" else role, content)
+
+
+def _content(fields: JsonFields, path: str, role: str) -> str:
+    """A string, or text parts joined. Assistants may have said nothing."""
+    value = fields.take("content")
+    if isinstance(value, str):
+        return value
+    if value is None and role == "assistant":
+        return ""
+    if not isinstance(value, list):
+        raise fields.wrong("content", "must be a string or a list of text parts")
+    texts = []
+    for number, part in enumerate(value):
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{path}.content[{number}]", "must be a text part; other kinds are not supported")
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,40 @@
+"""The probes of the HTTP door, open without a key: `/health`, `/ready` and `/ping` say whether a request would be
+answered now, `/live` says that this process answers.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.responses import JSONResponse
+
+from router.api.openai_replies import error_headers
+from router.requests.dispatch import Dispatcher
+
+LIVE_PATH = "/live"
+READY_PATHS = ("/health", "/ready")
+PING_PATH = "/ping"
+"""As SageMaker asks, by GET or POST."""
+PROBE_PATHS = frozenset({LIVE_PATH, PING_PATH, *READY_PATHS})
+_METHODS = ["GET", "HEAD"]
+_NOT_STORED = {"cache-control": "no-store"}
+
+
+def add_probes(app: FastAPI, dispatcher: Dispatcher) -> None:
+    """Add the routes to `app`. Readiness is 503 with the reason and Retry-After while `dispatcher.refusal` names
+    one; liveness is 200 whatever the workers do.
+    """
+
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "alive"}, headers=_NOT_STORED)
+
+    async def ready() -> JSONResponse:
+        refusal = dispatcher.refusal
+        if refusal is None:
+            return JSONResponse({"status": "ready"}, headers=_NOT_STORED)
+        body = {"status": "not ready", "reason": refusal.message}
+        return JSONResponse(body, status_code=refusal.http_status, headers=_NOT_STORED | error_headers(refusal))
+
+    app.add_api_route(LIVE_PATH, live, methods=_METHODS)
+    for path in READY_PATHS:
+        app.add_api_route(path, ready, methods=_METHODS)
+    app.add_api_route(PING_PATH, ready, methods=[*_METHODS, "POST"])

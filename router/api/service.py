@@ -1,0 +1,257 @@
+"""The gRPC door: `tandem.v1.Inference`. From messages to an `Ask`, from an answer to messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+from router.api.client_gone import unless_gone
+from router.api.model_routes import installed_version
+from router.config import RouterConfig
+from router.requests.answer import Ending, Piece
+from router.requests.dispatch import Dispatcher
+from router.requests.request import Admitted, Ask, Conversation, Options, Prompt
+from router.requests.tenants import tenant_of
+from router.requests.validation import Admission
+from router.text.chat_template import ChatTurn
+from router.text.request_reader import check_message_count
+from router.text.token_scores import ScoredToken, TokenScore
+from wire import convert
+from wire.credentials import matching_key
+from wire.errors import InvalidArgument, TandemError, Unavailable
+from wire.generated.tandem.v1 import inference_pb2
+from wire.request_trace import TRACEPARENT, only
+from wire.rpc import AUTHORIZATION, values_of
+from wire.timeline import Edge, EdgeStamp
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_M = TypeVar("_M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    """Whose call it is."""
+
+    received: EdgeStamp
+    tenant: str
+    traceparent: str
+    gone: asyncio.Future[None]
+    """Done once the call is over, whoever ended it."""
+
+
+class InferenceServicer:
+    """Answers clients, each method from the bytes of its request: no more is made of a request on the event loop than
+    its size allows. Raises typed errors, which the server's interceptor turns into status codes.
+    """
+
+    def __init__(self, config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> None:
+        self._config = config
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._started_unix_nanos = time.time_ns()
+
+    def Generate(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        caller = self._caller(context)
+        return self._answer(inference_pb2.GenerateRequest, request, partial(self._generate_ask, caller), caller)
+
+    def Chat(self, request: bytes, context: _Context) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        caller = self._caller(context)
+        return self._answer(inference_pb2.ChatRequest, request, partial(self._chat_ask, caller), caller)
+
+    async def Abort(self, request: bytes, context: _Context) -> inference_pb2.AbortResponse:
+        tenant = self._tenant(context)
+        asked = await self._admission.reader.message(tenant, inference_pb2.AbortRequest, request, lambda each: each)
+        if not asked.request_id:
+            raise InvalidArgument("request_id", "is empty; name the request to abort")
+        return inference_pb2.AbortResponse(found=self._dispatcher.abort(tenant, asked.request_id))
+
+    async def GetModelInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetModelInfoResponse:
+        served = self._dispatcher.pool.model
+        if served is None:
+            message = "no worker has loaded the model yet; try again in a moment"
+            raise Unavailable(message, retry_after_s=self._config.retry_after_s)
+        return inference_pb2.GetModelInfoResponse(
+            model=self._config.model_name,
+            max_context=served.facts.max_context,
+            vocab_size=served.facts.vocab_size,
+            eos_token_ids=served.facts.eos_token_ids,
+            dtype=served.facts.dtype,
+        )
+
+    async def GetServerInfo(self, _request: bytes, _context: _Context) -> inference_pb2.GetServerInfoResponse:
+        return inference_pb2.GetServerInfoResponse(
+            version=installed_version(),
+            started_unix_nanos=self._started_unix_nanos,
+            mode=self._dispatcher.pool.mode,
+            workers=[
+                inference_pb2.WorkerStatus(
+                    worker_id=link.info.peer.worker_id,
+                    role=link.info.role.value,
+                    incarnation=link.info.peer.incarnation,
+                    address=link.info.address,
+                    connected=link.connected,
+                    requests=len(link.request_ids),
+                    pages_used=link.state.pages_used,
+                    pages_total=link.info.pages_total,
+                    transport=link.info.transport,
+                    device=link.info.device,
+                    not_ready=link.info.not_ready,
+                    warnings=link.info.warnings,
+                    step_policy="" if link.info.duty is None else link.info.duty.steps,
+                    closing="" if link.info.closing is None else link.info.closing.value,
+                    draining=link.info.open is None or link.retired,
+                    started_unix_nanos=link.info.started_unix_nanos,
+                )
+                for link in self._dispatcher.pool.links
+            ],
+        )
+
+    async def GetLoads(self, _request: bytes, _context: _Context) -> inference_pb2.GetLoadsResponse:
+        return inference_pb2.GetLoadsResponse(waiting=self._dispatcher.waiting, running=self._dispatcher.running)
+
+    def _tenant(self, context: _Context) -> str:
+        shown_keys = values_of(context.invocation_metadata(), AUTHORIZATION)
+        return tenant_of(matching_key(shown_keys, self._config.api_keys))
+
+    def _caller(self, context: _Context) -> _Caller:
+        gone = asyncio.get_running_loop().create_future()
+        # A cancelled call may leave its generator suspended until it is collected; the context tells at once.
+        context.add_done_callback(lambda _: _set_once(gone))  # type: ignore[arg-type]  # the stubs name a class, not a protocol
+        return _Caller(EdgeStamp.now(Edge.RECEIVED), self._tenant(context), _traceparent(context), gone)
+
+    def _generate_ask(self, caller: _Caller, request: inference_pb2.GenerateRequest) -> Ask:
+        prompt: Prompt = request.text
+        if request.WhichOneof("prompt") == "token_ids":
+            self._admission.check_token_count(len(request.token_ids.ids))
+            prompt = tuple(request.token_ids.ids)
+        return self._ask(caller, request, prompt)
+
+    def _chat_ask(self, caller: _Caller, request: inference_pb2.ChatRequest) -> Ask:
+        check_message_count(len(request.messages), self._config.max_messages)
+        turns = tuple(ChatTurn(message.role, message.content) for message in request.messages)
+        return self._ask(caller, request, Conversation(turns, _variables(request.chat_template_kwargs)))
+
+    def _ask(
+        self, caller: _Caller, request: inference_pb2.GenerateRequest | inference_pb2.ChatRequest, prompt: Prompt
+    ) -> Ask:
+        options = _options(request.options)
+        return Ask(
+            request.request_id, request.model, prompt, options, caller.received, caller.tenant, caller.traceparent
+        )
+
+    async def _admitted(self, kind: type[_M], request: bytes, build: Callable[[_M], Ask], tenant: str) -> Admitted:
+        try:
+            ask = await self._admission.reader.message(tenant, kind, request, build)
+        except TandemError as error:
+            self._dispatcher.metrics.refused("", error)
+            raise
+        return await self._admission.admit(ask)
+
+    async def _answer(
+        self, kind: type[_M], request: bytes, build: Callable[[_M], Ask], caller: _Caller
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        admitted = await unless_gone(self._admitted(kind, request, build, caller.tenant), caller.gone)
+        choices = self._dispatcher.submit(admitted)
+        caller.gone.add_done_callback(lambda _: choices.close())
+        try:
+            while not choices.over:
+                index, event = await choices.next()
+                made = _complete(event) if isinstance(event, Ending) else _chunk(event)
+                yield inference_pb2.GenerateResponse(request_id=choices.request_id, index=index, **made)
+        finally:
+            choices.close()
+
+
+def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Let a server answer calls of `tandem.v1.Inference` with this servicer's methods."""
+    service = inference_pb2.DESCRIPTOR.services_by_name["Inference"]
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+    for each in service.methods:
+        make = grpc.unary_stream_rpc_method_handler if each.server_streaming else grpc.unary_unary_rpc_method_handler
+        handlers[each.name] = make(
+            getattr(servicer, each.name), response_serializer=GetMessageClass(each.output_type).SerializeToString
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _set_once(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _traceparent(context: _Context) -> str:
+    return only(values_of(context.invocation_metadata(), TRACEPARENT))
+
+
+def _chunk(piece: Piece) -> dict[str, Any]:
+    chunk = inference_pb2.Chunk(
+        text=piece.text, token_ids=piece.token_ids, logprobs=[_score(score) for score in piece.scores]
+    )
+    return {"chunk": chunk}
+
+
+def _score(score: TokenScore) -> inference_pb2.TokenScore:
+    return inference_pb2.TokenScore(chosen=_scored(score.chosen), top=[_scored(token) for token in score.top])
+
+
+def _scored(token: ScoredToken) -> inference_pb2.ScoredToken:
+    return inference_pb2.ScoredToken(token_id=token.token_id, utf8=token.utf8, logprob=token.logprob)
+
+
+def _complete(ending: Ending) -> dict[str, Any]:
+    complete = inference_pb2.Complete(
+        finish_reason=convert.finish_to_proto(ending.finish_reason),
+        matched_stop=ending.matched_stop,
+        prompt_tokens=ending.prompt_tokens,
+        completion_tokens=ending.completion_tokens,
+        cached_tokens=ending.cached_tokens,
+        timeline=convert.timeline_to_proto(ending.timeline),
+    )
+    return {"complete": complete}
+
+
+def _variables(text: str) -> dict[str, Any]:
+    """Of the chat template."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("chat_template_kwargs", f"is not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise InvalidArgument("chat_template_kwargs", "must be a JSON object")
+    return value
+
+
+def _options(message: inference_pb2.GenerationOptions) -> Options:
+    def given(name: str) -> Any:
+        return getattr(message, name) if message.HasField(name) else None
+
+    return Options(
+        max_tokens=given("max_tokens"),
+        temperature=given("temperature"),
+        top_k=given("top_k"),
+        top_p=given("top_p"),
+        min_p=given("min_p"),
+        seed=given("seed"),
+        n=given("n"),
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        min_tokens=message.min_tokens,
+        include_stop=message.include_stop_str_in_output,
+        ignore_eos=message.ignore_eos,
+        frequency_penalty=given("frequency_penalty"),
+        presence_penalty=given("presence_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        logprobs=given("logprobs"),
+        priority=message.priority,
+        slo_class=message.slo_class,
+        cache_salt=message.cache_salt,
+    )

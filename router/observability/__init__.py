@@ -1,0 +1,1 @@
+"""How requests went: verdicts by service class, goodput, recent traces, OpenTelemetry spans."""

@@ -1,0 +1,193 @@
+"""How requests and their attempts end, and what follows from it: another attempt, or everything of theirs is let go."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from router.config import RouterConfig
+from router.placement.incompatible_pairs import IncompatiblePairs
+from router.placement.prediction_quality import PredictionQuality
+from router.placement.scheduler import RequestScheduler
+from router.requests.answer import Ending
+from router.requests.live_requests import LiveRequests
+from router.requests.metrics import RouterMetrics
+from router.requests.request import RoutedRequest
+from wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    RoleClosed,
+    StaleEpoch,
+    TandemError,
+    TransferFailed,
+    Unavailable,
+)
+from wire.logs import about
+from wire.messages import FinishReason
+from wire.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
+
+_RETRYABLE = (TransferFailed, StaleEpoch, Unavailable, DeadlineExceeded)
+"""Failures of an attempt, not of the request: with other workers, or once more with these, it can succeed."""
+
+
+class RequestEnds:
+    """The one place where a request stops: its answer, the queue, its workers and their state hear of it here."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        live: LiveRequests,
+        scheduler: RequestScheduler,
+        *,
+        incompatible: IncompatiblePairs,
+        prediction_quality: PredictionQuality,
+        metrics: RouterMetrics,
+        pump: Callable[[], None],
+        tell: Callable[[RoutedRequest, TandemError], None],
+        forget: Callable[[RoutedRequest], None],
+    ) -> None:
+        """`pump` is called when a waiting request may have a place, `tell` to end an answer with an error, behind the
+        tokens that are on their way, `forget` when a request is over, whatever ended it.
+        """
+        self._config = config
+        self._live = live
+        self._scheduler = scheduler
+        self._incompatible = incompatible
+        self._prediction_quality = prediction_quality
+        self._metrics = metrics
+        self._pump = pump
+        self._tell = tell
+        self._forget = forget
+
+    def finish(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> None:
+        """The answer is complete."""
+        if request.ended:
+            return
+        if reason is FinishReason.ABORT:
+            after = request.edges[-1].edge.name
+            log.info("request %s cancelled after %s", request.wire_id, after, extra=about(request.wire_id))
+        request.answer.finish(lambda: self._ending(request, reason, matched_stop))
+        if request.generated and (record := request.placement_record()) is not None:
+            self._prediction_quality.record(record)
+            self._metrics.placed(record)
+        self._end(request)
+
+    def fail(self, request: RoutedRequest, error: TandemError) -> None:
+        """The answer ends with `error`."""
+        if request.ended:
+            return
+        log.info("request %s failed: %s", request.wire_id, error.message, extra=about(request.wire_id))
+        self._tell(request, error)
+        self._metrics.failed(request, error)
+        self._end(request)
+
+    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None:
+        """An attempt failed: try again if tries are left and it can help (`retry`; None = as the error's kind says),
+        else the request fails. A worker that changes its role or drains is nobody's failure.
+        """
+        failed = not isinstance(error, RoleClosed)
+        request.failures += failed
+        request.note_silence(time.monotonic())
+        if isinstance(error, FailedPrecondition):
+            error = self._part(request, error)
+        retry = isinstance(error, _RETRYABLE) if retry is None else retry
+        if not retry or request.failures >= self._config.max_attempts:
+            self.fail(request, error)
+            return
+        attempt = request.wire_id, request.attempt, error.message
+        log.info("request %s, attempt %d failed, again: %s", *attempt, extra=about(request.wire_id))
+        request.waiting_since = time.monotonic()
+        if failed:
+            self._metrics.retried()
+        self.requeue(request)
+
+    def break_off(self, request: RoutedRequest, error: Exception) -> None:
+        """A defect was met in what concerns this request alone: it fails with Internal, at once, since tokens of it may
+        be lost, and everybody else goes on. Never raises; each step of its end is tried, whatever became of the others.
+        """
+        log.error("request %s met a defect", request.wire_id, exc_info=error, extra=about(request.wire_id))
+        reason = Internal("the router could not go on with this request; its log has the details")
+        if not request.answer.over:
+            request.answer.fail(reason)
+        if request.wire_id not in self._live:
+            return
+        request.ended = True
+        steps: tuple[Callable[[], None], ...] = (
+            lambda: self._metrics.failed(request, reason),
+            lambda: self._scheduler.leave(request.queued),
+            lambda: self._live.remove(request),
+            lambda: self._forget(request),
+            lambda: self._leave_workers(request),
+            lambda: self.release(request),
+        )
+        for step in steps:
+            try:
+                step()
+            except Exception:
+                log.exception("request %s did not end in order", request.wire_id, extra=about(request.wire_id))
+
+    def _part(self, request: RoutedRequest, error: FailedPrecondition) -> TandemError:
+        """If its two workers are incompatible, no request goes to both again → what its client is told."""
+        prefill, decode = request.prefill, request.decode
+        if prefill is None or decode is None or prefill is decode:
+            return error
+        log.warning("nothing goes from %s to %s any more: %s", prefill.name, decode.name, error.message)
+        self._incompatible.learn(prefill.info.peer, decode.info.peer, error.message)
+        message = f"the workers that were tried do not fit together; {error.message}"
+        return Unavailable(message, retry_after_s=self._config.retry_after_s)
+
+    def _end(self, request: RoutedRequest) -> None:
+        request.ended = True
+        self._scheduler.leave(request.queued)
+        self._scheduler.ended(request.queued, request.assembler.count)
+        self._live.remove(request)
+        self._forget(request)
+        self._leave_workers(request)
+        self.release(request)
+
+    def release(self, request: RoutedRequest) -> None:
+        """Its prompt is cached where it can be, or it is over: the other answers begin, in its place in the queue."""
+        for each in self._live.let_go(request):
+            each.waiting_since = time.monotonic()
+            each.queued.start_by_s, each.queued.slo = request.queued.start_by_s, request.queued.slo
+            self._scheduler.enter_again(each.queued)
+            self._pump()
+
+    def requeue(self, request: RoutedRequest) -> None:
+        """Back to its place in the queue, for another attempt: it goes on behind the tokens that are out already."""
+        self._leave_workers(request)
+        request.edges.append(EdgeStamp.now(Edge.REQUEUED))
+        request.transfer = None
+        request.attempt += 1
+        request.preempted_at = None
+        request.assembler.restart()
+        request.queued.resumed = request.assembler.count > 0
+        self._scheduler.enter_again(request.queued)
+        self._pump()
+
+    def _leave_workers(self, request: RoutedRequest) -> None:
+        """Free the state, and let the workers forget the attempt unless they have finished it."""
+        ref = request.ref
+        for link in {link for link in (request.prefill, request.decode) if link is not None}:
+            if not request.generated:
+                link.abort(ref)
+        self.settle(request)
+        request.prefill = request.decode = None
+        self._pump()
+
+    def settle(self, request: RoutedRequest) -> None:
+        """No worker computes for this attempt any more: their room is free."""
+        if request.prefill is not None:
+            request.prefill.state.remove_prompt(request.wire_id)
+        if request.decode is not None:
+            request.decode.remove_answer(request.wire_id)
+
+    def _ending(self, request: RoutedRequest, reason: FinishReason, matched_stop: str) -> Ending:
+        """The last message of its answer is on its way."""
+        ending = request.ending(reason, matched_stop)
+        self._metrics.finished(request, reason)
+        return ending

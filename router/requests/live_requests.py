@@ -1,0 +1,114 @@
+"""Every request that is not over: by its name among workers, by its client's, and who waits for whose first answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from router.observability.verdict import JointVerdict
+from router.requests.answer import Answer
+from router.requests.choices import choice_of
+from router.requests.request import Admitted, RoutedRequest
+from router.text.answer_text import AnswerText, TokenText
+
+
+class LiveRequests(Mapping[str, RoutedRequest]):
+    """Maps names among workers to requests; a client's request of several answers is several of them here. Belongs to
+    the event loop."""
+
+    def __init__(self, tokens: TokenText) -> None:
+        """`tokens` turns token ids into text."""
+        self._tokens = tokens
+        self._by_wire_id: dict[str, RoutedRequest] = {}
+        self._by_client_id: dict[tuple[str, str], list[RoutedRequest]] = {}
+        """By tenant and what its client calls it: nobody is in the way of others who call theirs the same."""
+        self._emptied = asyncio.Event()
+        self.arrivals = 0
+        """Requests that were ever made, taken or not."""
+        self.held = 0
+        """Requests that wait for the first answer of theirs."""
+        self._held_of: Counter[str] = Counter()
+        """By tenant."""
+
+    def __getitem__(self, wire_id: str) -> RoutedRequest:
+        return self._by_wire_id[wire_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_wire_id)
+
+    def __len__(self) -> int:
+        return len(self._by_wire_id)
+
+    def of_client(self, tenant: str, request_id: str) -> Sequence[RoutedRequest]:
+        """The answers to a client's request, those that have ended too; empty when all have."""
+        return self._by_client_id.get((tenant, request_id), ())
+
+    def held_of(self, tenant: str) -> int:
+        """Those of `held` that are this tenant's."""
+        return self._held_of[tenant]
+
+    def make(self, admitted: Admitted) -> list[RoutedRequest]:
+        """A request for each answer, the first one first; none of them is here before it is added."""
+        joint = JointVerdict(admitted.n)
+        return [self._make(choice_of(admitted, index), joint) for index in range(admitted.n)]
+
+    def add(self, requests: Sequence[RoutedRequest]) -> None:
+        """All answers to one client's request: the others are held behind the first."""
+        first, *others = requests
+        first.held = tuple(others)
+        if others:
+            self.held += len(others)
+            self._held_of[first.admitted.tenant] += len(others)
+        self._by_wire_id |= {request.wire_id: request for request in requests}
+        self._by_client_id[_name(first)] = list(requests)
+
+    def let_go(self, request: RoutedRequest) -> list[RoutedRequest]:
+        """Those held behind it that are not over: they are no longer."""
+        held, request.held = request.held, ()
+        if held:
+            self.held -= len(held)
+            tenant = request.admitted.tenant
+            self._held_of[tenant] -= len(held)
+            if not self._held_of[tenant]:
+                del self._held_of[tenant]
+        return [each for each in held if not each.ended]
+
+    def remove(self, request: RoutedRequest) -> None:
+        """It has ended."""
+        del self._by_wire_id[request.wire_id]
+        if all(each.ended for each in self._by_client_id[_name(request)]):
+            del self._by_client_id[_name(request)]
+        if not self:
+            self._emptied.set()
+
+    async def until_empty(self) -> None:
+        """Wait until the last one has ended; for those who see to it that none is added."""
+        if self:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def _make(self, admitted: Admitted, joint: JointVerdict) -> RoutedRequest:
+        self.arrivals += 1
+        now, wire_id = time.monotonic(), f"{admitted.request_id}~{uuid.uuid4().hex[:12]}"
+        return RoutedRequest(
+            wire_id=wire_id,
+            admitted=admitted,
+            queued=admitted.queued(wire_id, self.arrivals, now),
+            text=AnswerText(
+                self._tokens,
+                admitted.stop,
+                include_stop=admitted.include_stop,
+                min_tokens=admitted.sampling.min_tokens,
+            ),
+            answer=Answer(admitted.request_id),
+            waiting_since=now,
+            edges=list(admitted.edges),
+            joint=joint,
+        )
+
+
+def _name(request: RoutedRequest) -> tuple[str, str]:
+    return request.admitted.tenant, request.admitted.request_id

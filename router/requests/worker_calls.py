@@ -1,0 +1,132 @@
+"""The two calls that put a placed request onto its workers: Reserve at the decode worker, Prefill at the other."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from router.config import RouterConfig
+from router.requests.request import RoutedRequest
+from router.workers.worker_link import WorkerLink
+from wire.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    Internal,
+    ResourceExhausted,
+    RoleClosed,
+    TandemError,
+    Unavailable,
+)
+from wire.logs import about
+from wire.messages import Destination, PrefillTask, RequestRef, Reservation
+from wire.timeline import Edge, EdgeStamp
+
+log = logging.getLogger(__name__)
+
+_TURNED_AWAY = (Unavailable, FailedPrecondition, DeadlineExceeded)
+"""Of a worker that is gone or does not answer: others may take the request."""
+_COME_LATER = (ResourceExhausted, RoleClosed)
+"""Of a worker that is full, changes its role or drains: no attempt has failed, the request waits on."""
+
+
+class WalkOwner(Protocol):
+    """Who decides what a refused walk means: `RequestEnds`."""
+
+    def requeue(self, request: RoutedRequest) -> None: ...
+
+    def fail_attempt(self, request: RoutedRequest, error: TandemError, *, retry: bool | None = None) -> None: ...
+
+
+class Walks:
+    """One short task for each request between the queue and its workers."""
+
+    def __init__(self, config: RouterConfig, owner: WalkOwner) -> None:
+        self._config = config
+        self._owner = owner
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, request: RoutedRequest) -> None:
+        """Walk the current attempt of `request`, whose workers are chosen."""
+        assert request.prefill is not None
+        task = asyncio.create_task(self._walk(request, request.ref, request.prefill, request.decode))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait until every walk has given back what it was granted."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _walk(
+        self, request: RoutedRequest, ref: RequestRef, prefill: WorkerLink, decode: WorkerLink | None
+    ) -> None:
+        """Runs to its end even if the request ends meanwhile, so that whatever was granted in between is given back."""
+        asked = prefill if decode is None else decode
+        admitted, token_ids, answered = request.admitted, request.token_ids, request.answered
+        sampling, salt = admitted.sampling, admitted.cache_salt
+        try:
+            destination = None
+            if decode is not None:
+                peer = prefill.info.peer
+                reservation = Reservation(
+                    self._config.router_id,
+                    ref,
+                    token_ids,
+                    sampling,
+                    peer,
+                    answered=answered,
+                    cache_salt=salt,
+                    gap_target_s=decode.state.gap_target(request.queued.slo),
+                )
+                destination = await self._reserve(request, reservation, decode)
+            asked = prefill
+            if _current(request, ref):
+                await prefill.prefill(
+                    PrefillTask(
+                        self._config.router_id,
+                        ref,
+                        token_ids,
+                        sampling,
+                        destination,
+                        answered=answered,
+                        cache_salt=salt,
+                    )
+                )
+                if _current(request, ref):
+                    prefill.state.prompt_accepted(request.wire_id)
+        except TandemError as error:
+            self._refused(request, ref, asked, error)
+        except Exception as error:
+            log.exception("dispatching request %s failed", ref.request_id, extra=about(ref.request_id))
+            self._refused(request, ref, asked, Internal(f"dispatching failed ({type(error).__name__}); see the log"))
+        # Even if a later attempt has brought the whole answer by now: what this one was granted is another place.
+        if not _current(request, ref) and not (request.generated and request.attempt == ref.attempt):
+            for link in {prefill, decode or prefill}:
+                link.abort(ref)
+
+    async def _reserve(self, request: RoutedRequest, reservation: Reservation, decode: WorkerLink) -> Destination:
+        granted = await decode.reserve(reservation)
+        if _current(request, reservation.ref):
+            request.edges.append(EdgeStamp.now(Edge.RESERVED))
+            request.lease = granted.lease
+            decode.leases.keep(granted)
+        return Destination(decode.info.peer, decode.info.address, granted.lease)
+
+    def _refused(self, request: RoutedRequest, ref: RequestRef, asked: WorkerLink, error: TandemError) -> None:
+        turned_away = isinstance(error, _TURNED_AWAY)
+        if turned_away or isinstance(error, _COME_LATER):
+            asked.refuse_for_a_moment()
+        if not _current(request, ref):
+            return
+        if isinstance(error, _COME_LATER):
+            self._owner.requeue(request)
+        else:
+            self._owner.fail_attempt(request, error, retry=turned_away or None)
+
+
+def _current(request: RoutedRequest, ref: RequestRef) -> bool:
+    """Whether `ref` is still the attempt that counts."""
+    return not request.ended and request.attempt == ref.attempt

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizing, chat templates, detokenizing, stop strings."""

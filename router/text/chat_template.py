@@ -1,0 +1,95 @@
+"""A model's chat template: Jinja in a sandbox, with the environment Hugging Face templates are written for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from wire.errors import InvalidArgument, ModelError
+
+NO_VARIABLES: Mapping[str, Any] = MappingProxyType({})
+_GIVEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""What clients cannot set: the server gives it to the template, or it is no variable where it comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTurn:
+    """One message of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+class ChatTemplate:
+    """Renders conversations to prompt text. Safe to use from several threads at once."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the model's chat template does not compile ({error}); replace the template") from error
+        self._special_tokens = dict(special_tokens)
+        self._given = _GIVEN | self._special_tokens.keys() | environment.globals.keys()
+
+    def render(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+        """The prompt that asks for the assistant's next turn; `InvalidArgument` if the template refuses `turns`, or if
+        one of the client's `variables` is the server's to set.
+        """
+        if taken := next((name for name in variables if name in self._given), None):
+            raise InvalidArgument(
+                f"chat_template_kwargs.{taken}", "is given to the template by the server; leave it out"
+            )
+        given = {
+            "messages": [{"role": turn.role, "content": turn.content} for turn in turns],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+        }
+        try:
+            return self._template.render({**variables, **given})
+        except Exception as error:  # a template is a program of its own, and may fail in any way
+            raise InvalidArgument("messages", f"the model's chat template refuses them: {error}") from error
+
+
+class _Generation(jinja2.ext.Extension):
+    """The `{% generation %}` block marks the assistant's text for training; for serving it is its own body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which models were not trained on.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

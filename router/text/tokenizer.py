@@ -1,0 +1,192 @@
+"""Text to token ids and back, as the model's own tokenizer.json says, without transformers."""
+
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+from router.text.chat_template import NO_VARIABLES, ChatTemplate, ChatTurn
+from router.text.model_folder import read_json
+from router.text.token_length import token_length
+from wire.errors import InvalidArgument, ModelError
+
+_SPELLED_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""How tokenizers of SentencePiece's kind write a byte of a character they do not know."""
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + number): byte for number, byte in enumerate(sorted({*range(0x100)} - {*_PRINTABLE}))
+}
+"""Byte-level tokenizers write each byte as a visible character: itself, or the next one from U+0100 on."""
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """A loaded tokenizer. Every method may be called from any thread; long texts let other threads run."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read `folder`; `ModelError` in one sentence if it holds no usable tokenizer."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; convert the model's tokenizer to that format")
+        try:
+            self._inner: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises the bare class
+            raise ModelError(f"{path} is no readable tokenizer ({error}); restore it from the source") from error
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        config = read_json(folder, "tokenizer_config.json")
+        special = _special_tokens(folder, config)
+        self._follow_bos_and_eos(config, special)
+        added: dict[int, AddedToken] = self._inner.get_added_tokens_decoder()
+        self._added = {number: each.content for number, each in added.items()}
+        decoder = self._inner.decoder
+        self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        source = _template_source(folder, config)
+        self._template = None if source is None else ChatTemplate(source, special)
+        self.vocab_size: int = self._inner.get_vocab_size(with_added_tokens=True)
+        """Number of ids this tokenizer knows; the model's embedding may hold more."""
+        self._break_up([each.content for each in added.values() if each.special])
+        self._length = token_length(self._inner, map(self.token_bytes, range(self.vocab_size)), _BYTE_OF)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a plain prompt, with the model's special tokens around it. Those that the text spells are
+        control: clients that write templates of their own send plain prompts.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> list[int]:
+        """Token ids of a conversation: `encode_rendered` of `render_chat`."""
+        return self.encode_rendered(self.render_chat(turns, variables))
+
+    def render_chat(self, turns: Sequence[ChatTurn], variables: Mapping[str, Any] = NO_VARIABLES) -> str:
+        """A conversation through the chat template, which brings its own special tokens and is given these `variables`
+        of the client. Special tokens that a turn's text or a variable spells are broken up.
+        """
+        if self._template is None:
+            raise InvalidArgument("messages", "this model has no chat template; send a plain prompt instead")
+        spelled = [replace(turn, content=self._as_text(turn.content)) for turn in turns]
+        try:
+            given = {name: self._all_as_text(each) for name, each in variables.items()}
+        except RecursionError:
+            raise InvalidArgument("chat_template_kwargs", "is nested too deeply for the template") from None
+        return self._template.render(spelled, given)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of what `render_chat` gave. What it broke up is ordinary text."""
+        ids = self._encode(text, add_special_tokens=False)
+        return [i for i in ids if i != self._break_id] if self._break in text else ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """No encoding of `text` has fewer tokens; found without encoding it. 0 where nothing is known."""
+        return self._length.fewest_tokens(text.replace(self._break, ""))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids`, special tokens left out; unknown ids count as nothing."""
+        text: str = self._inner.decode(ids, skip_special_tokens=True)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for in UTF-8, special ones included; b"" for an unknown id."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        token: str | None = self._inner.id_to_token(token_id)
+        if token is None or token_id == self._break_id:
+            return b""
+        if self._byte_level:
+            return bytes(_BYTE_OF[char] for char in token if char in _BYTE_OF)
+        if _SPELLED_BYTE.fullmatch(token):
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # The library's `encode` keeps the interpreter to itself for as long as it takes, the event loop included.
+        (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def _break_up(self, special: list[str]) -> None:
+        """Learn a token that keeps the characters on its sides in tokens of their own. It is digits, which templates'
+        filters leave alone, that no client can guess, and stands for no text.
+        """
+        self._break = f"{secrets.randbelow(10**20):020d}"
+        self._inner.add_special_tokens([AddedToken(self._break, normalized=False)])
+        self._break_id: int = self._inner.token_to_id(self._break)
+        self._begins_special = re.compile(_first_characters_of(special))
+
+    def _as_text(self, text: str) -> str:
+        """`text` with each special token that it spells broken up behind its first character."""
+        return self._begins_special.sub(lambda found: found.group() + self._break, text)
+
+    def _all_as_text(self, value: Any) -> Any:
+        """`value`, as JSON has it, with each text in it as `_as_text` makes it."""
+        if isinstance(value, str):
+            return self._as_text(value)
+        if isinstance(value, list):
+            return [self._all_as_text(each) for each in value]
+        if isinstance(value, dict):
+            return {self._as_text(name): self._all_as_text(each) for name, each in value.items()}
+        return value
+
+    def _follow_bos_and_eos(self, config: dict[str, Any], special: dict[str, str]) -> None:
+        """Let explicit add_bos_token / add_eos_token win over tokenizer.json's post-processor, as transformers does."""
+        if "add_bos_token" not in config and "add_eos_token" not in config:
+            return
+        bos = special.get("bos_token") if config.get("add_bos_token") else None
+        eos = special.get("eos_token") if config.get("add_eos_token") else None
+        pieces = ([bos] if bos else []) + ["$A"] + ([eos] if eos else [])
+        known = [(token, self._inner.token_to_id(token)) for token in (bos, eos) if token]
+        self._inner.post_processor = TemplateProcessing(single=pieces, special_tokens=known)
+
+
+def _first_characters_of(texts: Sequence[str]) -> str:
+    """A pattern of each character at which one of `texts` begins. It looks at a character about once, however many
+    texts there are: some models have a thousand special tokens, and a search of theirs lets no other thread run.
+    """
+    patterns = (f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(texts).items())
+    return "|".join(patterns) or "(?!)"
+
+
+def _any_of(texts: Sequence[str]) -> str:
+    """A pattern of what begins with one of `texts`."""
+    if "" in texts:
+        return ""
+    patterns = [re.escape(first) + _any_of(rests) for first, rests in _by_first(texts).items()]
+    return patterns[0] if len(patterns) == 1 else f"(?:{'|'.join(patterns)})"
+
+
+def _by_first(texts: Sequence[str]) -> dict[str, list[str]]:
+    """The rests of `texts` behind their first characters."""
+    rests: dict[str, list[str]] = {}
+    for text in texts:
+        rests.setdefault(text[0], []).append(text[1:])
+    return rests
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Name to text of the special tokens; older folders keep them in special_tokens_map.json."""
+    found: dict[str, str] = {}
+    for source in (read_json(folder, "special_tokens_map.json"), config):
+        for name in _SPECIAL_NAMES:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """The chat template's text: chat_template.jinja, else tokenizer_config.json's (its "default" if it has several)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None

@@ -1,0 +1,265 @@
+"""The router's end of one run of one worker: a channel, one event stream, and the state of what was placed there."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+
+from router.placement.fleet import Fleet
+from router.placement.worker_state import REFUSAL_PAUSE_S, WorkerState
+from router.workers.lease_keeper import LeaseKeeper
+from router.workers.prefix_feed import PrefixFeed
+from wire import convert
+from wire.errors import DeadlineExceeded, TandemError, Unavailable
+from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+from wire.messages import (
+    GrantedLease,
+    Lease,
+    PrefillTask,
+    RequestRef,
+    Reservation,
+    StepEvents,
+    WorkerInfo,
+)
+from wire.rpc import error_of, open_channel
+from wire.timeline import TransferStats
+
+log = logging.getLogger(__name__)
+
+_RECONNECT_S = (0.05, 1.0)
+"""First and longest pause before the event stream is opened again."""
+_ABORT_TRIES = 3
+_LIST_PAUSE_S = 1.0
+"""Before a worker that gave no list of its pages is asked for it again."""
+
+_Reply = TypeVar("_Reply")
+
+
+class LinkObserver(Protocol):
+    """Who hears of a worker. All calls come on the event loop."""
+
+    def on_step(self, link: WorkerLink, step: StepEvents) -> None:
+        """One step's events."""
+
+    def on_lost(self, link: WorkerLink) -> None:
+        """The event stream broke: the worker has cancelled, or lost, every request of this router."""
+
+    def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None:
+        """The worker no longer holds a lease that was never admitted."""
+
+    def on_change(self) -> None:
+        """Connected, disconnected, or room again: waiting requests may have a place now."""
+
+
+class WorkerLink:
+    """A connection to one incarnation of a worker. The pool opens and closes it."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        fleet: Fleet,
+        observer: LinkObserver,
+        *,
+        router_id: str,
+        token: str,
+        rpc_timeout_s: float,
+    ) -> None:
+        self.connected = False
+        self.retired = False
+        """Whether it takes nothing new: it left the cluster, what runs there may end."""
+        self.state = WorkerState(info, time.monotonic)
+        self._fleet = fleet
+        fleet.join(self.state)
+        self._prefixes = PrefixFeed(fleet.prefixes, self.state.slot)
+        self._router_id = router_id
+        self._timeout = rpc_timeout_s
+        self._observer = observer
+        self._channel = open_channel(info.address, token)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._aborts: list[RequestRef] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._listing: asyncio.Task[None] | None = None
+        self.leases = LeaseKeeper(self._heartbeat, lambda lease: observer.on_lease_lost(self, lease))
+        self._stream = asyncio.create_task(self._attach_forever(), name=f"attach-{info.peer.worker_id}")
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The worker as it registered last."""
+        return self.state.info
+
+    @property
+    def live(self) -> bool:
+        """Whether it may be given work: it does not while it drains."""
+        return self.connected and not self.retired and self.info.open is not None
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests this worker is still needed for."""
+        return self.state.request_ids
+
+    def follow(self, info: WorkerInfo | None) -> None:
+        """What the controller says of it now; None = it left the cluster."""
+        if info is not None:
+            self.state.update(info)
+        self.retired = info is None
+        self._fleet.set_live(self.state, live=self.live)
+
+    def remove_answer(self, request_id: str) -> None:
+        """Nothing of it is there any more."""
+        self.leases.drop(request_id)
+        self.state.remove_answer(request_id)
+
+    def learn_transfer(self, transfer: TransferStats) -> None:
+        """KV pages came to it."""
+        self._fleet.learn_transfer(self.state, transfer)
+
+    def refuse_for_a_moment(self) -> None:
+        """It turned a request away: ask others first."""
+        self.state.pause()
+        asyncio.get_running_loop().call_later(REFUSAL_PAUSE_S, self._observer.on_change)
+
+    # ---- calls ----
+
+    async def reserve(self, reservation: Reservation) -> GrantedLease:
+        """Ask a decode worker for a lease; its `TandemError` if it refuses."""
+        request = convert.reservation_to_proto(reservation)
+        return convert.granted_from_proto(await self._call(self._stub.Reserve(request, timeout=self._timeout)))
+
+    async def prefill(self, task: PrefillTask) -> None:
+        """Hand a prompt to a prefill worker; its `TandemError` if it refuses."""
+        await self._call(self._stub.Prefill(convert.prefill_task_to_proto(task), timeout=self._timeout))
+
+    def abort(self, ref: RequestRef) -> None:
+        """Let the worker forget `ref` and earlier attempts; those of one moment go in one message."""
+        if not self._aborts:
+            self._spawn(self._send_aborts())
+        self._aborts.append(ref)
+
+    async def _send_aborts(self) -> None:
+        refs, self._aborts = self._aborts, []
+        message = worker_pb2.AbortWorkRequest(
+            router_id=self._router_id, requests=[convert.ref_to_proto(ref) for ref in refs]
+        )
+        tries = 0
+        while True:
+            try:
+                await self._call(self._stub.Abort(message, timeout=self._timeout))
+            except DeadlineExceeded as error:
+                # It may stand still, and go on. When the stream breaks it cancels all that is ours and needs no abort.
+                if not self.connected:
+                    self._unheard(refs, error)
+                    return
+            except TandemError as error:
+                tries += 1
+                if isinstance(error, Unavailable) or tries == _ABORT_TRIES:
+                    self._unheard(refs, error)
+                    return
+            else:
+                return
+
+    def _unheard(self, refs: Sequence[RequestRef], error: TandemError) -> None:
+        log.warning("abort of %d requests did not reach %s: %s", len(refs), self.name, error)
+
+    async def _heartbeat(self, leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
+        message = worker_pb2.HeartbeatRequest(leases=[convert.lease_to_proto(lease) for lease in leases])
+        reply = await self._call(self._stub.Heartbeat(message, timeout=min(timeout_s, self._timeout)))
+        return frozenset(convert.lease_from_proto(lease) for lease in reply.unknown)
+
+    async def _call(self, call: Awaitable[_Reply]) -> _Reply:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, self.name) from error
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.info.peer.worker_id}"
+
+    # ---- the event stream ----
+
+    async def _attach_forever(self) -> None:
+        pause = _RECONNECT_S[0]
+        while True:
+            try:
+                await self._attach()
+            except grpc.aio.AioRpcError as error:
+                log.debug("event stream of %s ended: %s", self.name, error.details())
+            except Exception:
+                log.exception("event stream of %s failed", self.name)
+            pause = _RECONNECT_S[0] if self.connected else min(2 * pause, _RECONNECT_S[1])
+            self._set_connected(False)
+            await asyncio.sleep(pause)
+
+    async def _attach(self) -> None:
+        request = worker_pb2.AttachRequest(router_id=self._router_id, prefixes=True)
+        call = self._stub.Attach(request, wait_for_ready=True)
+        await call.initial_metadata()
+        self._set_connected(True)
+        async for message in call:
+            step = convert.step_events_from_proto(message)
+            self._learn(step)
+            self._observer.on_step(self, step)
+
+    def _learn(self, step: StepEvents) -> None:
+        """What the worker says of itself. Placement may be worse for what cannot be taken; no answer is."""
+        try:
+            self.state.report(step.load)
+            for changes in step.prefixes:
+                self._prefixes.take(changes)
+            self._keep_in_step()
+        except Exception:
+            log.exception("what %s says of itself cannot be taken; its requests go on", self.name)
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected == self.connected:
+            return
+        self.connected = connected
+        self._fleet.set_live(self.state, live=self.live)
+        log.info("%s (incarnation %d) %s", self.name, self.info.peer.incarnation, "up" if connected else "lost")
+        if connected:
+            self._keep_in_step()
+        else:
+            self._prefixes.lose()
+            self._observer.on_lost(self)
+        self._observer.on_change()
+
+    def _keep_in_step(self) -> None:
+        """Ask for the list of all pages that can be used again, if batches are missing and nobody asks yet."""
+        if not self._prefixes.in_step and (self._listing is None or self._listing.done()):
+            self._listing = asyncio.create_task(self._list_prefixes(), name=f"prefixes-{self.info.peer.worker_id}")
+
+    async def _list_prefixes(self) -> None:
+        """Without the list placement knows less, and that is all."""
+        while self.connected and not self._prefixes.in_step:
+            try:
+                reply = await self._call(
+                    self._stub.ListPrefixes(worker_pb2.ListPrefixesRequest(), timeout=self._timeout)
+                )
+            except TandemError as error:
+                log.info("what %s holds is unknown for now: %s", self.name, error)
+                await asyncio.sleep(_LIST_PAUSE_S)
+            else:
+                if self.connected:
+                    self._prefixes.load(convert.prefix_list_from_proto(reply))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Send the last aborts, end the stream, close the channel. Its requests are lost if there are any."""
+        asked = [self._stream] if self._listing is None else [self._stream, self._listing]
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        self._set_connected(False)
+        self._fleet.leave(self.state)
+        self.leases.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()

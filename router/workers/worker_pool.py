@@ -1,0 +1,235 @@
+"""The workers this router sees: the controller's membership, one link to each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from router.config import RouterConfig
+from router.placement.fleet import Fleet
+from router.placement.worker_state import WorkerState
+from router.workers.worker_link import LinkObserver, WorkerLink
+from wire import convert
+from wire.ending import answer_tokens
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.messages import Membership, ModelFacts, PeerRef, WorkerInfo
+from wire.mode import Mode
+from wire.recurring import RECURRING
+from wire.rpc import is_refused_peer, open_channel
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = (0.1, 2.0)
+"""First and longest pause before the controller is asked again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as the workers loaded it, and the largest request they can hold, in tokens."""
+
+    facts: ModelFacts
+    prefill_tokens_max: int
+    decode_tokens_max: int
+    decode_tokens_min: int
+    """What each of the decode workers can hold."""
+    page_tokens: int = 0
+    """Tokens of a KV page; 0 = not the same at all workers, so that pages have no common names."""
+
+
+class PoolObserver(LinkObserver, Protocol):
+    """Who hears of the whole cluster as well."""
+
+    def on_mode(self, mode: str) -> None:
+        """Prompts are to be computed elsewhere from now on: the value of a `Mode`."""
+
+
+class WorkerPool:
+    """Follows the cluster's membership. Links of workers that left stay until their last request has ended."""
+
+    def __init__(self, config: RouterConfig, observer: PoolObserver) -> None:
+        self._config = config
+        self._observer = observer
+        self.fleet = Fleet()
+        """The live workers, for placement."""
+        self._links: dict[PeerRef, WorkerLink] = {}
+        self._model: ServedModel | None = None
+        self.mode = config.mode.value
+        """Where prompts may be computed, as the controller says; the value of a `Mode`."""
+        self._channel = open_channel(config.controller_address, config.token)
+        self._closing: set[asyncio.Task[None]] = set()
+        self._watch = asyncio.create_task(self._watch_forever(), name="router-watch")
+
+    @property
+    def links(self) -> list[WorkerLink]:
+        """Every link, those of workers that are leaving included."""
+        return list(self._links.values())
+
+    @property
+    def model(self) -> ServedModel | None:
+        """What is served; None until the first worker of each role was seen. Survives the workers' absence."""
+        return self._model
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request could be served now: the model is known, both roles are live and take work."""
+        return self._serve([link for link in self._live() if not link.info.not_ready])
+
+    @property
+    def staffed(self) -> bool:
+        """Whether both roles are live and fit together; a worker that is not ready for the moment may be again."""
+        return self._serve(self._live())
+
+    @property
+    def misfit(self) -> str:
+        """Why no live worker can hand a prompt over to another, in words; empty = some can, or a role is missing."""
+        live = self._live()
+        if not _has_both(live) or self._fit(live):
+            return ""
+        prefills, decodes = ([link.info.peer for link in each] for each in _by_role(live))
+        return f"no prefill worker fits a decode worker; {self.fleet.incompatible.why(prefills, decodes)}"
+
+    @property
+    def not_ready(self) -> tuple[str, ...]:
+        """Why live workers take nothing new, in their words."""
+        return tuple(f"{link.name} is not ready: {why}" for link in self._live() if (why := link.info.not_ready))
+
+    @property
+    def prefill_room(self) -> int:
+        """Tokens that the largest live prefill worker can take."""
+        return max((each.pages_total * each.page_tokens for each in self.fleet.live if each.prefills), default=0)
+
+    def views(self) -> list[WorkerState]:
+        """The state of the live workers."""
+        return list(self.fleet.live)
+
+    def link(self, peer: PeerRef) -> WorkerLink:
+        """The link to `peer`, which placement just chose."""
+        return self._links[peer]
+
+    def sweep(self) -> None:
+        """Close links of workers that left and whose requests have ended; let go of reports that are too old."""
+        self.fleet.forget_old_incompatible()
+        for link in self.links:
+            link.state.expire_report()
+            if link.retired and not (link.connected and link.request_ids):
+                self._drop(link)
+
+    async def close(self) -> None:
+        """End every stream and channel."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        for link in self.links:
+            self._drop(link)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._channel.close()
+
+    def _live(self) -> list[WorkerLink]:
+        return [link for link in self._links.values() if link.live]
+
+    def _serve(self, links: list[WorkerLink]) -> bool:
+        return self._model is not None and _has_both(links) and self._fit(links)
+
+    def _fit(self, links: list[WorkerLink]) -> bool:
+        """Whether any of these may serve a request, alone or with another."""
+        incompatible = self.fleet.incompatible
+        if not incompatible:
+            return True
+        alone = self.mode != Mode.DISAGGREGATED or len(links) == 1
+        prefills, decodes = _by_role(links)
+        pairs = ((prefill, decode) for prefill in prefills for decode in decodes)
+        return any(alone if one is other else incompatible.fit(one.info.peer, other.info.peer) for one, other in pairs)
+
+    async def _watch_forever(self) -> None:
+        stub = cluster_pb2_grpc.ClusterStub(self._channel)
+        pause = _RETRY_S[0]
+        while True:
+            try:
+                async for message in stub.Watch(cluster_pb2.WatchRequest()):
+                    self._follow(convert.membership_from_proto(message))
+                    pause = _RETRY_S[0]
+            except grpc.aio.AioRpcError as error:
+                # Workers go on serving without a controller; only changes are missed until it is back.
+                self._say_unfollowed(error)
+            except Exception:
+                # A router that no longer follows would serve ghosts for ever; the next message may be a good one.
+                log.exception("following the controller at %s failed", self._config.controller_address)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _RETRY_S[1])
+
+    def _say_unfollowed(self, error: grpc.aio.AioRpcError) -> None:
+        address = self._config.controller_address
+        if is_refused_peer(error):
+            log.error(
+                "the controller at %s and this router do not accept each other's certificates: they have different"
+                " cluster tokens, or another process has that port; give both the same --token or --token-file. Until"
+                " then this router learns of no workers",
+                address,
+                extra=RECURRING,
+            )
+        else:
+            log.warning("watching the controller at %s failed: %s", address, error.details(), extra=RECURRING)
+
+    def _follow(self, membership: Membership) -> None:
+        named = {info.peer: info for info in membership.workers}
+        successors = {info.peer.worker_id: info.peer for info in membership.workers}
+        for peer, link in list(self._links.items()):
+            if peer not in named:
+                link.follow(None)
+            if successors.get(peer.worker_id, peer) != peer:
+                self._drop(link)  # its process is gone: what ran there is lost now, not at a timeout
+        for peer, info in named.items():
+            known = self._links.get(peer)
+            if known is None:
+                self._links[peer] = self._open(info)
+            else:
+                known.follow(info)
+        if membership.mode not in {"", self.mode}:
+            self.mode = membership.mode
+            self._observer.on_mode(self.mode)
+        self._learn_model(membership)
+        self.sweep()
+        self._observer.on_change()
+
+    def _open(self, info: WorkerInfo) -> WorkerLink:
+        config = self._config
+        return WorkerLink(
+            info,
+            self.fleet,
+            self._observer,
+            router_id=config.router_id,
+            token=config.token,
+            rpc_timeout_s=config.rpc_timeout_s,
+        )
+
+    def _drop(self, link: WorkerLink) -> None:
+        self._links.pop(link.info.peer, None)
+        task = asyncio.create_task(link.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _learn_model(self, membership: Membership) -> None:
+        prefills = [w for w in membership.workers if w.takes_prompts]
+        decodes = [w for w in membership.workers if w.takes_answers]
+        if self.mode == Mode.COLOCATED:
+            decodes = [w for w in decodes if w.takes_prompts] or decodes
+        if prefills and decodes:
+            self._model = ServedModel(
+                facts=min((w.model for w in membership.workers), key=lambda facts: facts.max_context),
+                prefill_tokens_max=max(w.pages_total * w.page_tokens for w in prefills),
+                decode_tokens_max=max(answer_tokens(w) for w in decodes),
+                decode_tokens_min=min(answer_tokens(w) for w in decodes),
+                page_tokens=sizes.pop() if len(sizes := {w.page_tokens for w in membership.workers}) == 1 else 0,
+            )
+
+
+def _has_both(links: list[WorkerLink]) -> bool:
+    return all(_by_role(links))
+
+
+def _by_role(links: list[WorkerLink]) -> tuple[list[WorkerLink], list[WorkerLink]]:
+    """Who takes prompts, who takes answers."""
+    return [link for link in links if link.info.takes_prompts], [link for link in links if link.info.takes_answers]

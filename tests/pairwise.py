@@ -1,0 +1,57 @@
+"""Parameters of a test in few cases: each two values of two parameters meet in one case at least.
+
+A defect mostly needs one value, or two together; the full product of four parameters is many times as long and finds
+little more (Kuhn, Wallace, Gallo: Software Fault Interactions and Implications for Software Testing, 2004). A case that
+needs three values together is an edge case: it is named with `always`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+Case = tuple[Any, ...]
+Values = Mapping[str, Any] | Iterable[Any]
+
+
+def pairwise(
+    *, always: Sequence[Case] = (), indirect: Sequence[str] = (), **parameters: Values
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` over these parameters, whose values have names or are named by `str`. `always`: cases
+    that are kept whatever they cover, each by the names of its values in order. `indirect` as pytest has it.
+    """
+    named = [
+        dict(values) if isinstance(values, Mapping) else {str(value): value for value in values}
+        for values in parameters.values()
+    ]
+    cases = covering([list(values) for values in named], always)
+    chosen = [
+        pytest.param(*(values[name] for values, name in zip(named, case, strict=True)), id="-".join(case))
+        for case in cases
+    ]
+    return pytest.mark.parametrize(list(parameters), chosen, indirect=list(indirect))
+
+
+def covering(columns: Sequence[Sequence[str]], always: Sequence[Case] = ()) -> list[Case]:
+    """Cases in which each pair of values of two columns occurs, `always` first, then greedily whichever case has the
+    most pairs that are missing; of equal ones the first in the columns' order.
+    """
+    every = list(product(*columns))
+    assert set(always) <= set(every), f"no such values: {set(always) - set(every)}"
+    missing = {pair for case in every for pair in _pairs(case)}
+    cases = list(always)
+    for case in always:
+        missing -= _pairs(case)
+    while missing:
+        best = max(every, key=lambda case: len(missing & _pairs(case)))
+        missing -= _pairs(best)
+        cases.append(best)
+    return cases
+
+
+def _pairs(case: Case) -> set[tuple[tuple[int, Any], ...]]:
+    """With their columns; a single column is covered value by value."""
+    return set(combinations(enumerate(case), min(2, len(case))))

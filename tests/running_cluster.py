@@ -1,0 +1,152 @@
+"""A cluster that tests look into, and the one of them that is kept running for the next test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cli.connection.controller_client import ControllerClient
+from cluster.config import ClusterConfig
+from cluster.launcher import Cluster, Endpoints, _ask
+from cluster.planner_config import PlannerConfig, PlannerMode
+from cluster.supervision.health import Health, Phase
+from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
+from wire.mutual_tls import PART_NAME, credentials_of
+
+IDLE_WITHIN_S = 120.0
+"""Longer than any lease and quarantine: what is not free by then never will be."""
+
+
+class RunningCluster:
+    """A cluster under test, with a view of its insides."""
+
+    def __init__(self, config: ClusterConfig, logs: Path) -> None:
+        self.config = config
+        self._logs = config.log_folder or logs
+        self._cluster = Cluster.start(replace(config, log_folder=self._logs))
+        self.grpc_address = self._cluster.endpoints.grpc
+        self.http_address = self._cluster.endpoints.http
+        self.metrics_address = self._cluster.endpoints.metrics
+
+    def stop(self) -> None:
+        self._cluster.stop()
+
+    def log(self, name: str) -> str:
+        """What the process called `name` has logged so far."""
+        return (self._logs / f"{name}.log").read_text()
+
+    @property
+    def doors(self) -> Endpoints:
+        """For commands that start a cluster, and shall have this one."""
+        return self._cluster.endpoints
+
+    @property
+    def controller(self) -> ControllerClient:
+        """Who changes modes and drains workers."""
+        return ControllerClient(self._cluster.endpoints.controller, self._cluster.endpoints.token)
+
+    def controller_pid(self) -> int:
+        """The controller's process."""
+        pid: int = _ask(self._cluster._controller.pid.remote())
+        return pid
+
+    def workers(self) -> tuple[Health, ...]:
+        """Every worker as the controller sees it."""
+        return self._cluster.health().workers
+
+    def router(self) -> Health:
+        return self._cluster.health().router
+
+    def worker(self, role: str, within_s: float = 60.0) -> Health:
+        """The first worker of a role, once it serves."""
+        give_up = time.monotonic() + within_s
+        while True:
+            one = next(w for w in self.workers() if w.name.startswith(role))
+            if one.phase is Phase.SERVING:
+                return one
+            assert time.monotonic() < give_up, one
+            time.sleep(0.1)
+
+    def named(self, name: str) -> Health:
+        """One worker as the controller sees it."""
+        return {one.name: one for one in self.workers()}[name]
+
+    def members(self) -> list[cluster_pb2.WorkerInfo]:
+        """Who is registered now."""
+        with self.channel(self._cluster.endpoints.controller) as channel:
+            stream = cluster_pb2_grpc.ClusterStub(channel).Watch(cluster_pb2.WatchRequest(), timeout=60)
+            members = list(next(stream).workers)
+            stream.cancel()
+        return members
+
+    def inspect(self) -> list[worker_pb2.InspectResponse]:
+        """Every registered worker's pages and open work."""
+        return [self._inspect(member.address) for member in self.members()]
+
+    def inspect_worker(self, name: str) -> worker_pb2.InspectResponse:
+        """One registered worker's; the others are not asked, and may be frozen. KeyError if it is not registered."""
+        return self._inspect({member.worker_id: member.address for member in self.members()}[name])
+
+    def _inspect(self, address: str) -> worker_pb2.InspectResponse:
+        with self.channel(address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Inspect(worker_pb2.InspectRequest(), timeout=60)
+
+    def assert_idle_and_sound(self) -> None:
+        """On every worker, in the end: all pages free, or cached and read by nobody, nothing open, the pool sound."""
+        give_up = time.monotonic() + IDLE_WITHIN_S
+        while True:
+            found = self.inspect()
+            assert [one.integrity_error for one in found] == [""] * self.config.worker_count
+            if all(_idle(one) for one in found):
+                return
+            assert time.monotonic() < give_up, f"still not idle: {found}"
+            time.sleep(0.1)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """To the controller or a worker, as a part of this cluster."""
+        client = credentials_of(self._cluster.endpoints.token).client
+        return grpc.secure_channel(address, client, [("grpc.ssl_target_name_override", PART_NAME)])
+
+
+def _idle(one: worker_pb2.InspectResponse) -> bool:
+    taken = one.pages_owned + one.pages_shared + one.pages_advertised + one.pages_quarantined + one.pages_promised
+    return one.pages_free + one.pages_cached == one.pages_total and not (taken or one.requests or one.leases)
+
+
+class Shelf:
+    """Holds the one running cluster of this session."""
+
+    def __init__(self, model: Path, new_folder: Callable[[], Path]) -> None:
+        self._model = model
+        self._new_folder = new_folder
+        self._running: RunningCluster | None = None
+
+    def get(self, *, fresh: bool, **settings: Any) -> RunningCluster:
+        config = ClusterConfig(
+            **{
+                "model": self._model,
+                "model_name": "SmolLM2-135M-Instruct",
+                "grpc_port": 0,
+                "http_port": 0,
+                "kv_checksum_rate": 1.0,
+                "threads": 1,
+                "planner": PlannerConfig(PlannerMode.DRY_RUN, window_s=5.0),
+                **settings,
+            }
+        )
+        if self._running is not None and (fresh or self._running.config != config):
+            self.clear()
+        if self._running is None:
+            self._running = RunningCluster(config, self._new_folder())
+        return self._running
+
+    def clear(self) -> None:
+        if self._running is not None:
+            self._running.stop()
+            self._running = None

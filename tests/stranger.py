@@ -1,0 +1,72 @@
+"""Whoever was given the port of a part of the cluster that has left, and writes down all it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+
+_BUFFER = 1 << 16
+
+
+class Stranger:
+    """Accepts every gRPC call in plaintext, and every connection. `start` and `stop` it on one event loop."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.heard = bytearray()
+        """All bytes that came, of all connections."""
+        self.headers: list[tuple[str, Any]] = []
+        """Of all calls that came."""
+
+    async def start(self, port: int = 0) -> Stranger:
+        self._grpc = grpc.aio.server(interceptors=[_Notes(self.headers)])
+        behind = self._grpc.add_insecure_port("127.0.0.1:0")
+        await self._grpc.start()
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self.connections += 1
+            there_reader, there = await asyncio.open_connection("127.0.0.1", behind)
+            try:
+                await asyncio.gather(_pass_on(reader, there, self.heard), _pass_on(there_reader, writer))
+            finally:
+                there.close()
+                writer.close()
+
+        self._server = await asyncio.start_server(accept, "127.0.0.1", port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.address = f"127.0.0.1:{self.port}"
+        return self
+
+    async def stop(self) -> None:
+        self._server.close()
+        await self._grpc.stop(None)
+
+    def assert_learned_nothing(self, token: str) -> None:
+        """It was called on, and has neither the token nor anything of a call."""
+        assert self.connections > 0, "nobody came"
+        assert (self.headers, token.encode() in self.heard) == ([], False)
+        assert b"authorization" not in bytes(self.heard).lower()
+
+
+class _Notes(grpc.aio.ServerInterceptor):
+    def __init__(self, headers: list[tuple[str, Any]]) -> None:
+        self._headers = headers
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        self._headers += [("method", handler_call_details.method), *handler_call_details.invocation_metadata]
+        return await continuation(handler_call_details)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, copy: bytearray | None = None) -> None:
+    """Until one end closes, which closes the other."""
+    try:
+        while part := await reader.read(_BUFFER):
+            if copy is not None:
+                copy += part
+            writer.write(part)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()

@@ -1,0 +1,110 @@
+"""The open-loop client over HTTP, against a server that streams what the test says."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+
+from benchmarks.http_load.__main__ import figures, main
+from benchmarks.http_load.client import address_of
+from benchmarks.load.record import RequestRecord
+from benchmarks.load.synthetic import Lengths, Synthetic
+from wire.errors import InvalidArgument
+
+
+class Server(BaseHTTPRequestHandler):
+    """Streams as many tokens as are asked for, refuses answers of 7, cuts those of 9 short, speaks no JSON for 11."""
+
+    asked: ClassVar[list[dict[str, Any]]] = []
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append({**request, "path": self.path, "key": self.headers["Authorization"]})
+        wanted = request["max_tokens"]
+        self.send_response(400 if wanted == 7 else 200)
+        self.end_headers()
+        sent = wanted - 1 if wanted == 9 else wanted
+        for number in range(0 if wanted == 7 else sent):
+            self.event({"choices": [{"text": f" {number}"}]})
+        if wanted == 11:
+            self.wfile.write(b"data: {\n\n")
+        self.event({"choices": [], "usage": {"completion_tokens": sent}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def event(self, data: dict[str, Any]) -> None:
+        self.wfile.write(f"data: {json.dumps(data)}\n\n".encode())
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    Server.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def result_of(url: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    common = ["--url", url, "--model", "tiny", "--device", "cpu", "--clients", "1", "--seconds", "1", "--rates", "9"]
+    main([*common, "--prompt-tokens", "6", *options])
+    last: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return last
+
+
+def test_requests_leave_as_drawn_and_are_counted(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = result_of(url, capsys, "--new-tokens", "5", "--row", "as it is", "--api-key", "k", "--vocab-size", "50")
+    (load,) = result["rows"]["as it is"]
+    drawn = Synthetic(Lengths(6), Lengths(5)).at(9, 1, 0)
+    assert load["n"] == len(drawn.arrivals) == len(Server.asked)
+    assert (load["errors"], load["chunks_per_token"], load["out_tokens"]) == (0, 1.0, 5 * load["n"])
+    assert set(load["gap_ms"]) == {"50", "95", "99", "99.9"}
+    for asked in Server.asked:
+        assert (asked["path"], asked["key"], asked["model"]) == ("/v1/completions", "Bearer k", "tiny")
+        assert (asked["temperature"], asked["ignore_eos"], asked["stream"]) == (0, True, True)
+        assert len(asked["prompt"]) == 6
+        assert max(asked["prompt"]) < 50
+    assert len({tuple(asked["prompt"]) for asked in Server.asked}) == load["n"], "no prompt begins as another"
+
+
+@pytest.mark.parametrize(("tokens", "error"), [("7", "400"), ("9", "WRONG_LENGTH"), ("11", "property name")])
+def test_what_is_no_whole_answer_is_an_error(
+    tokens: str, error: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (load,) = result_of(url, capsys, "--new-tokens", tokens)["rows"]["defaults"]
+    assert load["errors"] == load["n"]
+    assert error in load["err"][0]
+    assert (load["tok_s"], load["good_1000_25"], load["ttft_ms"]) == (0.0, 0.0, {})
+
+
+def test_figures_are_of_each_requests_own_gaps() -> None:
+    workload = Synthetic(Lengths(6), Lengths(3)).at(9, 1, 0)
+    good = RequestRecord(0, 0.0, 0.001, 0.1, (0.05, 0.06, 0.08), 3, 3, completion_tokens=3)
+    slow = RequestRecord(1, 0.5, 0.5, 1.0, (0.9, 0.95, 1.0), 3, 3, completion_tokens=3)
+    lost = RequestRecord(2, 0.6, 0.6, 2.0, (), 3, error="TimeoutError")
+    row = figures(workload, [good, slow, lost])
+    assert row["ttft_ms"] == {"50": 50.0, "90": 400.0, "99": 400.0}
+    assert row["gap_ms"] == {"50": 20.0, "95": 50.0, "99": 50.0, "99.9": 50.0}
+    assert (row["tok_s"], row["errors"], row["late_max"]) == (3.0, 1, 0.001)
+    assert (row["good_1000_25"], row["good_300_60"]) == (0.333, 0.333)
+
+
+def test_a_server_that_is_not_there_ends_the_run_before_a_load(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="a client process of the load died"):
+        main(["--url", "http://127.0.0.1:9/v1", "--model", "tiny", "--device", "cpu", "--clients", "1"])
+    assert "ConnectionRefusedError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://host/v1", "http:///v1"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(InvalidArgument, match="no address like"):
+        address_of(url)

@@ -1,0 +1,159 @@
+"""A controller whose workers another one keeps says what that one says, and passes on what it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cli.connection.controller_client import ControllerClient
+from cluster.leadership import forwarding as elsewhere
+from cluster.leadership.forwarding import ForwardingServicer, mirror
+from cluster.supervision.registry import Registry
+from tests.unit.cluster.crew import FACTS, until
+from tests.unit.cluster.test_service import ABSENT, Asked
+from wire.errors import InvalidArgument, NotFound, TandemError, Unavailable
+from wire.generated.tandem.v1 import cluster_pb2_grpc
+from wire.messages import Membership, PeerRef, Role, WorkerInfo
+from wire.rpc import listen, open_server
+
+
+class Nobody(Asked):
+    """Must not be asked."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+
+class Doors:
+    def __init__(self) -> None:
+        self.servers: list[Any] = []
+        self.registry = Registry()
+        self.keeper = ""
+        self.clear = asyncio.Event()
+
+    async def open(self, operator: Asked, where: Callable[[], Awaitable[str]]) -> str:
+        server = open_server()
+        servicer = ForwardingServicer(self.registry, operator, "secret", where)
+        cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
+        port = listen(server, "127.0.0.1:0", "secret")
+        await server.start()
+        self.servers.append(server)
+        return f"127.0.0.1:{port}"
+
+    async def here(self) -> str:
+        return ""
+
+    async def there(self) -> str:
+        await self.clear.wait()
+        return self.keeper
+
+
+@pytest.fixture
+async def doors() -> AsyncIterator[Doors]:
+    made = Doors()
+    yield made
+    for server in made.servers:
+        await server.stop(None)
+
+
+def asks(client: ControllerClient) -> list[Awaitable[Any]]:
+    return [
+        client.set_mode("colocated"),
+        client.resize(workers=3),
+        client.drain_worker("w", grace_s=2.0, restart=True),
+    ]
+
+
+async def failures(client: ControllerClient) -> list[TandemError]:
+    found = []
+    for ask in asks(client):
+        with pytest.raises(TandemError) as failure:
+            await ask
+        found.append(failure.value)
+    return found
+
+
+async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(doors: Doors) -> None:
+    doors.keeper = await doors.open(Asked(), doors.here)
+    asked_there = await failures(ControllerClient(doors.keeper, "secret"))
+    doors.clear.set()
+    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+    asked_here = await failures(client)
+    assert [type(error) for error in asked_here] == [InvalidArgument, InvalidArgument, NotFound]
+    for here, there in zip(asked_here, asked_there, strict=True):
+        assert there.message.removeprefix("the controller: ") in here.message
+    assert await client.absent() == (ABSENT,)
+
+
+async def test_until_it_is_clear_who_keeps_them_operators_wait(doors: Doors) -> None:
+    doors.keeper = await doors.open(Asked(), doors.here)
+    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+    asking = asyncio.ensure_future(client.absent())
+    await asyncio.sleep(0.02)
+    assert not asking.done()
+    doors.clear.set()
+    assert await asking == (ABSENT,)
+
+
+async def test_one_that_does_not_answer_is_told(doors: Doors) -> None:
+    doors.keeper = "127.0.0.1:1"
+    doors.clear.set()
+    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+    with pytest.raises(Unavailable, match=r"the controller at 127\.0\.0\.1:1"):
+        await client.resize(workers=3)
+
+
+async def test_its_membership_is_the_others_word_for_word(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elsewhere, "RECONNECT_S", 0.01)
+    address = await doors.open(Asked(), doors.here)
+    there, here = doors.registry, Registry()
+    here.set_mode("disaggregated")
+    stale = WorkerInfo(PeerRef("decode-9", 1), Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake")
+    here.register(stale)
+    there.set_mode("colocated")
+    peer = PeerRef("decode-0", 3)
+    there.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
+    before = here.membership().revision
+    following = asyncio.ensure_future(mirror(address, "secret", here))
+    await until(lambda: [each.peer for each in here.membership().workers] == [peer])
+    assert here.membership().mode == "colocated"
+    assert here.membership().revision > before
+    there.unregister(peer)
+    await until(lambda: not here.membership().workers)
+    await doors.servers[0].stop(None)
+    await asyncio.sleep(0.05)
+    assert not following.done()
+    following.cancel()
+
+
+async def test_a_membership_that_cannot_be_followed_is_followed_by_the_next(
+    doors: Doors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "RECONNECT_S", 0.01)
+    address = await doors.open(Asked(), doors.here)
+    here = Registry()
+    doors.registry.set_mode("colocated")
+    real, failures = here.mirror, [OSError("it is full")]
+
+    def fails_once(membership: Membership) -> None:
+        if failures:
+            raise failures.pop()
+        real(membership)
+
+    monkeypatch.setattr(here, "mirror", fails_once)
+    following = asyncio.ensure_future(mirror(address, "secret", here))
+    await until(lambda: here.membership().mode == "colocated" or following.done())
+    assert not following.done()
+    following.cancel()
+
+
+def test_what_nobody_keeps_any_more_is_removed_for_good() -> None:
+    registry = Registry()
+    for number in (1, 2):
+        peer = PeerRef(f"decode-{number}", number)
+        registry.register(WorkerInfo(peer, Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake"))
+    registry.keep({PeerRef("decode-1", 1)})
+    assert [each.peer.worker_id for each in registry.membership().workers] == ["decode-1"]

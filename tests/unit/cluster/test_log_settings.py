@@ -1,0 +1,29 @@
+"""Where and how each process logs, from the options to the processes of the router."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ClusterConfig
+from router.front.process import FrontConfig
+from wire.door_limits import DEFAULT_LIMITS
+from wire.errors import InvalidArgument
+from wire.logs import TO_STDERR, LogConfig, LogFormat
+
+
+def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:
+    config = ClusterConfig(Path("m"), log_folder=Path("/l"), log_format="json", log_max_mib=3)
+    assert config.log_of("decode-0") == LogConfig(Path("/l/decode-0.log"), LogFormat.JSON, 3 << 20)
+    assert ClusterConfig(Path("m")).log_of("router") == LogConfig()
+
+
+@pytest.mark.parametrize("log", [TO_STDERR, LogConfig(Path("/l/router.log"), LogFormat.JSON, 3 << 20)])
+def test_front_processes_are_told(log: LogConfig) -> None:
+    """They hold the router's file open too, and would go on writing to one that it has turned over."""
+    config = FrontConfig("front-0", "127.0.0.1", 1, 2, ("key",), log, DEFAULT_LIMITS)
+    assert FrontConfig.from_json(config.to_json()) == config
+
+
+def test_a_file_of_no_size_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="--log-max-mib: 0 is less than 1"):
+        ClusterConfig(Path("m"), log_max_mib=0)

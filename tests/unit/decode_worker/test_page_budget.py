@@ -1,0 +1,65 @@
+"""Pages for several requests at once are had where they are had one after the other, and are the same pages."""
+
+import random
+
+from decode_worker.page_budget import PageClaims
+from decode_worker.request import DecodeRequest
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import Prefix, PrefixCache
+from wire.errors import ResourceExhausted
+from wire.messages import Lease, PeerRef, RequestRef, Reservation, SamplingParams
+
+
+def crowded(seed: int) -> tuple[PageClaims, list[DecodeRequest]]:
+    """Requests with claims that are not all backed, some of them for prompts on their way, perhaps with a limit
+    that was lowered; those that run.
+    """
+    dice = random.Random(seed)
+    pool = PagePool(dice.randrange(6, 14))
+    claims = PageClaims(PrefixCache(pool, 4))
+    claims.limit(dice.choice((None, pool.total - dice.randrange(3))))
+    running = []
+    for number in range(dice.randrange(2, 5)):
+        ref, prompt_pages, pages = RequestRef(f"q{number}", 1), dice.randrange(1, 3), dice.randrange(2, 5)
+        prefix = Prefix(b"", [], 0, [])
+        reservation = Reservation("r", ref, tuple(range(4 * prompt_pages)), SamplingParams(9), PeerRef("p", 1))
+        try:
+            promised = claims.enter(prefix, pages, prompt_pages, 4 * prompt_pages, 0)
+        except ResourceExhausted:
+            break
+        request = DecodeRequest(
+            reservation, Lease(ref.request_id, 1, number), prompt_pages, pages, promised, b"", prefix, 0
+        )
+        if dice.random() < 0.7:
+            claims.spend_on_prompt(request, prompt_pages)
+            request.pages += pool.allocate(ref, prompt_pages, from_promise=True)
+            claims.extend(request, request.committed + dice.randrange(6))
+            running.append(request)
+    if dice.random() < 0.3:
+        claims.limit(pool.counts().total - dice.randrange(6))
+    return claims, running
+
+
+def state(claims: PageClaims, requests: list[DecodeRequest]) -> object:
+    facts = {name: value for name, value in vars(claims).items() if isinstance(value, int)}
+    return facts, claims._pool.counts(), [(request.pages, request.promised) for request in requests]
+
+
+def test_together_is_one_by_one() -> None:
+    refused = 0
+    for seed in range(400):
+        together, some = crowded(seed)
+        single, others = crowded(seed)
+        gave = True
+        while gave and (needy := [request for request in some if request.promised]):
+            before = [list(request.pages) for request in needy]
+            gave = together.grow_all(needy)
+            each = [single.grow(request) for request in others if request.promised]
+            assert gave == all(each)
+            if gave:
+                assert state(together, some) == state(single, others)
+                together._pool.check_integrity()
+            else:
+                assert [request.pages for request in needy] == before
+                refused += len(needy) > 1
+    assert refused > 20

@@ -1,0 +1,26 @@
+"""Which transports UCX is given, and which of a user's own are refused."""
+
+import pytest
+
+from kv_transfer.ucx_shared_memory import TRANSPORTS, check_transports, ucx_settings
+from wire.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("chosen", ["tcp", "rc,cuda_copy", "all", "^tcp", "sm,self,tcp", ""])
+def test_what_listens_to_a_network_is_refused(chosen: str) -> None:
+    with pytest.raises(InvalidArgument, match="--trusted-network") as refusal:
+        check_transports({"UCX_TLS": chosen}, trusted_network=False)
+    assert refusal.value.message.startswith("UCX_TLS")
+    check_transports({"UCX_TLS": chosen}, trusted_network=True)
+
+
+@pytest.mark.parametrize("chosen", [TRANSPORTS, "posix,self", "sm,cuda_ipc,cuda_copy"])
+def test_what_stays_on_the_host_is_not(chosen: str) -> None:
+    check_transports({"UCX_TLS": chosen}, trusted_network=False)
+    check_transports({}, trusted_network=False)
+
+
+def test_pages_on_gpus_have_transports_too() -> None:
+    """Those of CUDA, which UCX leaves out where there is none."""
+    assert "cuda" in ucx_settings(trusted_network=False)["UCX_TLS"].split(",")
+    assert ucx_settings(trusted_network=True) == {}, "on a trusted network UCX takes the best that it finds"

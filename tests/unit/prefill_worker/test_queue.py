@@ -1,0 +1,157 @@
+"""Who is computed next: short prompts overtake, long ones end in bounded time."""
+
+from collections.abc import Callable
+
+import pytest
+
+from engine.cache.page_pool import PagePool
+from engine.cache.prefix_cache import PrefixCache
+from prefill_worker.progress import Progress
+from prefill_worker.queue import OLDEST_SHARE, PromptQueue, StartResult, WaitingPrompts
+from prefill_worker.request import PrefillRequest
+from wire.messages import PrefillTask, RequestRef, SamplingParams
+
+CACHE = PrefixCache(PagePool(1), 16)
+BUDGET = 16
+
+
+class Prompts:
+    """A queue, the prompts in it by name, and a clock of steps. `room` says whether a prompt finds pages."""
+
+    def __init__(self, room: Callable[[str], StartResult] = lambda _: StartResult.STARTED) -> None:
+        self.queue = PromptQueue()
+        self.requests: dict[str, PrefillRequest] = {}
+        self.ended: dict[str, int] = {}
+        self.steps = 0
+        self._room = room
+
+    def add(self, name: str, tokens: int, *, local: bool = False) -> PrefillRequest:
+        task = PrefillTask("r", RequestRef(name, 1), (5,) * tokens, SamplingParams(2), None)
+        request = PrefillRequest(task, 1, local, Progress(), CACHE.prefix((), ""))
+        self.requests[name] = request
+        self.queue.add(request)
+        return request
+
+    def step(self, budget: int = BUDGET, max_rows: int = 64) -> dict[str, int]:
+        """Tokens of each prompt in the next step, which ends at once."""
+        self.steps += 1
+        plan = self.queue.plan(budget, max_rows, lambda request: self._room(request.task.ref.request_id))
+        for request, tokens in plan:
+            request.next_chunk(tokens)
+            if not request.remaining:
+                self.queue.remove(request)
+                self.ended[request.task.ref.request_id] = self.steps
+        found = {request.task.ref.request_id: tokens for request, tokens in plan}
+        assert len(found) == len(plan), "one row a prompt"
+        assert sum(found.values()) <= budget
+        assert all(tokens > 0 for tokens in found.values())
+        return found
+
+
+def test_short_prompts_overtake_and_the_oldest_keeps_its_share() -> None:
+    prompts = Prompts()
+    prompts.add("long", 100)
+    assert prompts.step() == {"long": BUDGET}
+    prompts.add("short", 5)
+    prompts.add("shorter", 3)
+    assert prompts.step() == {"long": 4 + 4, "shorter": 3, "short": 5}
+
+
+def test_a_step_is_filled_with_many_prompts() -> None:
+    prompts = Prompts()
+    for number in range(6):
+        prompts.add(f"p{number}", 4)
+    assert prompts.step() == {f"p{number}": 4 for number in range(4)}
+    assert prompts.step() == {"p4": 4, "p5": 4}
+
+
+@pytest.mark.parametrize("arrivals", [1, 2, 4])
+def test_a_long_prompt_ends_in_bounded_time_under_a_stream_of_short_ones(arrivals: int) -> None:
+    """At 4 arrivals of 8 tokens a step the short ones alone are twice what a step takes."""
+    prompts = Prompts()
+    prompts.add("first", 8)
+    prompts.add("long", 100)
+    bound = 1 + -(-100 * OLDEST_SHARE // BUDGET)
+    for step in range(bound):
+        for number in range(arrivals):
+            prompts.add(f"short-{step}-{number}", 8)
+        prompts.step()
+    assert prompts.ended["long"] <= bound
+    assert sum(name.startswith("short") for name in prompts.ended) >= min(arrivals, 1) * bound // 2
+
+
+def test_short_prompts_are_soon_served_under_a_long_one() -> None:
+    prompts = Prompts()
+    prompts.add("long", 1000)
+    for step in range(10):
+        prompts.add(f"short-{step}", 8)
+        prompts.step()
+        assert prompts.ended[f"short-{step}"] == prompts.steps
+
+
+def test_rows_are_limited() -> None:
+    prompts = Prompts()
+    for name in "abc":
+        prompts.add(name, 2)
+    assert prompts.step(max_rows=2) == {"a": 2, "b": 2}
+    assert prompts.step(max_rows=2) == {"c": 2}
+
+
+def test_no_tokens_no_prompt() -> None:
+    prompts = Prompts(lambda _: pytest.fail("pages were taken"))
+    prompts.add("a", 2)
+    assert prompts.step(budget=0) == {}
+
+
+def test_who_comes_first_and_has_no_room_keeps_others_from_starting() -> None:
+    full = {"large"}
+    prompts = Prompts(lambda name: StartResult.NO_PAGES if name in full else StartResult.STARTED)
+    prompts.add("running", 40)
+    assert prompts.step() == {"running": BUDGET}
+    prompts.add("large", 30)
+    prompts.add("small", 2)
+    # The small one comes before the large one here, and so it starts; a second one finds the large one the oldest.
+    assert prompts.step() == {"small": 2, "running": 14}
+    prompts.step()
+    assert prompts.ended["running"] == 3
+    prompts.add("late", 2)
+    assert prompts.step() == {}
+    full.clear()
+    assert prompts.step() == {"large": 14, "late": 2}
+
+
+def test_a_local_prompt_starts_whoever_has_no_room() -> None:
+    """The pages that are missing may be those promised to it."""
+    full = {"large"}
+    prompts = Prompts(lambda name: StartResult.NO_PAGES if name in full else StartResult.STARTED)
+    prompts.add("large", 30)
+    prompts.add("local", 40, local=True)
+    prompts.add("late", 2)
+    assert prompts.step() == {"local": BUDGET}
+    full.clear()
+    assert set(prompts.step()) == {"large", "late", "local"}
+
+
+def test_one_that_fails_leaves_alone() -> None:
+    prompts = Prompts(lambda name: StartResult.FAILED if name == "lost" else StartResult.STARTED)
+    prompts.add("lost", 3)
+    prompts.add("other", 6)
+    assert prompts.step() == {"other": 6}
+    assert len(prompts.queue) == 0
+
+
+def test_what_waits() -> None:
+    prompts = Prompts()
+    assert prompts.queue.waiting() == WaitingPrompts()
+    first = prompts.add("first", 100)
+    prompts.add("second", 50)
+    prompts.step(20)
+    assert prompts.queue.waiting() == WaitingPrompts(prompts=2, tokens=130, context=15), (
+        "the shortest is the further one"
+    )
+    first.withdrawn = True
+    assert prompts.queue.waiting() == WaitingPrompts(prompts=1, tokens=35, context=15)
+    assert prompts.step() == {"second": 16}
+    prompts.queue.remove(first)
+    prompts.queue.remove(first)
+    assert len(prompts.queue) == 1

@@ -1,0 +1,138 @@
+"""The router that is fuzzed, and how many cases there are."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, settings
+
+from tests.unit.router.fuzz.router_process import KEYS, RouterState
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+
+CASES = int(os.environ.get("TANDEM_FUZZ_CASES", "0"))
+"""Of all properties together; 0 = the same 2,000 each time."""
+_DEFAULT_CASES = 2000
+_QUIET_WITHIN_S = 60.0
+AUTHORIZATION, HOSTILE_AUTHORIZATION = (f"Bearer {key}" for key in KEYS)
+ANSWERED = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 2}
+ROOT = Path(__file__).parents[4]
+
+
+def cases(share: float) -> settings:
+    """Settings of a property that has this share of all cases, half of them with each kind of `router`."""
+    return settings(
+        max_examples=max(1, round(share * (CASES or _DEFAULT_CASES) / 2)),
+        derandomize=not CASES,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+class FuzzedRouter:
+    """A client of a `router_process`, which it starts."""
+
+    def __init__(self, model: Path, front_processes: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.router.fuzz.router_process"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.http_address, self.grpc_address = self._ask(json.dumps([str(model), front_processes]))
+        host, port = self.http_address.split(":")
+        self.http_door = host, int(port)
+        self._http = http.client.HTTPConnection(*self.http_door, timeout=60)
+        self._asked = 0
+        self.channel = grpc.insecure_channel(self.grpc_address)
+        self._stub = inference_pb2_grpc.InferenceStub(self.channel)
+
+    def _ask(self, line: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(line, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def state(self) -> RouterState:
+        """What it holds now."""
+        return RouterState(**self._ask("state"))
+
+    def send(
+        self, method: str, path: str, headers: list[tuple[str, str]], body: bytes
+    ) -> tuple[int, http.client.HTTPMessage, bytes]:
+        """One whole HTTP request over a connection that stays → status, headers, body."""
+        try:
+            self._http.putrequest(method, path, skip_accept_encoding=True)
+            for name, value in [*headers, ("Content-Length", str(len(body)))]:
+                self._http.putheader(name, value)
+            self._http.endheaders(body)
+            reply = self._http.getresponse()
+            return reply.status, reply.headers, reply.read()
+        except http.client.CannotSendRequest:
+            self._http.close()
+            raise
+
+    def assert_next_one_works(self, every: int = 1) -> None:
+        """A request over HTTP and one over gRPC are answered; looked at each `every`th time."""
+        self._asked += 1
+        if self._asked % every:
+            return
+        headers = [("Authorization", AUTHORIZATION)]
+        status, _, body = self.send("POST", "/v1/completions", headers, json.dumps(ANSWERED).encode())
+        assert (status, json.loads(body)["usage"]["completion_tokens"]) == (200, 2)
+        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7, 8]), options=pb.GenerationOptions(max_tokens=2))
+        *_, last = self._stub.Generate(asked, metadata=(("authorization", AUTHORIZATION),), timeout=60)
+        assert last.complete.completion_tokens == 2
+
+    def assert_quiet(self) -> RouterState:
+        """In the end neither router nor workers hold anything, and nothing was logged as an error → its last state."""
+        give_up = time.monotonic() + _QUIET_WITHIN_S
+        lag_s = turn_cpu_s = 0.0
+        while True:
+            state = self.state()
+            assert not state.errors
+            lag_s, turn_cpu_s = max(lag_s, state.lag_s), max(turn_cpu_s, state.turn_cpu_s)
+            if not (state.requests or state.worker_requests):
+                return RouterState(0, 0, (), lag_s, turn_cpu_s)
+            assert time.monotonic() < give_up, state
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """End the process."""
+        self._http.close()
+        self.channel.close()
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="package")
+def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
+    """Routers by their number of front processes; each is started once."""
+    routers: dict[int, FuzzedRouter] = {}
+
+    def start(front_processes: int) -> FuzzedRouter:
+        if front_processes not in routers:
+            routers[front_processes] = FuzzedRouter(model, front_processes)
+        return routers[front_processes]
+
+    yield start
+    for router in routers.values():
+        router.close()
+
+
+@pytest.fixture(params=[0, 1], ids=["own-doors", "front-process"])
+def router(request: pytest.FixtureRequest, start_router: Callable[[int], FuzzedRouter]) -> Iterator[FuzzedRouter]:
+    """With its doors in its own process, and in a front process; at the end it must work and hold nothing."""
+    router = start_router(request.param)
+    yield router
+    router.assert_next_one_works()
+    router.assert_quiet()

@@ -1,0 +1,125 @@
+"""A router over fake workers in a process of its own, so that its event loop has nothing to do but what clients ask.
+
+The first line on stdin is a model folder and a number of front processes, as a JSON array; the first line on stdout
+says where the router listens. Each further line on stdin, whatever it is, is answered with a `RouterState`. The process
+ends when stdin closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from router.config import RouterConfig
+from router.server import RouterServer
+from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
+from wire.messages import Role
+
+KEYS = ("sesame", "other")
+MAX_CONTEXT = 256
+_TICK_S = 0.005
+_LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RouterState:
+    """What the router holds, and what went wrong since it was asked last."""
+
+    requests: int
+    """Running and waiting ones."""
+    worker_requests: int
+    """Requests and leases that the fake workers know."""
+    errors: tuple[str, ...]
+    """Log records of level ERROR and above."""
+    lag_s: float
+    """The longest time that the event loop was late for a timer."""
+    turn_cpu_s: float
+    """The most CPU time that the event loop's thread took between two ticks of that timer: what other processes and
+    threads take does not count.
+    """
+
+
+class _Errors(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+class _Pulse:
+    """Ticks on the event loop and keeps the worst of what it sees."""
+
+    def __init__(self) -> None:
+        self.lag_s = self.cpu_s = 0.0
+        self._task = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        while True:
+            wall, cpu = time.monotonic(), time.thread_time()
+            await asyncio.sleep(_TICK_S)
+            self.lag_s = max(self.lag_s, time.monotonic() - wall - _TICK_S)
+            self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
+
+    def take(self) -> tuple[float, float]:
+        """Both maxima since the last call."""
+        worst = self.lag_s, self.cpu_s
+        self.lag_s = self.cpu_s = 0.0
+        return worst
+
+
+async def _serve(model: Path, front_processes: int, lines: asyncio.StreamReader) -> None:
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
+    controller = await FakeController("secret").start()
+    workers = [
+        await FakeWorker(f"{role.value}-0", role, token="secret", max_context=MAX_CONTEXT).start()
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    router = RouterServer(
+        RouterConfig(
+            router_id="router-0",
+            model=model,
+            model_name="fake",
+            controller_address=controller.address,
+            token="secret",
+            grpc_port=0,
+            http_port=0,
+            api_keys=KEYS,
+            front_processes=front_processes,
+        )
+    )
+    endpoints = await router.start()
+    await controller.set(*workers)
+    await until(lambda: router.ready, "the router is ready")
+    pulse = _Pulse()
+    print(json.dumps([endpoints.http_address, endpoints.grpc_address]), flush=True)
+    while await lines.readline():
+        held = len(router._dispatcher._live)
+        state = RouterState(
+            held, sum(len(each.leases) + len(each.tasks) for each in workers), tuple(errors.texts), *pulse.take()
+        )
+        errors.texts.clear()
+        print(json.dumps(asdict(state)), flush=True)
+    await router.stop(0.0)
+    for worker in workers:
+        await worker.kill()
+    await controller.stop()
+
+
+async def _main() -> None:
+    lines = asyncio.StreamReader(limit=_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    model, front_processes = json.loads(await lines.readline())
+    await _serve(Path(model), front_processes, lines)
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())

@@ -1,0 +1,168 @@
+"""Clients that do their worst, all at once: the event loop goes on, and so do others' requests."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import grpc
+import pytest
+
+from tests.unit.router.fuzz.conftest import HOSTILE_AUTHORIZATION, FuzzedRouter
+from tests.unit.router.fuzz.test_http_connections import replies, whole
+from wire.generated.tandem.v1 import inference_pb2 as pb
+
+LIMIT_S = float(os.environ.get("TANDEM_FUZZ_TURN_S", "0.1"))
+"""Most CPU time of one turn of the event loop under one hostile client: what others take of the machine is not in it.
+A quarter of it was measured.
+"""
+TOGETHER_LIMIT_S = 3 * LIMIT_S
+"""Under all of them at once, whose calls may fall into one turn. What is measured is printed."""
+_NEARLY_4_MIB = 4_000_000
+_KEY = (("authorization", HOSTILE_AUTHORIZATION),)
+_EMPTY_MESSAGE = pb.ChatRequest(messages=[pb.ChatMessage()]).SerializeToString()
+
+
+def chat_of_empty_messages(router: FuzzedRouter) -> None:
+    message = _EMPTY_MESSAGE * (_NEARLY_4_MIB // len(_EMPTY_MESSAGE))
+    assert_refused(router, "Chat", message, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def generate_of_token_ids(router: FuzzedRouter) -> None:
+    message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * _NEARLY_4_MIB)).SerializeToString()
+    assert_refused(router, "Generate", message, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def generate_of_stops(router: FuzzedRouter) -> None:
+    options = pb.GenerationOptions(stop=[""] * (_NEARLY_4_MIB // 2))
+    message = pb.GenerateRequest(text="x", options=options).SerializeToString()
+    assert_refused(router, "Generate", message, grpc.StatusCode.INVALID_ARGUMENT)
+
+
+def over_the_limit(router: FuzzedRouter) -> None:
+    message = pb.GenerateRequest(text="a" * (15 << 20)).SerializeToString()
+    assert_refused(router, "Generate", message, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+def assert_refused(router: FuzzedRouter, method: str, message: bytes, *codes: grpc.StatusCode) -> None:
+    call = router.channel.unary_stream(f"/tandem.v1.Inference/{method}")(message, metadata=_KEY, timeout=60)
+    with pytest.raises(grpc.RpcError) as caught:
+        list(call)
+    assert caught.value.code() in codes
+
+
+_BODIES = {
+    "token ids": b'{"prompt": [' + b"1," * (_NEARLY_4_MIB // 2) + b"1]}",
+    "brackets": b'{"prompt": ' + b"[" * _NEARLY_4_MIB,
+    "messages": b'{"messages": [' + b"{}," * (_NEARLY_4_MIB // 3) + b"{}]}",
+    "stops": b'{"prompt": "x", "stop": [' + b'"",' * (_NEARLY_4_MIB // 3) + b'""]}',
+    "biases": b'{"prompt": "x", "logit_bias": {' + b",".join(b'"%d":1' % each for each in range(300_000)) + b"}}",
+    "text": json.dumps({"prompt": "word " * (_NEARLY_4_MIB // 5)}).encode(),
+    "one word": json.dumps({"prompt": "a" * _NEARLY_4_MIB}).encode(),
+    "digits": b'{"prompt": "x", "max_tokens": ' + b"1" * _NEARLY_4_MIB + b"}",
+    "no UTF-8": b"\xff" * _NEARLY_4_MIB,
+    "too long": b" " * (20 << 20),
+}
+
+
+def post(router: FuzzedRouter, body: bytes) -> int:
+    """The status of a body that is posted over a connection of its own."""
+    connection = http.client.HTTPConnection(*router.http_door, timeout=60)
+    with contextlib.closing(connection):
+        path = "/v1/chat/completions" if b"messages" in body[:20] else "/v1/completions"
+        connection.request("POST", path, body, {"Authorization": HOSTILE_AUTHORIZATION})
+        return connection.getresponse().status
+
+
+def large_bodies(router: FuzzedRouter) -> None:
+    with ThreadPoolExecutor(len(_BODIES)) as threads:
+        assert all(400 <= status < 500 for status in threads.map(partial(post, router), _BODIES.values()))
+
+
+def pipelined(router: FuzzedRouter) -> None:
+    with socket.create_connection(router.http_door, timeout=60) as connection:
+        connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 500:
+            received += (part := connection.recv(1 << 16))
+            assert part
+
+
+def resets(router: FuzzedRouter) -> None:
+    body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 200, "stream": True}).encode()
+    for _ in range(100):
+        replies(router.http_door, [whole(body, HOSTILE_AUTHORIZATION)], "reset")
+
+
+HOSTILE: list[Callable[[FuzzedRouter], None]] = [
+    chat_of_empty_messages,
+    generate_of_token_ids,
+    generate_of_stops,
+    over_the_limit,
+    pipelined,
+    resets,
+    large_bodies,
+]
+
+
+@contextlib.contextmanager
+def silent_connections(router: FuzzedRouter) -> Iterator[None]:
+    """Many that send half a header or half a body and then nothing, at both doors."""
+    host, port = router.grpc_address.split(":")
+    halves = [
+        (router.http_door, b"POST /v1/completions HTTP/1.1\r\nHost:"),
+        (router.http_door, whole(b"x" * 1000)[:-900]),
+        (router.http_door, b""),
+        ((host, int(port)), b"PRI * HTTP/2.0\r\n"),
+    ]
+    with contextlib.ExitStack() as stack:
+        for door, half in halves * 25:
+            stack.enter_context(socket.create_connection(door, timeout=60)).sendall(half)
+        yield
+
+
+def test_others_are_served_meanwhile(router: FuzzedRouter, tell: Callable[[str], None]) -> None:
+    router.assert_next_one_works()
+    router.assert_quiet()
+    slowest_s, served = 0.0, 0
+    with silent_connections(router), ThreadPoolExecutor(len(HOSTILE)) as threads:
+        running = [threads.submit(act, router) for act in HOSTILE]
+        while not all(each.done() for each in running):
+            began = time.monotonic()
+            router.assert_next_one_works()
+            slowest_s, served = max(slowest_s, time.monotonic() - began), served + 2
+        for each in running:
+            each.result()
+    state = router.assert_quiet()
+    tell(
+        f"{served} requests were served meanwhile, a pair in at most {slowest_s:.3f} s; the event loop was late by at"
+        f" most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms"
+    )
+    assert state.turn_cpu_s < TOGETHER_LIMIT_S
+
+
+@pytest.mark.parametrize("body", _BODIES)
+def test_each_large_body(router: FuzzedRouter, body: str, tell: Callable[[str], None]) -> None:
+    """So that what holds the loop up has a name."""
+    router.assert_quiet()
+    assert 400 <= post(router, _BODIES[body]) < 500
+    state = router.assert_quiet()
+    tell(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
+    assert state.turn_cpu_s < LIMIT_S
+
+
+@pytest.mark.parametrize("act", HOSTILE[:-1], ids=lambda act: act.__name__)
+def test_each_alone(router: FuzzedRouter, act: Callable[[FuzzedRouter], None], tell: Callable[[str], None]) -> None:
+    """So that what holds the loop up has a name."""
+    router.assert_quiet()
+    act(router)
+    state = router.assert_quiet()
+    tell(f"late by at most {1e3 * state.lag_s:.0f} ms, of which it worked {1e3 * state.turn_cpu_s:.0f} ms")
+    assert state.turn_cpu_s < LIMIT_S

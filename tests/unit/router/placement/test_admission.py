@@ -1,0 +1,320 @@
+"""Admission by prediction, under a virtual clock: what is admitted meets its target, what cannot be kept is said."""
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from costs.step_cost import StepCost
+from router.observability.verdict import Outcome, Verdict, turned_away
+from router.placement.queued_request import QueuedRequest
+from router.refusal import Refusal, Refused
+from router.slo import BEST_EFFORT, Overload, SloClass
+from tests.unit.router.fleets import H200
+from tests.unit.router.virtual_world import PROMPT_S, Request, World
+from wire.errors import ResourceExhausted
+from wire.spans import Phase
+
+SECOND = SloClass("second", ttft_s=1.0)
+KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)
+GAP_S = 6e-3
+"""Between tokens: with noise, as much as a step of 13 answers to prompts of 2,048 tokens takes."""
+HUGE = 10**7
+"""Tokens of a prompt that no worker is large enough for."""
+CAPACITY = 2 / PROMPT_S
+"""Prompts a second that the world's two prefill workers compute."""
+
+
+def arrivals(world: World, start: float, seconds: float, rate: float, slo: SloClass, **more: object) -> list[Request]:
+    dice, at, made = random.Random(1), start, []
+    while (at := at + dice.expovariate(rate)) < start + seconds:
+        made.append(world.arrive(at, slo=slo, **more))
+    return made
+
+
+def test_the_wait_is_divided_by_the_workers_that_take_prompts() -> None:
+    """As many prompts ahead are twice as long a wait for one worker as for two."""
+    refused_at = []
+    for prefills in (1, 2, 4):
+        world = World(prefills=prefills)
+        count = 0
+        while True:
+            queued = QueuedRequest(f"r{count}", count, 1000.0, 2048, 100, slo=SECOND)
+            try:
+                world.scheduler.enter(queued)
+            except Refused:
+                break
+            count += 1
+        refused_at.append(count)
+    one, two, four = refused_at
+    assert two == pytest.approx(2 * one, abs=2)
+    assert four == pytest.approx(4 * one, abs=4)
+    assert one == pytest.approx(SECOND.ttft_s / 1.2 / PROMPT_S, abs=2)
+
+
+def test_under_its_capacity_nobody_is_refused() -> None:
+    world = World()
+    arrivals(world, 1000.0, 10.0, 0.8 * CAPACITY, SECOND)
+    world.run()
+    assert all(each.refused is None and each.met for each in world.requests)
+
+
+@pytest.mark.parametrize("slowness", [1.0, 1.15])
+def test_a_burst_of_ten_times_capacity_does_not_hurt_those_admitted(slowness: float) -> None:
+    """Also where predictions are a little too good."""
+    world = World(slowness=slowness)
+    before = arrivals(world, 1000.0, 5.0, 0.7 * CAPACITY, SECOND)
+    burst = arrivals(world, 1005.0, 3.0, 10 * CAPACITY, SECOND)
+    after = arrivals(world, 1010.0, 5.0, 0.7 * CAPACITY, SECOND)
+    world.run()
+    admitted = [each for each in world.requests if each.refused is None]
+    late = [each for each in admitted if not each.met]
+    assert len(late) <= 0.01 * len(admitted), max(each.ttft_s for each in late)
+    assert all(each.refused is None for each in [*before, *after])
+    assert sum(each.refused is not None for each in burst) > 0.8 * len(burst)
+    assert sum(each.met for each in burst) > 0.75 * 3.0 * CAPACITY / slowness, "and the capacity is used"
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    world = World()
+    flood = [world.arrive(1000.0, slo=SECOND) for _ in range(200)]
+    world.run()
+    refused = [each.refused for each in flood if each.refused is not None]
+    assert refused
+    hint = refused[-1].retry_after_s
+    again = World()
+    for _ in range(200):
+        again.arrive(1000.0, slo=SECOND)
+    later = again.arrive(1000.0 + hint + 0.05, slo=SECOND)
+    again.run()
+    assert later.met, "who comes back then is served in time"
+    assert "class 'second' promises it within 1 s" in refused[-1].message
+
+
+def test_what_no_idle_worker_could_keep_gets_no_hint() -> None:
+    world = World()
+    request = world.arrive(1000.0, tokens=100_000, slo=SECOND)
+    world.run()
+    assert request.refused is not None
+    assert request.refused.retry_after_s == 0
+    assert "send a shorter prompt" in request.refused.message
+
+
+def test_a_class_may_rather_be_served_late() -> None:
+    world = World()
+    kind = [world.arrive(1000.0, slo=KIND) for _ in range(100)]
+    strict = [world.arrive(1000.0 + 0.1 * n, slo=SECOND) for n in range(1, 20)]
+    world.run()
+    assert all(each.refused is None and each.ttft_s < 60 for each in world.requests)
+    assert all(each.met for each in strict), "those without a target go behind"
+    degraded = [each for each in kind if each.queued.slo is BEST_EFFORT]
+    assert 0 < len(degraded) < 100
+    assert all(each.met for each in kind if each not in degraded)
+
+
+def test_who_has_missed_goes_behind_those_who_can_still_meet() -> None:
+    """Nothing was measured, so all are admitted; the first ones take the blame alone."""
+    world = World()
+    for worker in world.by_peer.values():
+        worker.learn_cost(replace(worker.cost, parameters=replace(worker.cost.parameters, observed=0)))
+    flood = [world.arrive(1000.0, slo=SECOND) for _ in range(200)]
+    fresh = [world.arrive(1001.5 + 0.1 * n, slo=SECOND) for n in range(10)]
+    world.run()
+    assert all(each.refused is None and each.ttft_s < 10 for each in world.requests)
+    assert sum(each.met for each in flood) == pytest.approx(CAPACITY, rel=0.15)
+    assert all(each.met for each in fresh)
+
+
+def test_best_effort_waits_for_its_turn_and_not_for_ever() -> None:
+    world = World(settings={"patience_s": 3.0})
+    patient = world.arrive(1000.0)
+    for number in range(2):
+        world.arrive(999.99 + number * 0.001, tokens=8192)
+    arrivals(world, 1000.0, 10.0, 3 * CAPACITY, SECOND)
+    world.run()
+    assert 1.0 < patient.ttft_s < 4.0
+
+
+def test_a_tenants_flood_leaves_others_their_service() -> None:
+    world = World(settings={"api_keys": ("a", "b")})
+    flood = arrivals(world, 1000.0, 6.0, 10 * CAPACITY, SECOND, tenant="flood")
+    small = arrivals(world, 1001.0, 4.0, 0.2 * CAPACITY, SECOND, tenant="small")
+    world.run()
+    assert sum(each.met for each in small) >= 0.97 * len(small)
+    assert sum(each.refused is not None for each in flood) > 0.8 * len(flood)
+
+
+def test_a_tenants_queue_is_bounded() -> None:
+    world = World(settings={"max_queued_per_tenant": 5})
+    flood = [world.arrive(1000.0, tenant="flood") for _ in range(50)]
+    other = world.arrive(1000.0, tenant="other")
+    world.run()
+    refused = [each.refused for each in flood if each.refused is not None]
+    assert len(refused) > 30
+    assert "5 requests with this API key" in refused[0].message
+    assert other.refused is None
+    assert isinstance(refused[0], ResourceExhausted)
+    assert refused[0].retry_after_s > 0
+
+
+def test_a_worker_that_turns_a_prompt_away_costs_its_tenant_nothing() -> None:
+    world = World()
+    first, others = (
+        QueuedRequest(name, n, 1000.0, 2048, 100, tenant=name) for n, name in enumerate(("first", "others"))
+    )
+    for each in (first, others):
+        world.scheduler.enter(each)
+    for _ in range(10):
+        assert world.scheduler.bind(first) is not None
+        world.scheduler.enter_again(first)
+    assert world.scheduler.head() is first, "it came first, and was given no more than its prompt"
+
+
+def test_what_nobody_could_serve_yet_counts_for_its_tenant() -> None:
+    """Else one key's prompts, too large for whom is left, would take everybody's places."""
+    world = World(settings={"max_queued_per_tenant": 5})
+    large = [world.arrive(1000.0 + number, tokens=HUGE, tenant="large") for number in range(6)]
+    other = world.arrive(1010.0, tenant="other")
+    world.run()
+    assert [each.refused is not None for each in large] == [False] * 5 + [True]
+    assert other.refused is None
+
+
+def test_what_nobody_could_serve_yet_does_not_slow_the_queue() -> None:
+    world = World()
+    world.arrive(1000.0, tokens=HUGE)
+    burst = [world.arrive(1030.0, slo=SECOND) for _ in range(20)]
+    world.run()
+    assert all(each.refused is None and each.met for each in burst)
+
+
+@pytest.mark.parametrize("ttft_s", [2.0, math.inf])
+def test_an_answer_too_many_is_told_so(ttft_s: float) -> None:
+    """26 answers keep the gap; twice as many would run."""
+    world = World()
+    asked = arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", ttft_s, itl_s=GAP_S))
+    world.run()
+    refused = [each.refused for each in asked if each.refused is not None]
+    assert 0.3 * len(asked) < len(refused) < 0.7 * len(asked)
+    assert 0.75 * GAP_S < world.longest_step_s <= GAP_S, "what is promised is kept, and there is no more room than that"
+    assert "class 'gap' is kept up to 5 ms" in refused[0].message
+    assert 0.1 <= refused[0].retry_after_s < 0.5, "of an answer's second, as far as it is too many"
+    assert refused[0].reason is Refusal.SLO_ITL
+    assert turned_away(refused[0]) == Verdict(Outcome.SHED, Phase.DECODE)
+
+
+def test_the_noisier_steps_are_the_fewer_are_admitted() -> None:
+    """By what workers observe of their steps beside what was predicted."""
+    slo, refused = SloClass("gap", 2.0, itl_s=GAP_S), []
+    for noise in (1.0, 1.15, 1.3):
+        world = World()
+        for worker in world.by_peer.values():
+            worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+        asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, slo)
+        world.run()
+        refused.append(sum(each.refused is not None for each in asked))
+        assert world.longest_step_s * (noise + 0.05) <= 1.02 * GAP_S
+        assert all(each.refused is not None or each.met for each in asked)
+    assert refused[0] < refused[1] < refused[2] < len(asked)
+
+
+def test_more_noise_never_admits_more() -> None:
+    """At the most noise an answer alone would miss this gap with the margin, without it would not."""
+    slo, refused = SloClass("gap", 2.0, itl_s=5.5e-3), []
+    for noise in (1.0, 1.15, 1.25, 1.45):
+        world = World()
+        for worker in world.by_peer.values():
+            worker.learn_cost(StepCost(replace(worker.cost.parameters, mixed_noise=noise)))
+        asked = arrivals(world, 1000.0, 6.0, CAPACITY, slo)
+        world.run()
+        refused.append(sum(each.refused is not None for each in asked))
+    assert H200.base_s * 1.5 > slo.itl_s > H200.base_s
+    assert 0 < refused[0] < refused[1] < refused[2] <= refused[3] < len(asked)
+
+
+def test_a_gap_that_an_answer_alone_would_miss_limits_nothing() -> None:
+    world = World()
+    asked = arrivals(world, 1000.0, 6.0, 0.8 * CAPACITY, SloClass("gap", 2.0, itl_s=H200.base_s))
+    world.run()
+    assert all(each.refused is None for each in asked)
+
+
+def test_an_answer_too_many_may_rather_be_served_slowly() -> None:
+    world = World()
+    kind = arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", 5.0, itl_s=GAP_S, overload=Overload.DEGRADE))
+    world.run()
+    assert all(each.refused is None and each.ttft_s < 60 for each in kind)
+    assert 0 < sum(each.queued.slo is BEST_EFFORT for each in kind) < len(kind)
+
+
+GAP = SloClass("gap", 5.0, itl_s=GAP_S)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "waiting"),
+    [
+        (100, {"slo": BEST_EFFORT}),  # they go behind
+        (1, {"slo": SloClass("urgent", ttft_s=0.5)}),  # they never decode
+        (100, {"slo": GAP, "tenant": "flood"}),  # it takes turns with others
+    ],
+)
+def test_who_is_not_before_it_is_not_in_its_way(tokens: int, waiting: dict[str, Any]) -> None:
+    world = World()
+    for number in range(300):
+        queued = QueuedRequest(f"w{number}", number, 1000.0, 2048, tokens, **waiting)
+        world.scheduler._admission.schedule(queued)
+        world.scheduler._queue.push(queued)
+    world.scheduler.enter(QueuedRequest("asks", 10**6, 1000.0, 2048, 100, slo=GAP, tenant="calm"))
+
+
+def test_who_is_before_it_is() -> None:
+    world = World()
+    for number in range(60):
+        queued = QueuedRequest(f"w{number}", number, 1000.0, 2048, 100, slo=replace(GAP, name="other"), service_s=0.05)
+        world.scheduler._admission.schedule(queued)
+        world.scheduler._queue.push(queued)
+    with pytest.raises(Refused, match="is kept up to 5 ms"):
+        world.scheduler.enter(QueuedRequest("asks", 10**6, 1000.0, 2048, 100, slo=GAP))
+
+
+def test_several_answers_count_as_many() -> None:
+    world = World()
+    world.scheduler.enter(QueuedRequest("few", 1, 1000.0, 2048, 100, slo=GAP), more=10)
+    with pytest.raises(Refused, match="is kept up to 5 ms"):
+        world.scheduler.enter(QueuedRequest("many", 2, 1000.0, 2048, 100, slo=GAP), more=63)
+
+
+def test_where_batches_are_small_no_more_can_join_than_fit_in() -> None:
+    world = World()
+    for worker in world.by_peer.values():
+        worker.update(replace(worker.info, max_batch_requests=8))
+    world.scheduler.enter(QueuedRequest("many", 2, 1000.0, 2048, 100, slo=GAP), more=63)
+
+
+def test_the_worker_that_keeps_it_best_decides() -> None:
+    """Not the one that is asked first, which has more room and longer steps; nor one that could not keep it alone."""
+    world = World()
+    slow = world.at.workers["d0"]
+    slow.learn_cost(StepCost(replace(H200, base_s=14e-3)))
+    world.at.answers("d1", 10, context=2000, pages=9_000)
+    assert next(iter(world.at.fleet.decodes)) is slow
+    world.scheduler.enter(QueuedRequest("fits", 1, 1000.0, 2048, 100, slo=replace(GAP, itl_s=25e-3)))
+    world.scheduler.enter(QueuedRequest("fits", 2, 1000.0, 2048, 100, slo=GAP))
+    world.at.answers("d1", 10, context=2000, pages=10)
+    with pytest.raises(Refused, match="is kept up to 5 ms"):
+        world.scheduler.enter(QueuedRequest("does not fit", 3, 1000.0, 2048, 100, slo=GAP))
+
+
+def test_who_asks_for_one_token_has_no_gaps() -> None:
+    world = World()
+    arrivals(world, 1000.0, 6.0, CAPACITY, SloClass("gap", 5.0, itl_s=GAP_S))
+    world.run()
+    one = QueuedRequest("one", 10**6, world.at.clock.now, 2048, 1, slo=SloClass("gap", 5.0, itl_s=GAP_S))
+    for number in range(60):
+        world.at.answers(f"d{number % 2}", 1, context=2048)
+    world.scheduler.enter(one)
+    another = QueuedRequest("another", 10**6, world.at.clock.now, 2048, 2, slo=one.slo)
+    with pytest.raises(Refused, match="tokens would come every"):
+        world.scheduler.enter(another)

@@ -1,0 +1,174 @@
+"""What a router knows of a worker: what it sent there, what the worker reports, and what reports cannot include yet."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from costs.chunks import NO_LIMIT
+from costs.step_cost import StepCost, chunk_pairs
+from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
+from router.slo import BEST_EFFORT, SloClass
+from tests.unit.router.fleets import H200, TestFleet, load
+from wire.messages import Duty, Role
+from wire.policy_name import PolicyName
+
+
+@pytest.fixture
+def at() -> TestFleet:
+    return TestFleet()
+
+
+@pytest.fixture
+def worker(at: TestFleet) -> WorkerState:
+    return at.add("w", Role.BOTH, duty=Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), max_batch_requests=64)
+
+
+class TestPrompts:
+    def test_without_a_report_whole_prompts_count(self, worker: WorkerState) -> None:
+        worker.add_prompt("a", PromptWork(1000))
+        worker.add_prompt("b", PromptWork(500, cached=200))
+        assert worker.prefill_tokens == 1500
+        assert worker.prefill_pairs == PromptWork(1000).pairs + PromptWork(500, 200).pairs
+        worker.prompt_computed("a")
+        worker.prompt_computed("a")
+        assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (500, False, {"a", "b"})
+        worker.remove_prompt("b")
+        assert (worker.prefill_tokens, worker.prefill_idle, worker.request_ids) == (0, True, {"a"})
+        assert (worker.prefill_pairs, worker.idle) == (0.0, False)
+        worker.remove_prompt("a")
+        assert worker.idle
+
+    def test_the_worker_reports_how_far_a_prompt_is(self, at: TestFleet, worker: WorkerState) -> None:
+        worker.add_prompt("a", PromptWork(1000))
+        worker.prompt_accepted("a")
+        at.clock.now += 0.05
+        worker.report(load(prefill_tokens=400))
+        assert worker.prefill_tokens == 400
+        assert worker.prefill_pairs == pytest.approx(PromptWork(400, cached=600).pairs, rel=1e-2)
+
+    def test_after_its_last_prompt_nothing_is_left(self, at: TestFleet, worker: WorkerState) -> None:
+        """It may be idle then, and sends no further report."""
+        worker.add_prompt("a", PromptWork(1000))
+        worker.prompt_accepted("a")
+        at.clock.now += 0.05
+        worker.report(load(prefill_tokens=400))
+        worker.remove_prompt("a")
+        assert worker.prefill_tokens == 0
+
+    def test_what_a_report_cannot_include_counts_beside_it(self, at: TestFleet, worker: WorkerState) -> None:
+        worker.add_prompt("a", PromptWork(1000))
+        worker.report(load())
+        assert worker.prefill_tokens == 1000, "on its way"
+        worker.prompt_accepted("a")
+        assert worker.prefill_tokens == 1000, "accepted since the last report"
+        at.clock.now += 1e-3
+        worker.report(load())
+        assert worker.prefill_tokens == 1000, "a report that left before may arrive behind"
+        at.clock.now += 5e-3
+        worker.report(load())
+        assert worker.prefill_tokens == 0, "the same number says something else now"
+
+    def test_prompts_of_other_routers_count(self, at: TestFleet, worker: WorkerState) -> None:
+        worker.report(load(prefill_tokens=700))
+        assert (worker.prefill_tokens, worker.prefill_idle) == (700, True)
+        assert worker.prefill_pairs == chunk_pairs(700, 0)
+        worker.add_prompt("a", PromptWork(1000))
+        assert worker.prefill_tokens == 1700
+        at.clock.now += LOAD_FRESH_S
+        worker.expire_report()
+        assert worker.prefill_tokens == 1000
+
+    def test_another_attempt_there_begins_anew(self, at: TestFleet, worker: WorkerState) -> None:
+        worker.add_prompt("a", PromptWork(1000))
+        worker.prompt_accepted("a")
+        at.clock.now += 0.05
+        worker.report(load(prefill_tokens=200))
+        worker.add_prompt("a", PromptWork(900))
+        assert worker.prefill_tokens == 1100, "the report may include the attempt before"
+        worker.prompt_accepted("another")
+        assert worker.prefill_tokens == 1100
+
+
+def test_the_larger_of_own_and_reported_counts(at: TestFleet, worker: WorkerState) -> None:
+    worker.report(load(prefill_tokens=700, decode_requests=3, pages_used=20))
+    assert (worker.prefill_tokens, worker.decode_requests, worker.pages_used) == (700, 3, 20)
+    assert worker.decode_context == 20 * 16, "of other routers' answers only the pages are known"
+    at.answers("w", 4, pages=10)
+    assert (worker.decode_requests, worker.pages_used) == (4, 40), "what is on its way there counts at once"
+    assert worker.kv_tokens_free == (64 - 40) * 16
+    at.clock.now += LOAD_FRESH_S + 0.1
+    worker.expire_report()
+    assert (worker.prefill_tokens, worker.decode_requests) == (0, 4)
+
+
+def test_a_fresh_report_is_kept(at: TestFleet, worker: WorkerState) -> None:
+    worker.report(load(prefill_tokens=700))
+    at.clock.now += LOAD_FRESH_S - 0.1
+    worker.expire_report()
+    assert worker.prefill_tokens == 700
+
+
+def test_pages_of_an_answer_that_ended_are_free_at_once(at: TestFleet, worker: WorkerState) -> None:
+    at.answers("w", 1, pages=10)
+    worker.report(load(decode_requests=1, pages_used=12))
+    assert worker.pages_used == 12
+    worker.remove_answer("answer-0")
+    assert worker.pages_used == 0, "the last report still counts them"
+
+
+def test_nothing_is_left_when_all_is_over(at: TestFleet, worker: WorkerState) -> None:
+    at.prompt("w", 300)
+    at.answers("w", 1)
+    worker.prompt_computed("prompt-0")
+    worker.prompt_computed("prompt-0")
+    worker.remove_prompt("prompt-0")
+    worker.remove_answer("answer-1")
+    worker.remove_answer("answer-1")
+    assert worker.idle
+    assert (worker.prefill_pairs, worker.decode_context, worker.gap_targets) == (0, 0, ())
+    assert (worker.step_s, worker.step_limit) == (0.0, NO_LIMIT)
+
+
+def test_a_report_brings_the_newest_costs(worker: WorkerState) -> None:
+    slower = replace(H200, base_s=8e-3)
+    worker.report(replace(load(decode_requests=1), cost=slower))
+    assert worker.cost.parameters == slower
+    assert worker.idle_step_s == StepCost(slower).decode_step_seconds(1, 0)
+    assert worker.step_s >= 8e-3
+
+
+def test_the_targets_of_the_answers_there_bound_its_steps(at: TestFleet, worker: WorkerState) -> None:
+    """One for each class; two idle steps of a class are as many seconds as they take here."""
+    tight, relative = SloClass("tight", itl_s=0.02), SloClass("relative", itl_steps=4.0)
+    at.answers("w", 2, slo=tight)
+    at.answers("w", 1, slo=relative)
+    assert worker.gap_targets == (4 * worker.idle_step_s, 0.02)
+    assert worker.step_limit.seconds == pytest.approx(4 * worker.idle_step_s / worker.cost.margin)
+    worker.remove_answer("answer-2")
+    assert worker.gap_targets == (0.02,)
+    assert worker.step_target(tight) == worker.step_limit.seconds == pytest.approx(0.02 / (H200.mixed_noise + 0.05))
+    at.answers("w", 1)
+    assert worker.gap_targets == (0.02, math.inf)
+    assert worker.gap_target(BEST_EFFORT) == math.inf
+
+
+def test_answers_that_a_longer_step_would_break_are_counted(at: TestFleet, worker: WorkerState) -> None:
+    at.answers("w", 3, slo=SloClass("tight", itl_s=0.006))
+    at.answers("w", 2, slo=SloClass("loose", itl_s=0.010))
+    at.answers("w", 1)
+    assert worker.step_s < 0.006
+    assert [worker.answers_broken(seconds) for seconds in (0.005, 0.006, 0.007, 0.010, 0.011)] == [0, 0, 3, 3, 5]
+    worker.add_answer("long", AnswerWork(4, 100_000, BEST_EFFORT))
+    assert 0.006 < worker.step_s < 0.010
+    assert worker.answers_broken(0.011) == 2, "those of the tight class miss theirs already"
+
+
+def test_a_refusal_is_remembered_for_a_moment(at: TestFleet, worker: WorkerState) -> None:
+    assert not worker.refusing
+    worker.pause()
+    assert worker.refusing
+    at.clock.now += 0.06
+    assert not worker.refusing
+    worker.update(replace(worker.info, not_ready="it loads its weights"))
+    assert worker.refusing

@@ -1,0 +1,203 @@
+"""A defect that one request meets inside the router is that request's end, and nobody else's."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from router.placement.worker_state import WorkerState
+from router.requests.answer import Answer
+from router.requests.dispatch import Dispatcher
+from router.requests.ends import RequestEnds
+from router.requests.request import RoutedRequest
+from router.requests.stream import EventStream
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import answer_token, channel_to, until
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.messages import RequestEvent
+from wire.recurring import RecurringErrors
+
+NAMES = ["a", "b", "c", "d"]
+BAD = "b"
+HELD_AT, TOKENS = 3, 8
+
+
+def prompt_of(name: str) -> list[int]:
+    return [5, 6, 7, ord(name)]
+
+
+class Answers:
+    """Four answers at once, which stand still behind their third token until `go`."""
+
+    def __init__(self, cluster: Cluster, stub: inference_pb2_grpc.InferenceStub) -> None:
+        self._cluster = cluster
+        self.ends = {name: asyncio.ensure_future(self._read(stub, name)) for name in NAMES}
+
+    async def _read(self, stub: Any, name: str) -> list[int] | grpc.StatusCode:
+        options = pb.GenerationOptions(max_tokens=TOKENS)
+        request = pb.GenerateRequest(request_id=name, token_ids=pb.TokenIds(ids=prompt_of(name)), options=options)
+        tokens: list[int] = []
+        try:
+            async for message in stub.Generate(request):
+                tokens += message.chunk.token_ids
+        except grpc.aio.AioRpcError as error:
+            return error.code()
+        return tokens
+
+    @property
+    def requests(self) -> list[RoutedRequest]:
+        return list(self._cluster.router._dispatcher._live.values())
+
+    async def held(self) -> None:
+        await until(
+            lambda: len(self.requests) == 4 and all(each.answer.token_count == HELD_AT for each in self.requests),
+            "all have three tokens",
+        )
+
+    def step(self) -> None:
+        """One message with the next token of each."""
+        events = [
+            RequestEvent(each.ref, HELD_AT, (answer_token(each.admitted.prompt_token_ids, HELD_AT),))
+            for each in self.requests
+        ]
+        self._cluster.decode.send(self._cluster.config.router_id, *events)
+
+    async def check(self) -> None:
+        """Three are whole, one failed with Internal."""
+        self._cluster.decode.go.set()
+        ends = dict(zip(self.ends, await asyncio.wait_for(asyncio.gather(*self.ends.values()), 30), strict=True))
+        assert ends.pop(BAD) is grpc.StatusCode.INTERNAL
+        assert ends == {name: [answer_token(prompt_of(name), index) for index in range(TOKENS)] for name in ends}
+
+
+@pytest.fixture
+async def answers(cluster: Cluster) -> AsyncIterator[Answers]:
+    cluster.decode.switches.held_at = HELD_AT
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        made = Answers(cluster, inference_pb2_grpc.InferenceStub(channel))
+        await made.held()
+        yield made
+
+
+def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., Any]:
+    """`real`, but for the bad request, which `of` finds among the arguments."""
+
+    def broken(*given: Any, **named: Any) -> Any:
+        if of(*given) == BAD:
+            raise KeyError("defect")
+        return real(*given, **named)
+
+    return broken
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of which requests the log says that they met a defect."""
+    met = [record for record in caplog.records if "met a defect" in record.message]
+    return [getattr(record, "request_id", "").partition("~")[0] for record in met]
+
+
+def name_of(request: RoutedRequest) -> str:
+    return request.admitted.request_id
+
+
+async def test_an_answer_that_cannot_be_delivered_ends_alone(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All four come back from the text thread in one call."""
+    monkeypatch.setattr(Answer, "push", defect(Answer.push, lambda answer, *_: answer.request_id))
+    with caplog.at_level(logging.ERROR):
+        answers.step()
+        await answers.check()
+    assert told(caplog) == [BAD]
+
+
+async def test_an_event_that_cannot_be_taken_ends_its_request_and_not_the_link(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = cluster.decode.streams[cluster.config.router_id]
+    taken = defect(EventStream._take_tokens, lambda _, request, *__: name_of(request))
+    monkeypatch.setattr(EventStream, "_take_tokens", taken)
+    with caplog.at_level(logging.ERROR):
+        answers.step()
+        await answers.check()
+    assert cluster.decode.streams[cluster.config.router_id] is stream
+    assert told(caplog) == [BAD]
+
+
+async def test_a_load_that_cannot_be_taken_ends_no_link(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise KeyError("defect")
+
+    stream = cluster.decode.streams[cluster.config.router_id]
+    monkeypatch.setattr(WorkerState, "report", broken)
+    with caplog.at_level(logging.ERROR):
+        answers.step()
+        cluster.decode.go.set()
+        ends = await asyncio.gather(*answers.ends.values())
+    assert [len(end) for end in ends if isinstance(end, list)] == [TOKENS] * 4
+    assert cluster.decode.streams[cluster.config.router_id] is stream
+    defects = [each for each in caplog.records if "cannot be taken" in each.message]
+    errors = RecurringErrors()
+    assert defects
+    assert len([each for each in defects if errors.take(each)]) == 1
+
+
+async def test_a_request_that_cannot_be_swept_keeps_no_other_from_it(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All are silent for too long at the same moment."""
+    real = RequestEnds.fail_attempt
+    monkeypatch.setattr(RequestEnds, "fail_attempt", defect(real, lambda _, request, *__: name_of(request)))
+    with caplog.at_level(logging.ERROR):
+        for request in answers.requests:
+            request.last_heard -= 1e6
+        sweeper = cluster.router._dispatcher._sweeper
+        sweeper._sweep(sweeper._clock())
+        assert {name_of(request) for request in answers.requests} == {"a", "c", "d"}
+        assert {request.attempt for request in answers.requests} == {2}
+        await answers.check()
+    assert told(caplog) == [BAD]
+
+
+async def test_a_lost_worker_is_told_to_all_of_its_requests(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = RequestEnds.fail_attempt
+    monkeypatch.setattr(RequestEnds, "fail_attempt", defect(real, lambda _, request, *__: name_of(request)))
+    with caplog.at_level(logging.ERROR):
+        await cluster.decode.drop_streams()
+        ends = await asyncio.wait_for(asyncio.gather(*answers.ends.values()), 30)
+    others = grpc.StatusCode.UNAVAILABLE  # nobody else decodes
+    assert ends == [grpc.StatusCode.INTERNAL if name == BAD else others for name in NAMES]
+    assert told(caplog) == [BAD]
+
+
+async def test_a_request_that_cannot_be_placed_blocks_nobody_behind_it(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = defect(Dispatcher._place, lambda _, request, *__: name_of(request))
+    monkeypatch.setattr(Dispatcher, "_place", place)
+    async with channel_to(cluster.endpoints.grpc_address) as channel:
+        with caplog.at_level(logging.ERROR):
+            await Answers(cluster, inference_pb2_grpc.InferenceStub(channel)).check()
+    assert told(caplog) == [BAD]
+
+
+async def test_the_end_of_a_broken_request_is_tried_to_its_last_step(
+    cluster: Cluster, answers: Answers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The metrics refuse it as well: its workers and the list of requests are rid of it all the same."""
+    metrics = type(cluster.router._dispatcher.metrics)
+    monkeypatch.setattr(metrics, "failed", defect(metrics.failed, lambda _, request, *__: name_of(request)))
+    monkeypatch.setattr(Answer, "push", defect(Answer.push, lambda answer, *_: answer.request_id))
+    with caplog.at_level(logging.ERROR):
+        answers.step()
+        await answers.check()
+    assert any("did not end in order" in each.message for each in caplog.records)
+    await cluster.settled()

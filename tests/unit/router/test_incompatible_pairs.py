@@ -1,0 +1,126 @@
+"""A rolling update: workers of two releases refuse each other, and requests go where both are of one."""
+
+import asyncio
+
+import grpc.aio
+import pytest
+
+from router.placement.incompatible_pairs import MOST_PAIRS, REMEMBERED_S, IncompatiblePairs
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, answer_token, until
+from tests.unit.router.fleets import Clock
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.messages import PeerRef, Role
+from wire.rpc import RETRY_AFTER
+
+PROMPT = [5, 6, 7, 8]
+ASK = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=6))
+ANSWER = [answer_token(PROMPT, index) for index in range(6)]
+P, D = PeerRef("p", 1), PeerRef("d", 1)
+
+
+async def run(stub: inference_pb2_grpc.InferenceStub) -> list[int]:
+    return await _tokens(stub, ASK)
+
+
+async def error(stub: inference_pb2_grpc.InferenceStub) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await run(stub)
+    return caught.value
+
+
+async def test_a_pair_that_does_not_fit_is_tried_once_and_ends_no_request(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    old = cluster.decode
+    fits = await FakeWorker("decode-1", Role.DECODE, token="secret").start()
+    await cluster.members(cluster.prefill, old, fits)
+    cluster.prefill.switches.incompatible = frozenset({old.worker_id})
+    for _ in range(8):
+        assert await run(stub) == ANSWER
+    asked = [task.destination.peer.worker_id for task in cluster.prefill.prefills if task.destination is not None]
+    assert asked.count(old.worker_id) == 1
+    assert asked.count("decode-1") == 8
+
+
+async def test_where_nobody_fits_the_client_hears_why_until_a_new_run_does(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    cluster.prefill.switches.incompatible = frozenset({"decode-0"})
+    first = await error(stub)
+    assert first.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no prefill worker fits a decode worker; transfer protocol: decode-0 speaks another" in first.details()
+    assert RETRY_AFTER in dict(first.trailing_metadata() or ())
+    assert not cluster.router.ready
+    assert (await error(stub)).details() == first.details()
+    assert len(cluster.prefill.prefills) == 1, "the second was turned away at the door"
+
+    updated = await FakeWorker("decode-0", Role.DECODE, incarnation=2, token="secret").start()
+    cluster.prefill.switches.incompatible = frozenset()
+    await cluster.members(cluster.prefill, updated)
+    await until(lambda: cluster.router.ready, "what is known of a run is forgotten with it")
+    assert await run(stub) == ANSWER
+    assert not cluster.router._dispatcher.pool.fleet.incompatible
+
+
+async def test_many_pairs_that_do_not_fit_use_up_the_tries_of_a_request(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    others = [await FakeWorker(f"decode-{number}", Role.DECODE, token="secret").start() for number in range(1, 5)]
+    await cluster.members(cluster.prefill, cluster.decode, *others)
+    cluster.prefill.switches.incompatible = frozenset({"decode-0", *(each.worker_id for each in others[:-1])})
+    failed = await error(stub)
+    assert failed.code() is grpc.StatusCode.UNAVAILABLE
+    assert "do not fit together; transfer protocol" in failed.details()
+    assert len(cluster.prefill.prefills) == cluster.config.max_attempts
+    assert await run(stub) == ANSWER
+
+
+def test_what_is_known_is_bounded_in_time_and_number() -> None:
+    clock = Clock()
+    incompatible = IncompatiblePairs(clock)
+    incompatible.learn(P, D, "because")
+    assert not incompatible.fit(P, D)
+    assert not incompatible.forget_old()
+    assert incompatible.fit(P, PeerRef("d", 2))
+    assert incompatible.why([P], [D]) == "because"
+    clock.now += REMEMBERED_S
+    assert incompatible.fit(P, D)
+    assert incompatible.forget_old()
+    assert not incompatible
+    assert not incompatible.forget_old()
+    for number in range(MOST_PAIRS + 1):
+        incompatible.learn(P, PeerRef("d", number), "because")
+    assert len(incompatible) == MOST_PAIRS
+    assert incompatible.fit(P, PeerRef("d", 0))
+    incompatible.forget(P)
+    assert not incompatible
+
+
+async def test_who_waits_for_workers_that_fit_is_in_nobodys_way_and_waits_no_longer_than_the_refusal_counts(
+    cluster: Cluster, stub: inference_pb2_grpc.InferenceStub
+) -> None:
+    """The only two that are large enough for it have refused each other; others fit."""
+    large = cluster.decode
+    small = await FakeWorker("decode-1", Role.DECODE, pages_total=4, token="secret").start()
+    await cluster.members(cluster.prefill, large, small)
+    dispatcher = cluster.router._dispatcher
+    incompatible, clock = dispatcher.pool.fleet.incompatible, Clock()
+    incompatible._clock = clock
+    await until(lambda: len(dispatcher.pool.views()) == 3, "all are live")
+    peers = {books.peer.worker_id: books.peer for books in dispatcher.pool.views()}
+    prefill, decode = peers[cluster.prefill.worker_id], peers[large.worker_id]
+    incompatible.learn(prefill, decode, "other releases")
+    long = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(max_tokens=200))
+    waiting = asyncio.ensure_future(_tokens(stub, long))
+    await until(lambda: dispatcher.waiting == 1, "it waits")
+    for _ in range(2):
+        assert await asyncio.wait_for(run(stub), 60) == ANSWER
+    assert dispatcher.waiting == 1
+    clock.now += REMEMBERED_S
+    assert len(await asyncio.wait_for(waiting, 60)) == 200
+
+
+async def _tokens(stub: inference_pb2_grpc.InferenceStub, request: pb.GenerateRequest) -> list[int]:
+    return [token async for message in stub.Generate(request) for token in message.chunk.token_ids]

@@ -1,0 +1,189 @@
+"""A large request holds nobody up: it is measured first, read in a thread, and what cannot fit is not tokenized."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from router.text import request_reader
+from router.text.chat_template import ChatTurn
+from router.text.tokenizer import Tokenizer
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
+from tests.unit.router.test_generate import Client, ask, expected
+from wire.generated.tandem.v1 import inference_pb2 as pb
+from wire.messages import Role
+
+MIB = 1 << 20
+EMPTY_MESSAGE = bytes([pb.ChatRequest.DESCRIPTOR.fields_by_name["messages"].number << 3 | 2, 0])
+
+
+@pytest.fixture
+async def channel(cluster: Cluster) -> AsyncIterator[grpc.aio.Channel]:
+    async with channel_to(cluster.endpoints.grpc_address) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=f"http://{cluster.endpoints.http_address}", timeout=60) as opened:
+        yield opened
+
+
+@pytest.fixture
+def read_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads in which requests were decoded from protobuf."""
+    threads: list[threading.Thread] = []
+    decoded = request_reader._decoded
+
+    def noted(kind: Any, data: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return decoded(kind, data)
+
+    monkeypatch.setattr(request_reader, "_decoded", noted)
+    return threads
+
+
+async def refused(channel: grpc.aio.Channel, method: str, data: bytes) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_stream(f"/tandem.v1.Inference/{method}")(data, timeout=60).read()
+    return caught.value
+
+
+async def test_two_million_empty_messages_are_never_made(
+    cluster: Cluster, channel: grpc.aio.Channel, read_in: list[threading.Thread]
+) -> None:
+    """They held the event loop for seconds, and leases live five."""
+    error = await refused(channel, "Chat", EMPTY_MESSAGE * (2 * MIB - 100))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not read_in
+    error = await refused(channel, "Chat", EMPTY_MESSAGE * 5000)
+    assert "5000 messages, the limit is 4096" in str(error.details())
+    assert (await Client(channel).run(ask(4)))[1]
+
+
+async def test_a_large_message_is_read_in_a_thread(
+    cluster: Cluster, channel: grpc.aio.Channel, read_in: list[threading.Thread]
+) -> None:
+    ids = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * MIB)).SerializeToString()
+    error = await refused(channel, "Generate", ids)
+    assert "1048576 in the prompt" in str(error.details())
+    assert [each.name.startswith("router-tokenizer") for each in read_in] == [True]
+
+
+async def test_what_is_no_message_is_the_client_s_fault(cluster: Cluster, channel: grpc.aio.Channel) -> None:
+    for data in (b"\xff", b"\xff" * MIB, b"\x1a\x05a", b"\x0b" * 40_000):
+        assert (await refused(channel, "Chat", data)).code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" + b"[]," * (MIB // 3) + b"0]",
+        b'{"prompt":[' + b"1.5," * MIB + b"1]}",
+        b'{"messages":[' + b"{}," * MIB + b"{}]}",
+        b'{"prompt":[' + b'"",' * MIB + b'""]}',
+        b"{" + b",".join(b'"%d":0' % number for number in range(300_000)) + b"}",
+    ],
+    ids=["lists", "floats", "messages", "prompts", "fields"],
+)
+async def test_a_body_of_many_parts_is_refused_before_it_is_read(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, body: bytes
+) -> None:
+    monkeypatch.setattr(json, "loads", None)  # whoever reads it fails
+    answer = await http.post("/v1/chat/completions", content=body[: 4 * MIB])
+    monkeypatch.undo()
+    assert answer.status_code == 400
+    assert "more than 262144 fields" in answer.json()["error"]["message"]
+
+
+async def test_the_loop_turns_while_a_body_is_read(http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    loops, turned = json.loads, threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(body: Any) -> Any:
+        loop.call_soon_threadsafe(turned.set)
+        assert turned.wait(60)  # a loop that waits for this never gets there
+        return loops(body)
+
+    monkeypatch.setattr(json, "loads", slow)
+    answer = await http.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}' + b" " * MIB)
+    monkeypatch.undo()
+    assert answer.status_code == 200
+
+
+async def test_a_prompt_that_no_context_holds_is_not_tokenized(
+    cluster: Cluster, http: httpx.AsyncClient, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second of a thread each MiB."""
+    monkeypatch.setattr(Tokenizer, "encode", None)
+    monkeypatch.setattr(Tokenizer, "encode_rendered", None)
+    long = "the quick brown fox " * 50_000
+    for path, body in (
+        ("completions", {"prompt": long}),
+        ("chat/completions", {"messages": [{"role": "user", "content": long}]}),
+    ):
+        answer = await http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert "requested at least" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == ("prompt" if path == "completions" else "messages")
+
+
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_its_bound(tokenizer: Tokenizer, text: str) -> None:
+    assert tokenizer.fewest_tokens(text) <= len(tokenizer.encode(text))
+    rendered = tokenizer.render_chat([ChatTurn("user", text)])
+    assert tokenizer.fewest_tokens(rendered) <= len(tokenizer.encode_rendered(rendered))
+
+
+@pytest.mark.parametrize("kind", ["http", "grpc"])
+async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
+    cluster: Cluster, http: httpx.AsyncClient, channel: grpc.aio.Channel, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    go, pool = threading.Event(), cluster.router._admission._pool
+    encode = Tokenizer.encode
+
+    def held(self: Tokenizer, text: str) -> list[int]:
+        go.wait(60)
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", held)
+    client = Client(channel)
+
+    def send() -> asyncio.Task[Any]:
+        if kind == "http":
+            return asyncio.create_task(http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}))
+        return asyncio.create_task(client.run(pb.GenerateRequest(text="a", options=pb.GenerationOptions(max_tokens=2))))
+
+    running = [send() for _ in range(cluster.config.tokenizer_threads)]
+    await until(lambda: not pool._idle, "all threads have work")
+    waiting = send()
+    await until(lambda: pool.waiting == 1, "one waits")
+    waiting.cancel()
+    await until(lambda: pool.waiting == 0, "it has left")
+    go.set()
+    await asyncio.gather(*running)
+
+
+async def test_the_prefill_workers_pages_limit_a_prompt(cluster: Cluster, channel: grpc.aio.Channel) -> None:
+    """Two pages of 16 tokens here, 512 at the decode worker."""
+    small = await FakeWorker("prefill-1", Role.PREFILL, pages_total=2, token="secret").start()
+    await cluster.members(small, cluster.decode)
+    client = Client(channel)
+    _, ids, _ = await client.run(ask(4, prompt=[5] * 32))
+    assert ids == expected(4, [5] * 32)
+    for max_tokens in (1, 4, None):
+        error = await client.error(ask(max_tokens, prompt=[5] * 33))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "33 in the prompt" in str(error.details())
+    assert len(small.prefills) == 1

@@ -1,0 +1,68 @@
+"""Requests are counted before they are read, whatever is in them."""
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.text.request_items import check_json_items, check_message_items
+from wire.errors import InvalidArgument
+from wire.generated.tandem.v1 import inference_pb2 as pb
+
+CHAT = pb.ChatRequest.DESCRIPTOR
+LEAVES = st.none() | st.integers() | st.text(st.sampled_from('",[{\\é a'), max_size=8)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner))
+
+
+def items(value: Any) -> int:
+    """Strings, lists, objects and the commas between their entries."""
+    if isinstance(value, dict):
+        return 1 + max(0, len(value) - 1) + sum(1 + items(each) for each in value.values())
+    if isinstance(value, list):
+        return 1 + max(0, len(value) - 1) + sum(map(items, value))
+    return int(isinstance(value, str))
+
+
+@given(VALUES, st.booleans())
+def test_json_is_counted_as_it_is_read(value: Any, ascii_only: bool) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    count = items(value)
+    check_json_items(body, count)
+    if count:
+        with pytest.raises(InvalidArgument):
+            check_json_items(body, count - 1)
+
+
+@pytest.mark.parametrize("body", [b"[" * 100, b'"' * 100, b"," * 100, b"{" * 100, b'["",' * 30])
+def test_what_is_no_json_is_counted_too(body: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        check_json_items(body, 40)
+
+
+def test_a_body_in_another_encoding_is_refused() -> None:
+    """Its quotes would be found in other places than where its reader finds them."""
+    with pytest.raises(InvalidArgument, match="UTF-8"):
+        check_json_items('{"a": 1}'.encode("utf-16-le"), 100)
+
+
+def test_fields_of_messages_in_messages_count() -> None:
+    options = pb.GenerationOptions(stop=["a"] * 10, max_tokens=4)
+    request = pb.ChatRequest(model="m", messages=[pb.ChatMessage(role="user", content="a")] * 5, options=options)
+    data = request.SerializeToString()
+    count = 1 + 5 * 3 + 1 + 10 + 1
+    check_message_items(CHAT, data, count)
+    with pytest.raises(InvalidArgument):
+        check_message_items(CHAT, data, count - 1)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_no_reader_takes_are_refused_or_counted(data: bytes) -> None:
+    """Never another error; what is let through is read or refused as a whole."""
+    try:
+        check_message_items(CHAT, data, 1000)
+        pb.ChatRequest.FromString(data)
+    except (InvalidArgument, DecodeError):
+        pass

@@ -1,0 +1,27 @@
+"""A router comes back to addresses of workers and controllers that are gone: who listens there now learns nothing."""
+
+from tests.stranger import Stranger
+from tests.unit.router.conftest import Cluster
+from tests.unit.router.fake_cluster import until
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+async def test_whoever_has_a_dead_workers_port_is_not_shown_the_token(cluster: Cluster) -> None:
+    dead = cluster.decode
+    await dead.kill()
+    stranger = await Stranger().start(_port(dead.address))
+    await until(lambda: stranger.connections >= 2 or stranger.headers, "the router came back twice")
+    stranger.assert_learned_nothing("secret")
+    assert not cluster.router.ready
+    await stranger.stop()
+
+
+async def test_nor_is_whoever_has_the_controllers(cluster: Cluster) -> None:
+    await cluster.controller.stop()
+    stranger = await Stranger().start(_port(cluster.controller.address))
+    await until(lambda: stranger.connections >= 2 or stranger.headers, "the router came back twice")
+    stranger.assert_learned_nothing("secret")
+    await stranger.stop()

@@ -1,0 +1,129 @@
+"""A defect that one request meets inside a worker is that request's end, and nobody else's."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from decode_worker.half import DecodeHalf
+from decode_worker.kv_arrival import ArrivalCheck
+from decode_worker.requests import DecodeRequests
+from prefill_worker.half import PrefillHalf
+from tests.fake_engine import answer_to
+from tests.worker_pair import WorkerPair, until
+from wire.messages import FinishReason, RequestEvent, RequestRef, RoutedEvent, SamplingParams, WorkerLoad
+from worker.outbox import Outbox
+
+PROMPT = [11, 12, 13, 14, 15, 16, 17]
+TEN = SamplingParams(max_tokens=10)
+BAD = "b"
+NAMES = ("a", BAD, "c")
+
+
+def defect(real: Callable[..., Any], of: Callable[..., str]) -> Callable[..., Any]:
+    """`real`, but for the bad request, which `of` finds among the arguments."""
+
+    def broken(*given: Any, **named: Any) -> Any:
+        if of(*given) == BAD:
+            raise KeyError("defect")
+        return real(*given, **named)
+
+    return broken
+
+
+async def others_are_whole(pair: WorkerPair, code: str) -> None:
+    """Three at once: two have all their tokens, one fails with this code, and nothing is left of it."""
+    heard = {name: pair.send(name, PROMPT, TEN) for name in NAMES}
+    await until(lambda: all(each.finish for each in heard.values()))
+    assert (heard[BAD].finish, heard[BAD].error) == (FinishReason.ERROR, code)
+    for name in set(NAMES) - {BAD}:
+        assert heard[name].tokens == answer_to(PROMPT, TEN)
+    assert not any(end.worker.died.done() for end in pair.ends)
+    pair.abort(BAD)  # as its router does
+    await pair.empty()
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_a_token_that_cannot_be_told(
+    both: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def name(_half: Any, landed: Any, row: int, _score: Any) -> str:
+        found: str = landed.token(row)[0].reservation.ref.request_id
+        return found
+
+    monkeypatch.setattr(DecodeHalf, "_tell", defect(DecodeHalf._tell, name))
+    async with WorkerPair(both=both) as pair:
+        with caplog.at_level(logging.ERROR):
+            await others_are_whole(pair, "INTERNAL")
+    assert [record.request_id for record in caplog.records if "met a defect" in record.message] == [BAD]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("both", [False, True])
+async def test_a_prompt_whose_end_cannot_be_handled(both: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
+    monkeypatch.setattr(PrefillHalf, "_finish", defect(PrefillHalf._finish, name))
+    async with WorkerPair(both=both) as pair:
+        await others_are_whole(pair, "INTERNAL")
+
+
+async def test_a_local_prompt_that_cannot_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = lambda _half, request, *_: request.task.ref.request_id  # noqa: E731
+    monkeypatch.setattr(PrefillHalf, "_local_notice", defect(PrefillHalf._local_notice, name))
+    async with WorkerPair(both=True) as pair:
+        await others_are_whole(pair, "INTERNAL")
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "of"),
+    [
+        (ArrivalCheck, "stamp_problem", lambda _check, request, _notice: request.reservation.ref.request_id),
+        (DecodeRequests, "admit", lambda _held, request, _notice: request.reservation.ref.request_id),
+    ],
+)
+@pytest.mark.parametrize("rate", [0.0, 1.0])
+async def test_pages_that_cannot_be_taken_in(
+    rate: float, owner: type, method: str, of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, method, defect(getattr(owner, method), of))
+    async with WorkerPair(kv_checksum_rate=rate) as pair:
+        await others_are_whole(pair, "TRANSFER_FAILED")
+
+
+async def test_a_call_that_fails_keeps_no_other_from_being_made(caplog: pytest.LogCaptureFixture) -> None:
+    made: list[int] = []
+    outbox = Outbox(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0)
+    outbox.publish(1, (), (), (lambda: made.append(1), lambda: made.remove(0), lambda: made.append(2)))
+    await until(lambda: len(made) == 2)
+    assert "did not hear of its step" in caplog.text
+
+
+async def test_a_step_is_sent_without_the_cache_changes_that_cannot_be_told() -> None:
+    def broken() -> None:
+        raise KeyError("defect")
+
+    outbox = Outbox(asyncio.get_running_loop(), lambda: WorkerLoad(0, 0, 0, 0, 8), lambda _: [], 60.0, broken)
+    messages = aiter(outbox.attach("r", prefixes=True).messages())
+    await anext(messages)
+    event = RequestEvent(RequestRef("a", 1))
+    outbox.publish(1, [RoutedEvent("r", event)])
+    async with asyncio.timeout(30):
+        assert (await anext(messages)).events == (event,)
+
+
+async def test_an_event_that_cannot_be_written_ends_its_request_alone() -> None:
+    """On the real stream to a router, whose other requests would end with it."""
+    from wire import rpc
+    from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
+
+    async with WorkerPair() as pair, rpc.open_channel(pair.decode.address) as channel:
+        call = worker_pb2_grpc.WorkerStub(channel).Attach(worker_pb2.AttachRequest(router_id="r"))
+        stream = aiter(call)
+        await anext(stream)
+        good, bad = RequestEvent(RequestRef("a", 1)), RequestEvent(RequestRef(BAD, 1), 0, (-1,))
+        for event in (bad, good):
+            pair.decode.worker._outbox.post(RoutedEvent("r", event))
+        message = await anext(stream)
+        assert [(each.request_id, each.error.code) for each in message.events] == [(BAD, "INTERNAL"), ("a", "")]
+        call.cancel()

@@ -1,0 +1,28 @@
+"""How many calls are in progress."""
+
+from __future__ import annotations
+
+from wire.errors import ResourceExhausted
+
+_RETRY_AFTER_S = 1.0
+
+
+class CallCount:
+    """Whoever enters leaves, once. Belongs to the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.running = 0
+
+    def enter(self) -> None:
+        """One more is in progress; ResourceExhausted where there are too many."""
+        if self.running >= self._limit:
+            raise ResourceExhausted(
+                f"{self.running} calls are in progress here, the limit is {self._limit}; try again later",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.running += 1
+
+    def leave(self) -> None:
+        """One has ended."""
+        self.running -= 1
