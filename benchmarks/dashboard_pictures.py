@@ -19,12 +19,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks.command_line import errors_in_words
-from benchmarks.dashboards import Stretch, names, read_dashboard, show
+from benchmarks.dashboards.panel_axes import draw_panel
+from benchmarks.dashboards.panels import Stretch, names, read_dashboard, show
+from benchmarks.dashboards.prometheus import Prometheus, prometheus_beside
 from benchmarks.load.mixed import run_mixed
 from benchmarks.load.stage import running_cluster
 from benchmarks.load.target import find_target, touch
-from benchmarks.panel_axes import draw_panel
-from benchmarks.prometheus import Prometheus, prometheus_beside
 from benchmarks.served_model import add_model_options, choose_model
 from cluster.planner_config import PlannerConfig, PlannerMode
 

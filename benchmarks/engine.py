@@ -3,7 +3,7 @@
 Same model, dtype and threads on both sides, in one process. The two sides take turns, so that a noisy machine is as
 noisy for one as for the other, and the medians of the turns are compared. Decode excludes the prefill on both sides.
 
-On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/engine_gpu.py.
+On a GPU (`--device cuda --shape llama-3-8b`) the engine is measured against the chip: see benchmarks/gpu/engine_gpu.py.
 There `--profile`, which needs no `--device`, shows where a step's time goes.
 
 The last line is one JSON object with `decode_ratio_b1`, `decode_ratio_b8` and `prefill_ratio_512`: how many times
@@ -23,21 +23,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.bandwidth import read_bandwidth
 from benchmarks.command_line import errors_in_words, need_gpu
+from benchmarks.cpu.bandwidth import read_bandwidth
 from benchmarks.results import run_facts, save_result
 from cli.models.default_model import NAME, find_default_model
-from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.device import parse_device
 from engine.kernels.cpu.pool import usable_cores
 from engine.model_runner import ModelRunner
 from engine.models.shapes import shape_names
+from engine.steps.batch import Draw, StepBatch, StepRow
 from engine.weights.gguf import prepare_model
 from wire.messages import SamplingParams
 
 if TYPE_CHECKING:
-    from benchmarks.peer_transformers import Prompts, TransformersPeer
+    from benchmarks.cpu.peer_transformers import Prompts, TransformersPeer
 
 _DTYPES = ("float32", "bfloat16")
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -176,7 +176,7 @@ def _prompts(batch: int, tokens: int, vocab_size: int) -> Prompts:
 def measure(folder: Path, dtype: str, threads: int, settings: Settings) -> tuple[list[Comparison], float]:
     """Load both sides and compare them → the comparisons and the read bandwidth in GB/s."""
     engine = Engine(ModelRunner.load(EngineConfig(folder, dtype=dtype, threads=threads)))
-    from benchmarks.peer_transformers import TransformersPeer  # here, as GPUs' start is measured without it
+    from benchmarks.cpu.peer_transformers import TransformersPeer  # here, as GPUs' start is measured without it
 
     peer = TransformersPeer(folder, dtype, threads)
     bandwidth = read_bandwidth(threads)
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             need_gpu()
         parse_device(chosen.device)
         # Triton need not be there where no GPU is.
-        from benchmarks import engine_gpu
+        from benchmarks.gpu import engine_gpu
 
         engine_gpu.run(chosen)
 

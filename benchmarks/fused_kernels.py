@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from benchmarks.ceilings import measure_ceilings
 from benchmarks.command_line import need_gpu
-from benchmarks.contest import Comparison
+from benchmarks.gpu.ceilings import measure_ceilings
+from benchmarks.gpu.contest import Comparison
 from benchmarks.results import run_facts, save_result
 from engine.config.model import ModelConfig, load_model_config
 from engine.models.shapes import shape_names, write_shape
@@ -59,7 +59,7 @@ def main() -> None:
 def compare_fused(engine_shape: ModelConfig, tokens: Sequence[int]) -> list[Comparison]:
     """Every operation that `Contests` has for steps of so many tokens, by name."""
     # Triton need not be there where no GPU is.
-    from benchmarks.fused_contests import Contests
+    from benchmarks.gpu.fused_contests import Contests
     from engine.kernels.linear.triton_linear import reserve_scratch
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -15,14 +15,14 @@ from dataclasses import replace
 import torch
 
 from benchmarks.command_line import need_gpu
-from benchmarks.handovers import Figures, through_the_cluster
-from benchmarks.kv_settings import SETTINGS, Settings
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
-from benchmarks.transfer_pools import PoolPlan, copy_ceiling, measure_pools
+from benchmarks.transfer.handovers import Figures, through_the_cluster
+from benchmarks.transfer.kv_settings import SETTINGS, Settings
+from benchmarks.transfer.transfer_pools import PoolPlan, copy_ceiling, measure_pools
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
-from kv_transfer.ucx_shared_memory import ucx_settings
+from kv_transfer.nixl_backend.ucx_shared_memory import ucx_settings
 
 _GPU_SHAPE = "llama-3-8b"
 """What is measured on GPUs if nothing else is asked for."""

@@ -35,8 +35,8 @@ from wire.ending import pages_for
 from wire.errors import InvalidArgument
 from wire.messages import Destination, PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
 from worker.config import WorkerConfig
-from worker.metrics import engine_facts, worker_facts
 from worker.process import layout_of
+from worker.reporting.metrics import engine_facts, worker_facts
 from worker.worker import Worker
 
 ME, ROUTER = PeerRef("both-0", 1), "router"

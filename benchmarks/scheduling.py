@@ -32,10 +32,10 @@ from typing import TypedDict
 
 import numpy as np
 
-from benchmarks.no_engine import MODEL, STEP_TOKENS, NoEngine
+from benchmarks.cpu.no_engine import MODEL, STEP_TOKENS, NoEngine
+from benchmarks.cpu.stopwatch import Stopwatch
 from benchmarks.numbers import above_0, at_least
 from benchmarks.results import RESULTS, run_facts, save_result
-from benchmarks.stopwatch import Stopwatch
 from decode_worker.batch_snapshot import CompletedStep
 from engine.cache.page_pool import PagePool
 from engine.config import GPU_PAGE_TOKENS, EngineConfig

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.command_line import errors_in_words
-from benchmarks.gpu_engine import GpuEngine
+from benchmarks.gpu.gpu_engine import GpuEngine
 from benchmarks.numbers import at_least
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
 from cluster.config import ClusterConfig
 from cluster.launcher import Cluster
-from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import RequestRef, SamplingParams
 from wire.rpc import open_client_channel

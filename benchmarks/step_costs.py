@@ -20,9 +20,9 @@ from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import add_model_options, choose_model
 from costs.step_cost import CostParameters, StepCost, StepWork
 from costs.step_fit import StepFit
-from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.messages import SamplingParams
 
 _GREEDY = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

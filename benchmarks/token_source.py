@@ -28,7 +28,7 @@ from wire.messages import (
     WorkerLoad,
 )
 from wire.rpc import listen, open_server
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 MODEL = ModelFacts("tokens", 49_152, 8192, (2,), "none")
 TOKEN = "of a cluster that answers nothing"

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.ceilings import median_seconds
 from benchmarks.command_line import errors_in_words
+from benchmarks.gpu.ceilings import median_seconds
 from benchmarks.results import run_facts, save_result
 from engine.config.model import ModelConfig, load_model_config
 from engine.device import parse_device

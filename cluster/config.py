@@ -12,12 +12,12 @@ from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import Ceilings
 from router.observability.otlp import check_endpoint
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
-from wire.credentials import check_key
-from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import InvalidArgument
-from wire.logs import MAX_MIB, LogConfig, LogFormat
+from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.logging.logs import MAX_MIB, LogConfig, LogFormat
 from wire.mode import Mode
 from wire.policy_name import PolicyName
+from wire.security.credentials import check_key
 
 GIB = 1 << 30
 WORKERS_MAX = 64

@@ -21,10 +21,10 @@ from cluster.supervision.process_supervisor import END_S, ProcessSupervisor
 from cluster.supervision.registry import Registry
 from cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from wire.address import address_of, is_loopback
-from wire.credentials import reading_keys
 from wire.generated.tandem.v1 import cluster_pb2_grpc
-from wire.logs import begin_log
+from wire.logging.logs import begin_log
 from wire.rpc import listen, open_server
+from wire.security.credentials import reading_keys
 
 
 class Controller:

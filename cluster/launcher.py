@@ -23,8 +23,8 @@ from cluster.supervision.health import ClusterHealth, Phase
 from cluster.supervision.process_supervisor import first_line
 from cluster.supervision.roles import offer, plan, room
 from cluster.worker_supervisor import ControllerConfig
-from wire.credentials import metrics_key_of
 from wire.errors import DeadlineExceeded, TandemError, Unavailable
+from wire.security.credentials import metrics_key_of
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from telemetry import families as f
 from telemetry.board import Board, Facts
 from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import TEXT, Exposition, merge
-from wire.credentials import metrics_key_of
 from wire.errors import Unavailable
+from wire.security.credentials import metrics_key_of
 
 _ME = "controller"
 _JSON = "application/json"

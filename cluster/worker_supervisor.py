@@ -31,7 +31,7 @@ from cluster.supervision.worker_calls import WorkerCalls
 from wire.errors import TandemError
 from wire.messages import PeerRef, Role
 from wire.mode import Mode
-from worker.description import Settings, WorkerDescription, differences, served_of, tuning_of
+from worker.reporting.description import Settings, WorkerDescription, differences, served_of, tuning_of
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig

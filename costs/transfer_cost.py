@@ -3,7 +3,7 @@
 Whoever sees transfers end, a router for instance, keeps one fit for each path and shows it every `TransferStats`.
 """
 
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 FORGET = 0.05
 """Part of what is known that is forgotten with each transfer."""

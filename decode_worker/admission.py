@@ -40,7 +40,7 @@ from wire.messages import (
     RoutedEvent,
     TransferNotice,
 )
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from decode_worker.batch_slots import BatchSlot, SlotColumns, SlotIndices
 from decode_worker.request import DecodeRequest
-from engine.batch import FROM_HOST, RowColumns
-from engine.draws import Draws, History, all_greedy
+from engine.steps.batch import FROM_HOST, RowColumns
+from engine.steps.draws import Draws, History, all_greedy
 from wire.messages import RoutedEvent, RoutedTokens, SamplingParams, StepTokens
 
 

@@ -22,12 +22,12 @@ from decode_worker.preemption import age
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import RunningRequests
 from decode_worker.running_batch import RunningBatch
-from engine.batch import History, TokenRows
+from engine.steps.batch import History, TokenRows
 from wire.ending import Ending, failure_event
 from wire.errors import Internal
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import ModelFacts, RequestEvent, RequestRef, RoutedEvent, TokenLogprobs
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

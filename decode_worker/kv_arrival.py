@@ -12,9 +12,9 @@ from decode_worker.requests import DecodeRequests
 from kv_transfer.checksums import PageChecks
 from wire.ending import reason_to_end
 from wire.errors import TransferFailed, Unavailable
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import ModelFacts, PeerRef, TransferNotice
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from engine.batch import History
 from engine.cache.prefix_cache import Prefix
+from engine.steps.batch import History
 from wire.ending import Ending
 from wire.messages import Lease, Reservation
-from wire.timeline import EdgeStamp
+from wire.tracing.timeline import EdgeStamp
 
 
 class Stage(Enum):

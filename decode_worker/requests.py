@@ -11,7 +11,7 @@ from engine.cache.prefix_cache import PrefixCache
 from wire.ending import failure_event
 from wire.errors import TandemError, TransferFailed
 from wire.messages import Lease, RequestEvent, RequestRef, RoutedEvent, TransferNotice
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 ADMITTED_REMEMBERED = 4096
 """Epochs of leases whose KV has arrived that are remembered, so that a heartbeat that crosses a notice does not read as

@@ -13,7 +13,7 @@ import numpy as np
 from decode_worker.batch_slots import NEVER, BatchSlot, SlotColumns, TokenBuffer
 from decode_worker.batch_snapshot import BatchSnapshot, CompletedStep
 from decode_worker.request import DecodeRequest
-from engine.batch import TokenRows
+from engine.steps.batch import TokenRows
 
 
 class RunningBatch:

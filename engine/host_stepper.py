@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import PendingStep, StepBatch, rows_of
 from engine.cache.paged_cache import PagedCache
 from engine.graph_use import GraphUse
 from engine.kernels.base import Feed
 from engine.models.llama import LlamaModel
 from engine.sampler import sample, score
-from engine.step_packer import PackedStep, StepPacker, unpack
+from engine.steps.batch import PendingStep, StepBatch, rows_of
+from engine.steps.step_packer import PackedStep, StepPacker, unpack
 
 Forward = Callable[[PackedStep, Feed | None], Tensor | None]
 """Stores a step's KV; logits [drawn, vocab], None if nothing is drawn."""

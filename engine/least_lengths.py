@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.draws import Draw
+from engine.steps.draws import Draw
 
 
 def ends_too_early(draws: Sequence[Draw], eos_token_ids: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -7,7 +7,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.batch import PendingStep, StepBatch
 from engine.cache.paged_cache import PagedCache
 from engine.config import EngineConfig
 from engine.config.model import ModelConfig, load_model_config
@@ -18,7 +17,8 @@ from engine.kernels.base import Kernels
 from engine.memory import GIB, check_host_room, ran_out_of_memory
 from engine.models.llama import LlamaModel
 from engine.models.parameters import allocate_parameters, destinations, weight_bytes
-from engine.step_packer import StepPacker, step_limits
+from engine.steps.batch import PendingStep, StepBatch
+from engine.steps.step_packer import StepPacker, step_limits
 from engine.weights.checkpoint import Progress, check_model, load_weights, revision_hash
 from engine.weights.random_weights import fill_randomly, random_revision
 from wire.errors import InvalidArgument
@@ -71,7 +71,7 @@ def load_parts(
 
     stepper: Stepper
     if device.type == "cuda" and kernels is None:
-        from engine.cuda_start import start_on_gpu
+        from engine.cuda.cuda_start import start_on_gpu
 
         cache, stepper = start_on_gpu(config, model, page_tokens, dtype, device, progress=progress)
     else:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from engine.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
 from engine.cache.paged_cache import PagedCache
@@ -18,6 +17,7 @@ from engine.kernels.base import Kernels
 from engine.load_engine import Stepper, load_parts
 from engine.memory import naming_the_setting
 from engine.model_sizes import cost_guess, roofline
+from engine.steps.batch import Draw, PendingStep, StepBatch, StepResult, StepRow
 from engine.weights.checkpoint import Progress
 from wire.messages import ModelFacts, SamplingParams
 

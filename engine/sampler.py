@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.batch import Draw, History, scores_of, wants_logprobs
 from engine.least_lengths import without_early_ends
-from engine.seeded import uniform
+from engine.steps.batch import Draw, History, scores_of, wants_logprobs
+from engine.steps.seeded import uniform
 from wire.messages import SamplingParams, TokenLogprobs
 
 _LOW_HALF = (1 << 31) - 1

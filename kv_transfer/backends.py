@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kv_transfer.base import NoticeHandler, Transport
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_agent import load_nixl
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_backend.agent import load_nixl
+from kv_transfer.nixl_backend.transport import NixlTransport
 from wire.errors import InvalidArgument, TandemError
 from wire.messages import PeerRef
 

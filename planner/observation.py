@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from planner.demand import Promise
 from planner.strain import WorkerFacts
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 
 @dataclass(frozen=True, slots=True)

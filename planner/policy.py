@@ -17,7 +17,7 @@ from planner.demand import Demand
 from planner.observation import Observation
 from planner.sizing import Sizing
 from planner.strain import Strain, rows_that_fit
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 SMOOTH = 0.5
 """Weight of the newest window in the demand."""

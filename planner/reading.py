@@ -12,7 +12,7 @@ from telemetry import families as f
 from telemetry.scrape import Scrape, Stretch
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.messages import Role, WorkerInfo
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 CLASS_SHARE = 0.1
 """Part of the requests that a service class must have, for its targets to count."""

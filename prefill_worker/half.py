@@ -20,8 +20,8 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from engine.batch import StepRow
 from engine.cache.prefix_cache import PrefixCache
+from engine.steps.batch import StepRow
 from kv_transfer.lost_pages import LostPages
 from prefill_worker.config import PrefillConfig
 from prefill_worker.decode_peers import LocalDecode
@@ -32,7 +32,7 @@ from prefill_worker.registry import PendingTransfers, RequestRegistry
 from prefill_worker.request import Abortable, PrefillRequest, make_notice
 from wire.ending import pages_for, reason_to_end
 from wire.errors import Internal, InvalidArgument, TandemError
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import (
     ModelFacts,
     PeerRef,
@@ -44,7 +44,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from prefill_worker.request import PrefillRequest, make_notice
 from prefill_worker.write_window import WindowRenewals, WriteWindow
 from wire.ending import failure_event
 from wire.errors import Internal, StaleEpoch, TandemError, TransferFailed
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import (
     Destination,
     PageChecksum,
@@ -39,7 +39,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 

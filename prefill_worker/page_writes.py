@@ -10,7 +10,7 @@ from kv_transfer.base import PageWrite, Sender, WriteDone
 from kv_transfer.checksums import PageChecks
 from wire.errors import TransferFailed
 from wire.messages import Lease, PageChecksum, PeerRef, TransferNotice
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 
 class WritingTime:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.batch import Draw, History, StepRow
 from engine.cache.prefix_cache import Prefix
+from engine.steps.batch import Draw, History, StepRow
 from prefill_worker.progress import Progress
 from wire.errors import Internal
 from wire.messages import PageChecksum, PeerRef, PrefillTask, TransferNotice
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 
 class Abortable(Protocol):

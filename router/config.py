@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
-from wire.credentials import check_guarded
-from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import InvalidArgument
-from wire.logs import TO_STDERR, LogConfig
+from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.logging.logs import TO_STDERR, LogConfig
 from wire.mode import Mode
+from wire.security.credentials import check_guarded
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from costs.step_cost import StepCost, StepWork
-from engine.batch import StepResult
+from engine.steps.batch import StepResult
 from prefill_worker.half import PrefillHalf
 from simulation.clock import VirtualClock
 from simulation.flights import Flight, Flights

@@ -14,13 +14,13 @@ from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
 from simulation.clock import VirtualClock
 from simulation.duty import VirtualDuty
-from simulation.handover import DecodeEnd
-from simulation.handovers import VirtualHandovers
 from simulation.loop import VirtualStepLoop
 from simulation.network import Network, Wire
 from simulation.prompt import PageNames
 from simulation.spec import WorkerSpec
 from simulation.steady import SteadyDecodeHalf
+from simulation.transfer.handover import DecodeEnd
+from simulation.transfer.handovers import VirtualHandovers
 from wire.messages import (
     GrantedLease,
     Lease,
@@ -36,7 +36,7 @@ from wire.messages import (
 )
 from wire.prefixes import PrefixChanges
 from worker.halves import Halves
-from worker.report import load_of
+from worker.reporting.report import load_of
 from worker.scheduler import StepScheduler
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from telemetry.exposition import TEXT, Exposition
 from wire.address import host_and_port
-from wire.credentials import matching_key
 from wire.errors import InvalidArgument, Unavailable
-from wire.http_server import HttpServer, Listener
+from wire.http.server import HttpServer, Listener
+from wire.security.credentials import matching_key
 
 METRICS_PATH, DISCOVERY_PATH, TRACES_PATH = "/metrics", "/sd", "/traces"
 _LEAVE_S = 1

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.batch import Draw, StepRow
 from engine.config import EngineConfig
 from engine.config.model import parse_model_config
 from engine.models.parameters import allocate_parameters, destinations
+from engine.steps.batch import Draw, StepRow
 from engine.weights.safetensors_file import write_float32
 from wire.messages import SamplingParams
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from costs.roofline import Ceilings, ModelSizes, Roofline
-from engine.batch import PendingStep, StepBatch, StepResult, StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
+from engine.steps.batch import PendingStep, StepBatch, StepResult, StepRow
 from kv_transfer.layout import KVLayout
 from wire.cost_parameters import UNMEASURED
 from wire.messages import ModelFacts, SamplingParams, TokenLogprobs

@@ -16,7 +16,7 @@ from cluster.launcher import Cluster, Endpoints, _ask
 from cluster.planner_config import PlannerConfig, PlannerMode
 from cluster.supervision.health import Health, Phase
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc, worker_pb2, worker_pb2_grpc
-from wire.mutual_tls import PART_NAME, credentials_of
+from wire.security.mutual_tls import PART_NAME, credentials_of
 
 IDLE_WITHIN_S = 120.0
 """Longer than any lease and quarantine: what is not free by then never will be."""

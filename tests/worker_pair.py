@@ -28,7 +28,7 @@ from wire.messages import (
     StepEvents,
     TokenLogprobs,
 )
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 from worker.config import WorkerConfig
 from worker.outbox import RouterStream
 from worker.servicer import WorkerServicer

@@ -12,11 +12,11 @@ from typing import Any, NoReturn, cast
 import grpc
 import grpc.aio
 
-from wire.call_guard import CallGuard, public_options
-from wire.credentials import matching_key
-from wire.door_limits import DoorLimits
 from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, clipped, from_code, from_status
-from wire.mutual_tls import PART_NAME, credentials_of
+from wire.limits.call_guard import CallGuard, public_options
+from wire.limits.listener_limits import DoorLimits
+from wire.security.credentials import matching_key
+from wire.security.mutual_tls import PART_NAME, credentials_of
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ _HANDSHAKE_FAILED = "Tls handshake failed"
 def open_channel(address: str, token: str = "") -> grpc.aio.Channel:
     """A channel from one part of the cluster to another at `address` (host:port), encrypted.
 
-    Both ends prove that they know `token` before any call is sent; see `wire.mutual_tls`. Without a token it is neither
-    encrypted nor proven.
+    Both ends prove that they know `token` before any call is sent; see `wire.security.mutual_tls`. Without a token
+    it is neither encrypted nor proven.
     """
     if not token:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -11,12 +11,12 @@ import os
 import time
 from dataclasses import replace
 
-from kv_transfer.processes import this_process
+from kv_transfer.nixl_backend.processes import this_process
 from wire.heap import settle_heap
-from wire.logs import LogConfig, begin_log
+from wire.logging.logs import LogConfig, begin_log
 from wire.messages import PeerRef
 from worker.config import WorkerConfig
-from worker.description import WorkerDescription, served_of, tuning_of
+from worker.reporting.description import WorkerDescription, served_of, tuning_of
 
 log = logging.getLogger(__name__)
 

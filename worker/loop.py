@@ -17,7 +17,7 @@ from typing import Protocol
 
 from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
-from engine.batch import PendingStep, StepBatch
+from engine.steps.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
 from wire.messages import Duty, RoutedEvent, RoutedTokens
 from worker.scheduler import StepScheduler

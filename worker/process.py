@@ -24,15 +24,15 @@ from telemetry.door import METRICS_PATH, MetricsDoor, metrics_page
 from telemetry.exposition import Exposition
 from wire import rpc
 from wire.address import address_of, is_loopback
-from wire.credentials import reading_keys
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
 from wire.messages import Duty, PeerRef, WorkerInfo
+from wire.security.credentials import reading_keys
 from wire.turns import take_short_turns
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
 from worker.duty import decode_batch, prompt_step_tokens
-from worker.metrics import engine_facts, worker_facts
+from worker.reporting.metrics import engine_facts, worker_facts
 from worker.servicer import WorkerServicer
 from worker.worker import Worker, first_line
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from costs.step_cost import NOTHING, StepCost, StepWork
 from decode_worker.batch_snapshot import StepOutput
 from decode_worker.half import DecodeHalf
-from engine.batch import StepBatch, StepResult
+from engine.steps.batch import StepBatch, StepResult
 from prefill_worker.half import PrefillHalf
 from wire.messages import Duty
 from worker.batch_growth import BatchGrowth

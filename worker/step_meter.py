@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from costs.step_cost import CostParameters, StepCost, StepWork, chunk_pairs
 from costs.step_fit import StepFit
-from engine.batch import StepRow, TokenRows
+from engine.steps.batch import StepRow, TokenRows
 
 
 def decode_work(rows: TokenRows) -> StepWork:

@@ -37,14 +37,14 @@ from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
 from worker.loop import StepLoop
-from worker.metrics import Utilization, WorkerMetrics
 from worker.outbox import Outbox, RouterStream
-from worker.peers import Peers
-from worker.report import WorkerReport
+from worker.peers.peers import Peers
+from worker.peers.warm_ups import WarmUps
+from worker.reporting.metrics import Utilization, WorkerMetrics
+from worker.reporting.report import WorkerReport
+from worker.reporting.watchdog import Watchdog
 from worker.step_meter import StepMeter
 from worker.validation import check_prefill, check_reservation
-from worker.warm_ups import WarmUps
-from worker.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

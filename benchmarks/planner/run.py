@@ -20,12 +20,12 @@ from router.observability.verdict import Outcome as Kind
 from router.observability.verdict import Verdict
 from simulation.cluster import VirtualCluster
 from simulation.hardware import Hardware
-from simulation.judge import judge
 from simulation.network import Network
 from simulation.request import LoadRequest, Outcome
+from simulation.search.judge import judge
 from wire.messages import Role
 from wire.mode import Mode
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 NETWORK = Network(chunks_per_s=None)
 """So many workers have several routers, whose budget of chunks is not what is looked at here."""

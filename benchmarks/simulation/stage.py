@@ -20,8 +20,8 @@ from simulation.hardware import Hardware
 from simulation.network import Network
 from simulation.prompt import VirtualPrompt, page_names
 from simulation.request import LoadRequest, Outcome
+from simulation.search.network_jitter import Way
 from simulation.spec import WorkerSpec
-from simulation.way import Way
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 from worker.config import WorkerConfig

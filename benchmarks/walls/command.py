@@ -76,7 +76,7 @@ def measured_at_length() -> Limits:
     """The first GPU's, as the engine's benchmark measures them; nothing is left on it but a context."""
     import torch
 
-    from benchmarks.ceilings import measure_ceilings
+    from benchmarks.gpu.ceilings import measure_ceilings
 
     found = measure_ceilings()
     torch.cuda.empty_cache()

@@ -7,12 +7,12 @@ from typing import Any
 import grpc.aio
 
 from wire import convert
-from wire.credentials import check_key
 from wire.errors import InvalidArgument, TandemError, Unauthenticated, Unavailable
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 from wire.messages import FinishReason
 from wire.rpc import ERROR_CODE, error_of, open_client_channel
-from wire.timeline import Timeline
+from wire.security.credentials import check_key
+from wire.tracing.timeline import Timeline
 
 MAX_TOKENS_MAX = 2**31 - 1
 SEED_MAX = 2**64 - 1

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 
 from engine.user_cache import user_cache
-from wire.credentials import metrics_key_of
 from wire.errors import Unavailable
+from wire.security.credentials import metrics_key_of
 
 FOLDER_VARIABLE = "TANDEM_STATE_DIR"
 

@@ -23,7 +23,7 @@ _EVERYWHERE = ("0.0.0.0", "::")
 
 def check_ucx_environment(environment: Mapping[str, str] = os.environ) -> Check:
     """That workers started here would open no port; what `tandem up` would refuse fails."""
-    from kv_transfer.ucx_shared_memory import check_transports
+    from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     try:
         check_transports(environment, trusted_network=False)

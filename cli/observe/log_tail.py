@@ -6,7 +6,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from wire.log_file import KEPT, earlier
+from wire.logging.log_file import KEPT, earlier
 
 
 class LogTail:

@@ -10,7 +10,7 @@ from cli.connection.options import MetricsKey, MetricsKeyFile
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
-    from wire.request_trace import RequestTrace
+    from wire.tracing.request_trace import RequestTrace
 
 
 @plain_errors

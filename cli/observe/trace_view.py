@@ -7,9 +7,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from wire.request_trace import RequestTrace
-from wire.spans import Phase, last_try, seconds_by_phase, spans_of
-from wire.timeline import Edge
+from wire.tracing.request_trace import RequestTrace
+from wire.tracing.spans import Phase, last_try, seconds_by_phase, spans_of
+from wire.tracing.timeline import Edge
 
 _BAR_COLUMNS = 60
 _COLORS = {

@@ -11,9 +11,9 @@ from typing import Any
 from router.slo import DEFAULT_CLASSES, SloClass
 from simulation.arrivals import Mix
 from simulation.hardware import Hardware
-from simulation.knee import KEPT, Trial, find_knee
 from simulation.network import Network
-from simulation.strategy import Strategy
+from simulation.search.knee import KEPT, Trial, find_knee
+from simulation.search.strategy import Strategy
 from wire.errors import InvalidArgument
 from wire.mode import Mode
 from wire.policy_name import PolicyName

@@ -16,7 +16,7 @@ from planner.policy import ROOM
 from planner.sizing import Sizing
 from planner.strain import WorkerFacts
 from simulation.hardware import Hardware, kv_bytes, roofline
-from simulation.strategy import BATCH_REQUESTS
+from simulation.search.strategy import BATCH_REQUESTS
 from wire.cost_parameters import CostParameters
 from wire.errors import InvalidArgument
 

@@ -9,9 +9,9 @@ from cli.planning.plan_question import Question
 from planner.decision import Split
 from router.slo import SloClass
 from simulation.arrivals import SIGMA, Mix
-from simulation.knee import LoadFigures, Trial, find_knee
 from simulation.network import Network
-from simulation.strategy import Strategy, strategies
+from simulation.search.knee import LoadFigures, Trial, find_knee
+from simulation.search.strategy import Strategy, strategies
 
 SIMULATED_MAX = 8
 """Workers that are simulated at most; more of them take in proportion."""

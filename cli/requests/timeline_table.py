@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from cli.connection.client import Answer
-from wire.spans import Phase, last_try, seconds_by_phase, spans_of
-from wire.timeline import Edge, Timeline
+from wire.tracing.spans import Phase, last_try, seconds_by_phase, spans_of
+from wire.tracing.timeline import Edge, Timeline
 
 
 @dataclass(frozen=True, slots=True)

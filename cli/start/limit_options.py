@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from wire.door_limits import DEFAULT_LIMITS
+from wire.limits.listener_limits import DEFAULT_LIMITS
 
 if TYPE_CHECKING:
     from cluster.config import ClusterConfig
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LimitOptions:
-    """Sizes, numbers and deadlines at the ports that clients reach; `wire.door_limits.DoorLimits` says more of each."""
+    """Sizes, numbers and deadlines at the ports that clients reach; see `wire.limits.listener_limits`."""
 
     max_request_bytes: Annotated[int, typer.Option(help="Largest request, in bytes.")] = (
         DEFAULT_LIMITS.max_request_bytes
@@ -45,8 +45,8 @@ class LimitOptions:
 
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """The same cluster, with these settings. InvalidArgument names an option."""
-        from wire.door_limits import DoorLimits
         from wire.errors import InvalidArgument
+        from wire.limits.listener_limits import DoorLimits
 
         if self.max_messages < 1:
             raise InvalidArgument("--max-messages", f"is {self.max_messages}, it must be above 0")

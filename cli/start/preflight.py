@@ -10,8 +10,8 @@ from cli.diagnosis.checks import host_problem, port_problem
 from cluster.config import GIB, ClusterConfig
 from engine.config import GPU_PAGE_TOKENS, EngineConfig
 from wire.address import address_of, is_loopback
-from wire.credentials import check_guarded
 from wire.errors import InvalidArgument
+from wire.security.credentials import check_guarded
 
 LOOPBACK = "127.0.0.1"
 
@@ -44,7 +44,7 @@ def check_doors(config: ClusterConfig) -> None:
 def check_network(config: ClusterConfig) -> None:
     """InvalidArgument if the environment, which workers on this host inherit, lets UCX listen to a network that nobody
     called trusted."""
-    from kv_transfer.ucx_shared_memory import check_transports
+    from kv_transfer.nixl_backend.ucx_shared_memory import check_transports
 
     if not config.ray_address:
         check_transports(os.environ, trusted_network=config.trusted_network)

@@ -14,7 +14,7 @@ from cluster.ray_processes.ray_process import RayProcess
 from cluster.supervision.process_supervisor import Process
 from wire.errors import TandemError
 from wire.messages import PeerRef, Role
-from worker.description import Settings, WorkerDescription, differences
+from worker.reporting.description import Settings, WorkerDescription, differences
 
 log = logging.getLogger(__name__)
 

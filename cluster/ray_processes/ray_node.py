@@ -16,8 +16,8 @@ import psutil
 
 from cluster.ray_processes.temp_folder import TempFolder, remove_abandoned
 from wire.errors import Unavailable
-from wire.log_file import KEPT
-from wire.logs import MAX_MIB
+from wire.logging.log_file import KEPT
+from wire.logging.logs import MAX_MIB
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from cluster.supervision.process_supervisor import Process
-from kv_transfer import processes
+from kv_transfer.nixl_backend import processes
 
 PID_TIMEOUT_S = 120.0
 
@@ -48,8 +48,8 @@ async def at_once() -> None:
 
 
 class RayProcess(Process):
-    """An actor with `pid()`, `identity()` (see `kv_transfer.processes`), `start()`, `progress()`, `works()` (answers as
-    long as its event loops do), `run()` (pending until it stops) and `stop()`. Owns the actor.
+    """An actor with `pid()`, `identity()` (see `kv_transfer.nixl_backend.processes`), `start()`, `progress()`,
+    `works()` (answers as long as its event loops do), `run()` (pending until it stops) and `stop()`. Owns the actor.
 
     `on_start` is called with what `start()` returned; `placed` waits until the actor has a node. One that has started
     before has a `start` of its own, which makes it this process's.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from cluster.config import ClusterConfig
 from cluster.ray_processes.ray_process import RayProcess, actor_class, on_this_node
 from cluster.supervision.process_supervisor import Process
-from kv_transfer.processes import this_process
+from kv_transfer.nixl_backend.processes import this_process
 from wire.heap import settle_heap
-from wire.logs import LogConfig, begin_log
+from wire.logging.logs import LogConfig, begin_log
 from wire.turns import take_short_turns
 
 if TYPE_CHECKING:

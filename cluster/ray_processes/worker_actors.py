@@ -10,8 +10,8 @@ from cluster.ray_processes.orphaned_workers import OrphanedWorker, give_back, is
 from cluster.ray_processes.ray_process import RayProcess, actor_class
 from cluster.supervision.process_supervisor import Process
 from cluster.supervision.roles import GPU, Slot, bundle
-from wire.credentials import metrics_key_of
 from wire.messages import Duty
+from wire.security.credentials import metrics_key_of
 
 if TYPE_CHECKING:
     from worker.config import WorkerConfig

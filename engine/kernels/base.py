@@ -76,8 +76,9 @@ class Kernels(ABC):
         return False
 
     def end_trials(self) -> None:  # noqa: B027 - most keep nothing
-        """Called when trials are over that ran side by side (`engine/compile_ahead.py`): what they have left in scratch
-        memory is not to be found by steps. The default does nothing.
+        """Forget what trials that ran side by side (`engine/cuda/compile_ahead.py`) have left in scratch memory.
+
+        Called once they are over. The default does nothing.
         """
 
     def begin_step(self, cache: Tensor, layout: StepLayout) -> None:  # noqa: B027 - most have nothing to do

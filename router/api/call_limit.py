@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.api.openai_replies import error_body, error_headers
-from wire.call_count import CallCount
 from wire.errors import ResourceExhausted
+from wire.limits.call_count import CallCount
 
 
 class CallLimit:

@@ -37,10 +37,10 @@ from telemetry.door import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from telemetry.exposition import Exposition
 from wire.address import is_loopback
 from wire.convert import traces_to_json
-from wire.credentials import matching_key, reading_keys
 from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
-from wire.request_trace import TRACEPARENT, only
-from wire.timeline import Edge, EdgeStamp
+from wire.security.credentials import matching_key, reading_keys
+from wire.tracing.request_trace import TRACEPARENT, only
+from wire.tracing.timeline import Edge, EdgeStamp
 
 _JSON = "application/json"
 _OPERATORS_PATHS = frozenset({METRICS_PATH, TRACES_PATH})

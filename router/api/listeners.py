@@ -14,10 +14,10 @@ from grpc_reflection.v1alpha import reflection
 from starlette.types import ASGIApp
 
 from wire.address import address_of
-from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2
-from wire.http_server import HttpServer, Listener
+from wire.http.server import HttpServer, Listener
+from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
 from wire.rpc import open_server
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name

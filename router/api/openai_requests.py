@@ -13,7 +13,7 @@ from router.api.openai_fields import CHAT_UNSERVED, COMPLETION_UNSERVED, INERT, 
 from router.requests.request import Ask, Conversation, Options, Prompt
 from router.text.chat_template import ChatTurn
 from wire.errors import InvalidArgument
-from wire.timeline import EdgeStamp
+from wire.tracing.timeline import EdgeStamp
 
 _COMPLETION_LOGPROBS_MAX = 5
 """OpenAI's own limit of that API."""

@@ -26,12 +26,12 @@ from router.text.chat_template import ChatTurn
 from router.text.request_reader import check_message_count
 from router.text.token_scores import ScoredToken, TokenScore
 from wire import convert
-from wire.credentials import matching_key
 from wire.errors import InvalidArgument, TandemError, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
-from wire.request_trace import TRACEPARENT, only
 from wire.rpc import AUTHORIZATION, values_of
-from wire.timeline import Edge, EdgeStamp
+from wire.security.credentials import matching_key
+from wire.tracing.request_trace import TRACEPARENT, only
+from wire.tracing.timeline import Edge, EdgeStamp
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _M = TypeVar("_M", bound=Message)

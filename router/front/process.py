@@ -20,12 +20,12 @@ from router.api.listeners import SERVICE, OwnDoors
 from router.front.connections import count_connections
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
-from wire.door_limits import DoorLimits
 from wire.errors import TandemError
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
-from wire.logs import LogConfig, LogFormat, begin_log
+from wire.limits.listener_limits import DoorLimits
+from wire.logging.logs import LogConfig, LogFormat, begin_log
 from wire.turns import take_short_turns
 
 log = logging.getLogger(__name__)

@@ -19,12 +19,12 @@ from router.front.figures import FrontFigures, show
 from router.front.process import STREAM_LIMIT_BYTES, FrontConfig
 from telemetry.board import Board
 from wire.address import address_of
-from wire.door_limits import DEFAULT_LIMITS, DoorLimits
 from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
-from wire.http_server import Listener
-from wire.logs import LogConfig
+from wire.http.server import Listener
+from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.logging.logs import LogConfig
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from wire.errors import FailedPrecondition, InvalidArgument
-from wire.request_trace import RequestTrace
-from wire.spans import Phase, Span, spans_of
-from wire.timeline import Edge
+from wire.tracing.request_trace import RequestTrace
+from wire.tracing.spans import Phase, Span, spans_of
+from wire.tracing.timeline import Edge
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from telemetry.board import EXAMPLE_CHARS, Example, Spread
-from wire.request_trace import RequestTrace
-from wire.timeline import Edge
+from wire.tracing.request_trace import RequestTrace
+from wire.tracing.timeline import Edge
 
 _TRACE_ID, _REQUEST_ID = "trace_id", "request_id"
 SLOW_SHOWN = 20

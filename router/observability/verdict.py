@@ -14,8 +14,8 @@ from enum import StrEnum
 from router.refusal import Refusal, reason_of
 from router.slo import SloClass
 from wire.errors import ResourceExhausted, TandemError
-from wire.spans import Phase, Span, last_try, seconds_by_phase
-from wire.timeline import Edge, Timeline
+from wire.tracing.spans import Phase, Span, last_try, seconds_by_phase
+from wire.tracing.timeline import Edge, Timeline
 
 
 class Outcome(StrEnum):

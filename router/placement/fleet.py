@@ -13,7 +13,7 @@ from router.placement.prefix_index import PrefixIndex
 from router.placement.worker_state import LoadObserver, WorkerState
 from wire.ending import pages_for
 from wire.messages import PeerRef
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 _worker = itemgetter(2)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from router.text.token_scores import TokenScore
 from wire.errors import Cancelled, TandemError
 from wire.messages import FinishReason
-from wire.timeline import Timeline
+from wire.tracing.timeline import Timeline
 
 
 @dataclass(slots=True)

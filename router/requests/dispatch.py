@@ -33,7 +33,7 @@ from router.workers.worker_pool import WorkerPool
 from wire.errors import InvalidArgument, StaleEpoch, TandemError, Unavailable
 from wire.messages import FinishReason, Lease, StepEvents
 from wire.mode import Mode
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from wire.errors import (
     TransferFailed,
     Unavailable,
 )
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import FinishReason
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

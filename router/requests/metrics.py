@@ -19,8 +19,8 @@ from telemetry import families as f
 from telemetry.board import Board
 from wire.errors import TandemError
 from wire.messages import FinishReason
-from wire.spans import Phase, Span, spans_of
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.spans import Phase, Span, spans_of
+from wire.tracing.timeline import Edge, EdgeStamp
 
 _ROLE = "router"
 _TTFT, _ITL = "ttft", "itl"

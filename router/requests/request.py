@@ -17,8 +17,8 @@ from router.slo import BEST_EFFORT, SloClass
 from router.text.answer_text import AnswerText
 from router.text.chat_template import ChatTurn
 from wire.messages import FinishReason, Lease, RequestRef, SamplingParams
-from wire.request_trace import RequestTrace, TraceContext
-from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from wire.tracing.request_trace import RequestTrace, TraceContext
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 if TYPE_CHECKING:
     from router.workers.worker_link import WorkerLink
@@ -98,7 +98,7 @@ class Ask:
     tenant: str = ""
     """On whose account it goes (`router/requests/tenants.py`)."""
     traceparent: str = ""
-    """Where its client traces it, as it says (`wire/request_trace.py`); "" = nowhere."""
+    """Where its client traces it, as it says (`wire/tracing/request_trace.py`); "" = nowhere."""
 
     @property
     def operation(self) -> str:

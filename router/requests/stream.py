@@ -20,7 +20,7 @@ from router.requests.request import RoutedRequest
 from router.requests.text_thread import RequestText, TextThread
 from wire.errors import Internal, TandemError, Unavailable, from_code
 from wire.messages import FinishReason, RequestEvent, StepEvents
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 
 class RequestOwner(Protocol):

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from router.requests.request import RoutedRequest
 from router.text.answer_text import TextJob
 from wire.errors import TandemError
-from wire.logs import about
+from wire.logging.logs import about
 
 log = logging.getLogger(__name__)
 

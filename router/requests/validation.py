@@ -29,8 +29,8 @@ from wire.messages import (
     REPETITION_MIN,
     SamplingParams,
 )
-from wire.request_trace import TraceContext
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.request_trace import TraceContext
+from wire.tracing.timeline import Edge, EdgeStamp
 
 _T = TypeVar("_T")
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")

@@ -18,9 +18,9 @@ from wire.errors import (
     TandemError,
     Unavailable,
 )
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import Destination, PrefillTask, RequestRef, Reservation
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 log = logging.getLogger(__name__)
 

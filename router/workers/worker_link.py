@@ -27,7 +27,7 @@ from wire.messages import (
     WorkerInfo,
 )
 from wire.rpc import error_of, open_channel
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from router.workers.worker_link import LinkObserver, WorkerLink
 from wire import convert
 from wire.ending import answer_tokens
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.logging.recurring import RECURRING
 from wire.messages import Membership, ModelFacts, PeerRef, WorkerInfo
 from wire.mode import Mode
-from wire.recurring import RECURRING
 from wire.rpc import is_refused_peer, open_channel
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import pytest
 
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc, types_pb2
 from wire.rpc import open_client_channel
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 REQUESTS = 200
 AT_ONCE = 24

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Draw, PendingStep, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.linear.triton_linear_plan import FLOAT_STREAMED_TOKENS
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, PendingStep, StepBatch, StepRow
 from wire.errors import InvalidArgument
 from wire.messages import SamplingParams
 

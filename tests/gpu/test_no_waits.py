@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import PendingStep, StepBatch
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
+from engine.steps.batch import PendingStep, StepBatch
 from tests.gpu.scheduled_steps import Request, launch_ahead
 from wire.messages import SamplingParams
 

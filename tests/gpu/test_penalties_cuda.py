@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.batch import Draw, History, PendingStep, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, History, PendingStep, StepBatch, StepRow
 from wire.messages import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
 from engine.sampler import sample, score
+from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.messages import SamplingParams
 
 from .scheduled_steps import Request, Schedule, launch_ahead, logits_again

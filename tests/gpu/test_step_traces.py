@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.device_spans import added_time, idle_share, idle_share_beside_copies
-from benchmarks.gpu_engine import GpuEngine
+from benchmarks.gpu.device_spans import added_time, idle_share, idle_share_beside_copies
+from benchmarks.gpu.gpu_engine import GpuEngine
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner
 

@@ -15,7 +15,7 @@ import numpy as np
 from kv_transfer.backends import open_transport
 from kv_transfer.base import PageWrite
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_backend.transport import NixlTransport
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
 

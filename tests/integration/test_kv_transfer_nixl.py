@@ -20,8 +20,8 @@ import torch
 
 from kv_transfer.backends import available_backends, open_transport
 from kv_transfer.base import PageWrite, Transport, WriteDone
-from kv_transfer.nixl_transport import CONNECT_ATTENTION_S, LISTEN_S, REST_S, NixlTransport
-from kv_transfer.wires import host_id
+from kv_transfer.nixl_backend.transport import CONNECT_ATTENTION_S, LISTEN_S, REST_S, NixlTransport
+from kv_transfer.nixl_backend.wires import host_id
 from wire.errors import FailedPrecondition, TransferFailed
 from wire.messages import Lease, PeerDescription, PeerRef, TransferNotice
 
@@ -297,7 +297,7 @@ class TestStoppedPeer:
     def test_close_is_bounded_with_a_write_in_flight(
         self, prefill: Prefill, stuck: "Future[WriteDone]", monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kv_transfer.nixl_transport.CLOSE_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("kv_transfer.nixl_backend.transport.CLOSE_TIMEOUT_S", 0.5)
         began = time.monotonic()
         prefill.transport.close()
         assert time.monotonic() - began < 60

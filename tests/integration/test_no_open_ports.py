@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kv_transfer.backends import open_transport
-from kv_transfer.nixl_agent import PoolAgent
+from kv_transfer.nixl_backend.agent import PoolAgent
 from tests.integration.test_kv_transfer_nixl import PAGES, Peer, Prefill, layout_of, pool_of
 from wire.errors import FailedPrecondition, InvalidArgument, TransferFailed
 from wire.messages import PeerRef

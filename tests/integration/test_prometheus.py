@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.dashboards import Stretch, names, read_dashboard, show
+from benchmarks.dashboards.panels import Stretch, names, read_dashboard, show
+from benchmarks.dashboards.prometheus import Prometheus, find_prometheus, prometheus_beside
 from benchmarks.load.mixed import run_mixed, since_sent
 from benchmarks.load.record import RequestRecord
 from benchmarks.load.slo import Outcome, SloCell
 from benchmarks.load.target import find_target, touch
-from benchmarks.prometheus import Prometheus, find_prometheus, prometheus_beside
 from router.slo import BEST_EFFORT, Overload, SloClass
 from telemetry import families as f
 from telemetry.family import Family

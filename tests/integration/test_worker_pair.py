@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from engine.batch import Draw, History, StepBatch, StepRow
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, History, StepBatch, StepRow
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire import convert, rpc
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
@@ -31,7 +31,7 @@ from wire.messages import (
     TokenLogprobs,
     WorkerInspection,
 )
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,12 +10,12 @@ import pytest
 
 from costs.roofline import CPU, Ceilings
 from engine.model_runner import ModelRunner
-from kv_transfer.nixl_transport import NixlTransport
+from kv_transfer.nixl_backend.transport import NixlTransport
 from tests.factories import tiny_engine_config, write_tiny_model
 from wire.errors import FailedPrecondition, Internal, ModelError, Unavailable
 from wire.messages import PeerRef, PrefillTask, RequestRef, Role, SamplingParams
 from worker.config import WorkerConfig
-from worker.peers import Peers
+from worker.peers.peers import Peers
 from worker.process import WorkerProcess
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from triton import knobs
 
-from engine.compile_ahead import run_side_by_side
+from engine.cuda.compile_ahead import run_side_by_side
 
 CPU = torch.device("cpu")
 

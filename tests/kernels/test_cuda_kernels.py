@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import Draw, StepBatch, StepRow
 from engine.config import EngineConfig
 from engine.config.model import load_model_config
 from engine.kernels.cuda import CudaKernels
 from engine.kernels.linear.gated_product import GatedProduct, PlainGated
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.steps.batch import Draw, StepBatch, StepRow
 from wire.messages import SamplingParams
 
 DRAW = Draw(SamplingParams(max_tokens=1, temperature=0.0), 0)

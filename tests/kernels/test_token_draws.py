@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from engine import sampler
-from engine.batch import Draw, History
+from engine.cuda.penalty_counts import PenaltyCounts
+from engine.cuda.sampler_cuda import IN_PROMPT, DeviceSampler
+from engine.cuda.token_draws import Drawn, TokenDraws
 from engine.kernels.triton_launch import overlaps_launches
-from engine.penalty_counts import PenaltyCounts
-from engine.sampler_cuda import IN_PROMPT, DeviceSampler
-from engine.token_draws import Drawn, TokenDraws
+from engine.steps.batch import Draw, History
 from tests.factories import draw
 from wire.messages import SamplingParams, TokenLogprobs
 

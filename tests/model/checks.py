@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.batch import StepRow
 from engine.cache.page_checksums import page_checksums
 from engine.cache.page_pool import PagePool
+from engine.steps.batch import StepRow
 from kv_transfer.layout import KVLayout
 from tests.fake_engine import PAGE_TOKENS, FakeEngine
 from wire.messages import Lease, RequestRef

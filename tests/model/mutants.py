@@ -29,7 +29,7 @@ from prefill_worker.prompt_pages import PromptPages
 from prefill_worker.request import PrefillRequest
 from wire.errors import TransferFailed
 from wire.messages import Lease, PeerRef, TransferNotice
-from worker.deliveries import Deliveries
+from worker.peers.deliveries import Deliveries
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 

@@ -31,7 +31,7 @@ from wire.errors import (
     Unavailable,
 )
 from wire.messages import FinishReason, SamplingParams
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 STALL_S = QUEUE_S = 10.0
 CLEAR_ERRORS = (Unavailable, TransferFailed, StaleEpoch, DeadlineExceeded, ResourceExhausted)

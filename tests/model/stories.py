@@ -20,7 +20,7 @@ from tests.model.mutants import Mutant, a_release_is_never_in_doubt
 from tests.model.workers import QUARANTINE_S, WINDOW_S
 from tests.model.world import World
 from wire.messages import SamplingParams
-from worker.peers import Peers
+from worker.peers.peers import Peers
 
 PROMPT = list(range(40, 54))
 """Three chunks; the first fills a page."""

@@ -27,8 +27,8 @@ import router.workers.lease_keeper
 import router.workers.worker_link
 import router.workers.worker_pool
 import wire.rpc
-import worker.known_peers
 import worker.loop
+import worker.peers.known_peers
 import worker.worker
 from kv_transfer.in_memory_by_hand import FabricByHand, LateNotice, OnTheWay
 from kv_transfer.in_memory_flight import Flight
@@ -137,7 +137,7 @@ class World:
         )
         for module in (router.workers.worker_link, router.workers.worker_pool, wire.rpc):
             self._patches.setattr(module, "open_channel", self._open_channel)
-        self._patches.setattr(worker.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
+        self._patches.setattr(worker.peers.known_peers.SameHostPeers, "lives", lambda _, peer: self._lives(peer))
         logging.getLogger().addHandler(self._alarms)
 
     def _open_channel(self, address: str, _token: str = "") -> Channel:

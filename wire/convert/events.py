@@ -17,7 +17,7 @@ from wire.convert.types import (
 from wire.ending import failure_event
 from wire.errors import Internal
 from wire.generated.tandem.v1 import worker_pb2
-from wire.logs import about
+from wire.logging.logs import about
 from wire.messages import RequestEvent, RequestRef, StepEvents, StepTokens, TokenLogprobs
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from google.protobuf import json_format
 from wire.convert.types import timeline_from_proto, timeline_to_proto
 from wire.errors import Unavailable
 from wire.generated.tandem.v1 import inference_pb2
-from wire.request_trace import RequestTrace, TraceContext
+from wire.tracing.request_trace import RequestTrace, TraceContext
 
 
 def trace_to_proto(value: RequestTrace) -> inference_pb2.RequestTrace:

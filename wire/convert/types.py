@@ -5,7 +5,7 @@ from typing import cast
 
 from wire.generated.tandem.v1 import inference_pb2, types_pb2
 from wire.messages import ErrorDetail, FinishReason, SamplingParams
-from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 
 def sampling_to_proto(value: SamplingParams) -> types_pb2.SamplingParams:

@@ -9,7 +9,7 @@ from wire.messages.load import WorkerLoad
 from wire.messages.references import RequestRef
 from wire.messages.sampling import TokenLogprobs
 from wire.prefixes import PrefixChanges
-from wire.timeline import EdgeStamp, TransferStats
+from wire.tracing.timeline import EdgeStamp, TransferStats
 
 
 class FinishReason(IntEnum):

@@ -188,7 +188,7 @@ class DecodeAttention:
             num_stages=chosen.stages,
             launch_pdl=pdl,
         )
-        if pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.compile_ahead.Trial`
+        if pdl and chosen.shared_percent and compiled is not None:  # None: see `engine.cuda.compile_ahead.Trial`
             prefer_shared_memory(compiled, chosen.shared_percent)
         return out
 

@@ -1,4 +1,4 @@
-"""Measured tiles of the weight-streaming products, as `python -m benchmarks.tune_linear` prints them (H200, bf16)."""
+"""Measured tiles of the weight-streaming products (H200, bf16), from `python -m benchmarks.tuning.tune_linear`."""
 
 from dataclasses import dataclass
 

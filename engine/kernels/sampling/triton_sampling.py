@@ -6,7 +6,7 @@ same in any order of summation:
   by halving an interval of bits;
 - masses are summed as integers, in units of 2**-shift.
 Filters look at the most likely tokens, gathered by `_collect`, and at the whole row only where these do not settle it.
-`engine.sampler_cuda` owns the scratch memory and launches these.
+`engine.cuda.sampler_cuda` owns the scratch memory and launches these.
 """
 
 import triton

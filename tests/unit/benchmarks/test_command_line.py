@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import served_model
 from benchmarks.command_line import errors_in_words
-from benchmarks.tune_attention import sizes_of
+from benchmarks.tuning.tune_attention import sizes_of
 from wire.errors import InvalidArgument
 
 

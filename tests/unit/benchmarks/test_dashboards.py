@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from benchmarks.dashboards import Stretch, names, read_dashboard, show
-from benchmarks.prometheus import Series
+from benchmarks.dashboards.panels import Stretch, names, read_dashboard, show
+from benchmarks.dashboards.prometheus import Series
 
 STRETCH = Stretch(100.0, 160.0, rate_s=20)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.cpu.peer_transformers import TransformersPeer
 from benchmarks.engine import Comparison, Engine, Settings, as_result, compare, main, parse_arguments
-from benchmarks.peer_transformers import TransformersPeer
 from benchmarks.results import run_facts, save_result
 from engine.config import EngineConfig
 from engine.model_runner import ModelRunner

@@ -7,16 +7,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from benchmarks import engine_gpu
-from benchmarks.attention_timing import Size
-from benchmarks.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
-from benchmarks.gpu_engine import GpuEngine
-from engine.batch import StepBatch, StepResult
+from benchmarks.gpu import engine_gpu
+from benchmarks.gpu.attention_timing import Size
+from benchmarks.gpu.device_spans import Span, added_time, idle_share, idle_share_beside_copies, last_steps
+from benchmarks.gpu.gpu_engine import GpuEngine
 from engine.config.attention import AttentionShape
 from engine.config.model import load_model_config
 from engine.kernels.attention.triton_attention_plan import PlanFunction, make_plan
 from engine.model_runner import ModelRunner
 from engine.models.shapes import write_shape
+from engine.steps.batch import StepBatch, StepResult
 
 LAYERS = 32
 LAYER = 6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from benchmarks.handover_parts import Answer, handover_parts_ms, handovers_ms
-from wire.timeline import Edge, EdgeStamp, Timeline
+from benchmarks.transfer.handover_parts import Answer, handover_parts_ms, handovers_ms
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 ORDER = [
     Edge.PREFILL_FINISHED,

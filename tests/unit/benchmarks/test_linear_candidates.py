@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.linear_candidates import Model, Product, candidates, model_of
+from benchmarks.tuning.linear_candidates import Model, Product, candidates, model_of
 from engine.kernels.linear.triton_linear_plan import TOKEN_TILES, fits_scratch
 from engine.kernels.linear.triton_linear_tiles import TUNED, Skinny
 from engine.models.parameters import allocate_parameters

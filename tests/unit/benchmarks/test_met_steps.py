@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.handover_parts import Answer
-from benchmarks.met_steps import gaps_meeting_transfers_ms
-from wire.timeline import Edge, EdgeStamp, Timeline
+from benchmarks.transfer.handover_parts import Answer
+from benchmarks.transfer.met_steps import gaps_meeting_transfers_ms
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 _MS = 1e-3
 

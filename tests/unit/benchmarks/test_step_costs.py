@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.step_costs import Size, Timed, figures, fitted, main, measure, sizes
 from costs.step_cost import CostParameters, StepCost
-from engine.batch import StepBatch
 from engine.graph_use import GraphUse
+from engine.steps.batch import StepBatch
 
 TRUE = CostParameters(base_s=4e-3, prompt_base_s=2e-3, token_s=2e-5, pair_s=1e-9, row_s=2e-5, context_s=3e-8)
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from cli.main import app
 from cli.observe.log_folder import log_root, new_log_folder
 from cli.observe.log_tail import LogTail
-from wire.log_file import earlier
+from wire.logging.log_file import earlier
 
 
 def write(root: Path, run_name: str, file: str, text: str) -> None:
@@ -29,7 +29,7 @@ def test_lines_are_told_once_and_when_they_are_whole(tmp_path: Path) -> None:
 
 
 def turn(file: Path) -> None:
-    """As `wire.log_file` does it; `test_a_full_log_goes_on_in_another_file` follows the real one."""
+    """As `wire.logging.log_file` does it; `test_a_full_log_goes_on_in_another_file` follows the real one."""
     for number in (3, 2, 1):
         if earlier(file, number).exists():
             earlier(file, number).replace(earlier(file, number + 1))

@@ -23,7 +23,7 @@ def run(*options: str) -> Any:
 def short_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A knee that is only roughly right."""
     for name, value in (("REQUESTS", 20), ("SECONDS_MIN", 1.0), ("LIVES", 1.0), ("LOADS_MAX", 2)):
-        monkeypatch.setattr(f"simulation.knee.{name}", value)
+        monkeypatch.setattr(f"simulation.search.knee.{name}", value)
 
 
 def test_it_sizes_a_cluster_for_a_load() -> None:

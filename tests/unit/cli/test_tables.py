@@ -18,7 +18,7 @@ from cli.observe.status import absences, remarks, summary, worker_table
 from cli.requests.timeline_table import timeline_rows, timeline_table
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import Absence, FinishReason
-from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 ROOT = Path(__file__).parents[3]
 MS = 1_000_000

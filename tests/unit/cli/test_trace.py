@@ -14,8 +14,8 @@ from cli.main import app
 from cli.observe.trace_view import drawn, listed
 from telemetry.door import TRACES_PATH, MetricsDoor
 from wire.convert import traces_to_json
-from wire.request_trace import RequestTrace, TraceContext
-from wire.timeline import Edge, EdgeStamp, Timeline, TransferStats
+from wire.tracing.request_trace import RequestTrace, TraceContext
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
 
 MS = 10**6
 ARRIVED = 1_763_000_000 * 1000 * MS

@@ -14,7 +14,7 @@ from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import parse_ceilings
 from planner.decision import Limits, Range
 from router.slo import parse_class, with_defaults
-from wire.door_limits import DoorLimits
+from wire.limits.listener_limits import DoorLimits
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {

@@ -6,9 +6,9 @@ import pytest
 
 from cluster.config import ClusterConfig
 from router.front.process import FrontConfig
-from wire.door_limits import DEFAULT_LIMITS
 from wire.errors import InvalidArgument
-from wire.logs import TO_STDERR, LogConfig, LogFormat
+from wire.limits.listener_limits import DEFAULT_LIMITS
+from wire.logging.logs import TO_STDERR, LogConfig, LogFormat
 
 
 def test_each_process_has_a_file_of_the_size_that_was_asked_for() -> None:

@@ -17,8 +17,8 @@ from telemetry.board import Board
 from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
 from tests.stranger import Stranger
-from wire.credentials import metrics_key_of
 from wire.errors import Unavailable
+from wire.security.credentials import metrics_key_of
 
 ROOT = Path(__file__).parents[3]
 TOKEN, KEY = "of the cluster", "of the operator"
@@ -106,7 +106,11 @@ async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(clu
     door, address = await worker("decode-0")
     cluster.opened("decode-0", "decode", address)
     every = {name for name, _ in await samples(cluster) if name.startswith("tandem_")}
-    for file in ("docs/operations.md", "deploy/helm/tandem/templates/monitoring.yaml", "benchmarks/prometheus.py"):
+    for file in (
+        "docs/operations.md",
+        "deploy/helm/tandem/templates/monitoring.yaml",
+        "benchmarks/dashboards/prometheus.py",
+    ):
         (kept,) = re.findall(r"\[__name__\], regex: (\S+), action: keep", (ROOT / file).read_text())
         dropped = {name for name in every if not re.fullmatch(kept, name)}
         assert dropped == {"tandem_num_preemptions_total"}, file

@@ -22,7 +22,7 @@ from wire.cost_parameters import CostParameters
 from wire.errors import DeadlineExceeded, InvalidArgument
 from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.mode import Mode
-from worker.metrics import step_costs
+from worker.reporting.metrics import step_costs
 
 COST = CostParameters(1e-2, 0.0, 1e-4, 0.0, 1e-4, 0.0, 0, 0.01, 99)
 FACTS = ModelFacts("m", 10, 4096, (), "float32")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from costs.transfer_cost import TransferCost
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 MIB = 1 << 20
 

@@ -28,7 +28,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 P = PeerRef("prefill-0", 1)
 FIRST = 99

@@ -19,9 +19,9 @@ from decode_worker.page_budget import RETURN_S
 from decode_worker.preemption import PROGRESS_TOKENS, choose
 from decode_worker.request import DecodeRequest, Stage
 from decode_worker.requests import RunningRequests
-from engine.batch import StepRow
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import Prefix, PrefixCache
+from engine.steps.batch import StepRow
 from tests.fake_engine import FACTS, PAGE_TOKENS
 from wire.errors import InvalidArgument, ResourceExhausted
 from wire.messages import (
@@ -36,7 +36,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 P = PeerRef("prefill-0", 1)
 STOP = 2

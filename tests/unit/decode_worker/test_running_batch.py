@@ -9,8 +9,8 @@ import pytest
 from decode_worker.batch_slots import BUFFERED_STEPS
 from decode_worker.request import DecodeRequest
 from decode_worker.running_batch import RunningBatch
-from engine.batch import FROM_HOST, History
 from engine.cache.prefix_cache import Prefix
+from engine.steps.batch import FROM_HOST, History
 from wire.ending import Ending
 from wire.messages import Lease, ModelFacts, PeerRef, RequestRef, Reservation, SamplingParams
 

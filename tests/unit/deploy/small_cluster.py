@@ -18,7 +18,7 @@ from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
 from tests.worker_pair import End, WorkerPair, until
 from wire.errors import Unavailable
-from worker.metrics import engine_facts, worker_facts
+from worker.reporting.metrics import engine_facts, worker_facts
 
 ROUTER = "router"
 

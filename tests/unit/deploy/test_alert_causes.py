@@ -14,7 +14,7 @@ import torch
 
 from engine.device import device_name
 from kv_transfer.layout import KVLayout
-from kv_transfer.wires import Wires
+from kv_transfer.nixl_backend.wires import Wires
 from tests.fake_engine import PAGE_TOKENS
 from tests.unit.deploy.played import play
 from tests.unit.deploy.small_cluster import SmallCluster

@@ -19,8 +19,8 @@ from cluster.planner_config import PlannerConfig, PlannerMode, planner_config
 from cluster.supervision.roles import GPU, offer
 from planner.decision import Limits, Range
 from tests.unit.deploy.chart import EXAMPLES, Chart, containers, driver, one, pods
-from wire.credentials import check_guarded
 from wire.errors import InvalidArgument
+from wire.security.credentials import check_guarded
 
 TANDEM: Any = typer.main.get_command(app)
 

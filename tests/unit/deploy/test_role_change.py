@@ -26,7 +26,7 @@ from telemetry.family import Family, Kind
 from tests.unit.deploy.played import input_series, promtool, said
 from tests.unit.deploy.promql import walk
 from tests.unit.deploy.test_rules import RULES, needs_promtool
-from worker.metrics import Utilization, WorkerMetrics, engine_facts
+from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts
 
 MINUTES, CHANGE = 20, 10
 LOOKS = (6, 9, 10, 11, 12, 13, 18)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.batch import StepBatch, StepRow
 from engine.config.model import load_model_config
 from engine.model_runner import ModelRunner
 from engine.models.parameters import weight_bytes
+from engine.steps.batch import StepBatch, StepRow
 from engine.weights.safetensors_file import read_header
 from tests.factories import draw, row, tiny_engine_config, write_tiny_model
 from wire.errors import Internal, InvalidArgument, ModelError

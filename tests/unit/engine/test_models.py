@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.batch import StepBatch
 from engine.kernels.base import Kernels
 from engine.kernels.reference import ReferenceKernels
 from engine.model_runner import ModelRunner
+from engine.steps.batch import StepBatch
 from tests.factories import FAMILIES, row, tiny_engine_config, write_tiny_model
 from tests.pairwise import pairwise
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.batch import Draw, History, StepBatch, rows_of
 from engine.sampler import draw_filtered, invert, keep_best, logprobs, penalize, sample, score
-from engine.seeded import start_of, uniform, uniforms
+from engine.steps.batch import Draw, History, StepBatch, rows_of
+from engine.steps.seeded import start_of, uniform, uniforms
 from tests.factories import draw, row
 from wire.messages import SamplingParams, TokenLogprobs
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import FROM_HOST, Draw, RowColumns, StepBatch, StepRow, TokenRows
-from engine.draws import Draws
-from engine.step_buffer import StepSizes
-from engine.step_packer import PackedStep, StepLimits, StepPacker, unpack, view_step
+from engine.steps.batch import FROM_HOST, Draw, RowColumns, StepBatch, StepRow, TokenRows
+from engine.steps.draws import Draws
+from engine.steps.step_buffer import StepSizes
+from engine.steps.step_packer import PackedStep, StepLimits, StepPacker, unpack, view_step
 from wire.errors import Internal
 from wire.messages import SamplingParams
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kv_transfer import nixl_transport
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_transport import LISTEN_S, REST_S, NixlTransport
+from kv_transfer.nixl_backend import transport as nixl_transport
+from kv_transfer.nixl_backend.transport import LISTEN_S, REST_S, NixlTransport
 from wire.errors import TransferFailed
 from wire.messages import PeerRef
 

@@ -1,6 +1,6 @@
 import pytest
 
-from kv_transfer.nixl_wire import find_wire
+from kv_transfer.nixl_backend.wire import find_wire
 
 
 def table(agent: str, operation: str, *rows: str) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from kv_transfer import nixl_moves, nixl_writes, pace
+from kv_transfer import pace
 from kv_transfer.base import PageWrite, WriteDone
 from kv_transfer.layout import KVLayout
-from kv_transfer.nixl_agent import Connection, TransferState
-from kv_transfer.nixl_flight import Flight
-from kv_transfer.nixl_peers import Links
-from kv_transfer.nixl_writes import Writes
+from kv_transfer.nixl_backend import moves as nixl_moves
+from kv_transfer.nixl_backend import writes as nixl_writes
+from kv_transfer.nixl_backend.agent import Connection, TransferState
+from kv_transfer.nixl_backend.flight import Flight
+from kv_transfer.nixl_backend.peers import Links
+from kv_transfer.nixl_backend.writes import Writes
 from kv_transfer.pace import FIRST_LOOK_S, LAST_LOOK_S
 from wire.convert import encode_notice
 from wire.errors import TransferFailed

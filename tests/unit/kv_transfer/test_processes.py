@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer import processes
-from kv_transfer.processes import lives, this_process
+from kv_transfer.nixl_backend import processes
+from kv_transfer.nixl_backend.processes import lives, this_process
 
 NAMESPACE = os.readlink("/proc/self/ns/pid")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kv_transfer.ucx_shared_memory import TRANSPORTS, check_transports, ucx_settings
+from kv_transfer.nixl_backend.ucx_shared_memory import TRANSPORTS, check_transports, ucx_settings
 from wire.errors import InvalidArgument
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from kv_transfer.layout import KVLayout
-from kv_transfer.wires import Wires, host_id, slow_wire
+from kv_transfer.nixl_backend.wires import Wires, host_id, slow_wire
 from tests.unit.kv_transfer.test_nixl_wire import PUT, table
 from wire.messages import PeerDescription, PeerRef
 

@@ -10,7 +10,7 @@ from planner.observation import Kept, Observation
 from planner.policy import GAIN, plan
 from tests.unit.planner.scenes import FACTS, offered, seen
 from wire.errors import InvalidArgument
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 FLIPS = Limits()
 COUNTS = Limits(workers=Range(2, 32))

@@ -19,8 +19,8 @@ from telemetry.scrape import Scrape, Stretch
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.errors import InvalidArgument
 from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
-from wire.spans import Phase
-from worker.metrics import step_costs
+from wire.tracing.spans import Phase
+from worker.reporting.metrics import step_costs
 
 FACTS = ModelFacts("m", 10, 4096, (), "float32")
 COST = CostParameters(1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150, 0.01, 99)

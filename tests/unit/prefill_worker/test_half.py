@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.batch import StepRow
 from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
+from engine.steps.batch import StepRow
 from prefill_worker.config import PrefillConfig
 from prefill_worker.half import PrefillHalf
 from prefill_worker.queue import WaitingPrompts
@@ -25,7 +25,7 @@ from wire.messages import (
     TransferNotice,
     hash_token_ids,
 )
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 ME = PeerRef("prefill-0", 1)
 

@@ -32,7 +32,7 @@ from wire.messages import (
     SamplingParams,
     hash_token_ids,
 )
-from wire.timeline import Edge, EdgeStamp
+from wire.tracing.timeline import Edge, EdgeStamp
 
 ME, THERE = PeerRef("prefill-0", 1), PeerRef("decode-0", 1)
 LEASE = Lease("q", 1, 5)

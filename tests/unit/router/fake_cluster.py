@@ -37,7 +37,7 @@ from wire.messages import (
 )
 from wire.prefixes import PrefixChanges, PrefixList, PrefixRun
 from wire.rpc import listen, open_server
-from wire.timeline import Edge, EdgeStamp, TransferStats
+from wire.tracing.timeline import Edge, EdgeStamp, TransferStats
 
 EOS = 2
 VOCAB_SIZE = 400

@@ -18,8 +18,8 @@ from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import answer_token, channel_to, until
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.generated.tandem.v1 import inference_pb2_grpc
+from wire.logging.recurring import RecurringErrors
 from wire.messages import RequestEvent
-from wire.recurring import RecurringErrors
 
 NAMES = ["a", "b", "c", "d"]
 BAD = "b"

@@ -23,12 +23,12 @@ from telemetry.exposition import Exposition
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.credentials import metrics_key_of
 from wire.errors import InvalidArgument, TransferFailed, Unavailable
 from wire.generated.tandem.v1 import inference_pb2
 from wire.messages import FinishReason, SamplingParams
-from wire.spans import Phase, spans_of
-from wire.timeline import Edge, EdgeStamp, Timeline
+from wire.security.credentials import metrics_key_of
+from wire.tracing.spans import Phase, spans_of
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 TIGHT = SloClass("tight", ttft_s=1.0, itl_s=0.025, itl_percent=90.0, worst_gap_s=0.2)
 SECOND = 10**9

@@ -32,12 +32,12 @@ from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import FakeWorker, channel_to, until
 from tests.unit.router.test_generate import Client, ask
 from wire.convert import traces_from_json
-from wire.credentials import metrics_key_of
 from wire.errors import FailedPrecondition, Internal, InvalidArgument, Unavailable
 from wire.generated.tandem.v1 import inference_pb2 as pb
 from wire.messages import Role
-from wire.request_trace import RequestTrace, TraceContext
-from wire.timeline import Edge, EdgeStamp, Timeline
+from wire.security.credentials import metrics_key_of
+from wire.tracing.request_trace import RequestTrace, TraceContext
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = ("traceparent", f"00-{TRACE}-{SPAN}-01")

@@ -11,17 +11,17 @@ from router.refusal import Refusal, Refused
 from router.slo import SloClass
 from simulation.arrivals import Mix
 from simulation.hardware import hardware
-from simulation.judge import judge
-from simulation.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
 from simulation.network import Network
 from simulation.request import Outcome, Piece
+from simulation.search.judge import judge
+from simulation.search.knee import KEPT, LOADS_MAX, NEAR, LoadFigures, Trial, find_knee
+from simulation.search.network_jitter import Way
+from simulation.search.strategy import Strategy, strategies
 from simulation.step_log import StepLog
-from simulation.strategy import Strategy, strategies
-from simulation.way import Way
 from tests.unit.simulation.stages import request
 from wire.errors import Internal, ResourceExhausted
 from wire.mode import Mode
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 SLO = SloClass("s", ttft_s=1.0, itl_s=0.1, itl_percent=90.0)
 

@@ -32,7 +32,7 @@ from wire.errors import ResourceExhausted
 from wire.messages import GrantedLease, Reservation, Role, RoutedEvent
 from wire.mode import Mode
 from worker.config import WorkerConfig
-from worker.metrics import Utilization, WorkerMetrics
+from worker.reporting.metrics import Utilization, WorkerMetrics
 
 SIZES = ModelSizes(
     weights=8_000_000_000, weight_bytes=16_000_000_000, kv_bytes_per_token=131_072, attention_flop_per_pair=524_288

@@ -8,8 +8,8 @@ from telemetry import families as f
 from telemetry.board import Board
 from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
-from wire.credentials import metrics_key_of, reading_keys, shows_key
 from wire.errors import FailedPrecondition, Unavailable
+from wire.security.credentials import metrics_key_of, reading_keys, shows_key
 
 
 def pages() -> dict[str, object]:

@@ -13,9 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.unit.router.fake_cluster import until
 from wire import rpc
-from wire.door_limits import DoorLimits
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
+from wire.limits.listener_limits import DoorLimits
 
 SHORT = 0.1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"

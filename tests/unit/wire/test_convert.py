@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire import convert, cost_parameters, messages, prefixes, request_trace, timeline
+from wire import convert, cost_parameters, messages, prefixes
 from wire.generated.tandem.v1 import cluster_pb2, inference_pb2, types_pb2, worker_pb2
 from wire.policy_name import PolicyName
+from wire.tracing import request_trace, timeline
 
 
 def as_float32(value: float) -> float:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from wire.credentials import check_key, matching_key, shows_key
 from wire.errors import InvalidArgument
+from wire.security.credentials import check_key, matching_key, shows_key
 
 
 @pytest.mark.parametrize("key", ["", " ", "é", "a b", "a\n", "a\0"])

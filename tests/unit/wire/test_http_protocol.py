@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.unit.router.fake_cluster import until
-from wire.door_limits import DoorLimits
-from wire.http_server import HttpServer, Listener
+from wire.http.server import HttpServer, Listener
+from wire.limits.listener_limits import DoorLimits
 
 LONG = 1000.0
 PATIENT = DoorLimits(header_timeout_s=LONG, body_timeout_s=LONG, idle_timeout_s=LONG, unread_timeout_s=LONG)

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from wire.http_server import Listener
+from wire.http.server import Listener
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

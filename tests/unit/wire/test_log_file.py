@@ -7,14 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 from cli.observe.log_tail import LogTail
-from wire.log_file import KEPT, earlier
+from wire.logging.log_file import KEPT, earlier
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 4096
 LINES = 400
 SCRIPT = """
 import logging, os, pathlib, sys, threading
-from wire.logs import LogConfig, begin_log
+from wire.logging.logs import LogConfig, begin_log
 
 file, limit, lines, name = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 begin_log(LogConfig(file, max_bytes=limit), name)

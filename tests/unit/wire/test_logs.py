@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from wire.logs import JsonLines, PrettyLines, about
+from wire.logging.logs import JsonLines, PrettyLines, about
 
 SCRIPT = """
 import logging, os, pathlib, sys
-from wire.logs import LogConfig, begin_log
+from wire.logging.logs import LogConfig, begin_log
 begin_log(LogConfig(pathlib.Path(sys.argv[1]) if sys.argv[1:] else None))
 logging.getLogger("router.server").info("serves")
 os.write(2, b"a native word\\n")

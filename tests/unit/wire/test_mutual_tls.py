@@ -8,10 +8,11 @@ import grpc.aio
 import pytest
 
 from tests.stranger import Stranger
-from wire import errors, mutual_tls, rpc
-from wire.credentials import metrics_key_of
+from wire import errors, rpc
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.mutual_tls import credentials_of
+from wire.security import mutual_tls
+from wire.security.credentials import metrics_key_of
+from wire.security.mutual_tls import credentials_of
 
 TOKEN = "of-this-cluster"
 SECRET_CONTENT = "content-of-a-call"

@@ -6,15 +6,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from wire.logs import about
-from wire.recurring import MOST_KINDS, RECURRING, RecurringErrors
+from wire.logging.logs import about
+from wire.logging.recurring import MOST_KINDS, RECURRING, RecurringErrors
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
 import logging, pathlib, sys
-from wire.logs import LogConfig, begin_log
+from wire.logging.logs import LogConfig, begin_log
 begin_log(LogConfig(pathlib.Path(sys.argv[1])))
-log = logging.getLogger("kv_transfer.nixl_transport")
+log = logging.getLogger("kv_transfer.nixl_backend.transport")
 for _ in range(2000):
     try:
         raise RuntimeError("the device is lost")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.request_trace import TraceContext
+from wire.tracing.request_trace import TraceContext
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

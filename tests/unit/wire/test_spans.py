@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.spans import Span, last_try, seconds_by_phase, spans_of
-from wire.timeline import Edge, EdgeStamp, Timeline
+from wire.tracing.spans import Span, last_try, seconds_by_phase, spans_of
+from wire.tracing.timeline import Edge, EdgeStamp, Timeline
 
 MS = 10**6
 WHOLE = (

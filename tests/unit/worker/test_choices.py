@@ -5,7 +5,7 @@ import pytest
 from tests.fake_engine import PAGE_TOKENS, FakeEngine, answer_to
 from tests.worker_pair import WorkerPair, until
 from wire.messages import SamplingParams
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 TWENTY = SamplingParams(20)
 

@@ -20,7 +20,7 @@ from wire.errors import (
     Unavailable,
 )
 from wire.messages import Destination, FinishReason, Lease, PeerRef, PrefillTask, RequestRef, Role, SamplingParams
-from wire.timeline import Edge
+from wire.tracing.timeline import Edge
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
 TEN = SamplingParams(max_tokens=10)
@@ -640,7 +640,7 @@ async def test_a_failed_chunk_stops_the_rest() -> None:
 
 @pytest.mark.parametrize("period_s", [1000.0, 0.1], ids=["the lease ends first", "the writer says so first"])
 async def test_a_lost_notice_costs_a_prefill_and_no_page(period_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.peers.DELIVERY_PERIOD_S", period_s)
+    monkeypatch.setattr("worker.peers.peers.DELIVERY_PERIOD_S", period_s)
     async with WorkerPair(lease_s=30.0) as pair:
         pair.fabric.drop_notices()
         heard = pair.send("q", PROMPT, TEN)

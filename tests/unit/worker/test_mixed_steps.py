@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from costs.step_fit import LEARN_EVERY
-from engine.batch import StepBatch
+from engine.steps.batch import StepBatch
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import Heard, WorkerPair, until
 from wire.cost_parameters import UNMEASURED

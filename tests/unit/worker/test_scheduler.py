@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from costs.step_cost import CostParameters, StepCost, StepWork
-from engine.batch import TokenRows
+from engine.steps.batch import TokenRows
 from prefill_worker.queue import WaitingPrompts
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName

@@ -3,7 +3,7 @@
 import pytest
 
 from costs.step_cost import StepWork
-from engine.batch import StepRow, TokenRows
+from engine.steps.batch import StepRow, TokenRows
 from tests.factories import draw
 from wire.cost_parameters import UNMEASURED
 from worker.step_meter import StepMeter, decode_work, with_prompts

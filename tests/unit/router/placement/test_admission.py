@@ -15,7 +15,7 @@ from router.slo import BEST_EFFORT, Overload, SloClass
 from tests.unit.router.fleets import H200
 from tests.unit.router.virtual_world import PROMPT_S, Request, World
 from wire.errors import ResourceExhausted
-from wire.spans import Phase
+from wire.tracing.spans import Phase
 
 SECOND = SloClass("second", ttft_s=1.0)
 KIND = SloClass("kind", ttft_s=1.0, overload=Overload.DEGRADE)

@@ -6,7 +6,7 @@ from router.placement.fleet import Fleet
 from router.placement.worker_state import WorkerState
 from tests.unit.router.fleets import TestFleet
 from wire.messages import Role
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need
 from wire.messages import Duty, Role
 from wire.policy_name import PolicyName
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 LOOSE = SloClass("loose", itl_s=0.040)

@@ -14,7 +14,7 @@ from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
 from wire.messages import Role
 from wire.mode import Mode
-from wire.timeline import TransferStats
+from wire.tracing.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 RELAXED = SloClass("relaxed", ttft_s=2.0, itl_s=0.2)

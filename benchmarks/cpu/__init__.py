@@ -1,0 +1,1 @@
+"""Measurements on the CPU, and peers to compare with."""

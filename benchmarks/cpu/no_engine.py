@@ -1,0 +1,81 @@
+"""An engine that computes nothing and takes its time, behind the packer of a GPU's steps."""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from benchmarks.cpu.stopwatch import Stopwatch
+from costs.roofline import CPU, ModelSizes, Roofline
+from engine.cache.page_checksums import page_checksums
+from engine.cache.page_pool import PagePool
+from engine.config import GPU_PAGE_TOKENS
+from engine.cuda.cuda_graphs import graph_sizes
+from engine.cuda.sampler_cuda import PARAMS, DeviceSampler
+from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from engine.steps.step_buffer import StepSizes
+from engine.steps.step_packer import StepLimits, StepPacker
+from kv_transfer.layout import KVLayout
+from wire.cost_parameters import UNMEASURED
+from wire.messages import ModelFacts
+
+STEP_TOKENS = 2048
+MODEL = ModelFacts("none", 128_256, 131_072, (2,), "bfloat16")
+_TOKENS_FROM = 1000
+"""Ids of drawn tokens: above those small numbers that Python keeps, and no stop."""
+
+
+@dataclass
+class NoEngine:
+    """Packs every step as for a GPU and computes nothing: each draws the same tokens. A step lasts `step_s` s."""
+
+    pool: PagePool
+    watch: Stopwatch
+    step_s: float
+    requests: int
+    """Most that decode."""
+    asynchronous: bool = True
+    facts: ModelFacts = MODEL
+    page_tokens: int = GPU_PAGE_TOKENS
+    cost_guess = UNMEASURED
+    roofline = Roofline(ModelSizes(0, 0, 0, 0), CPU)
+    rows: list[int] = field(default_factory=list)
+    """Of each step."""
+
+    def __post_init__(self) -> None:
+        self.memory = np.zeros((self.pool.counts().total, self.page_tokens, 2), dtype="<i4")
+        self.layout = KVLayout(self.memory.ctypes.data, len(self.memory), 1, 1, self.page_tokens, 1, 4, "int32")
+        self.page_sums = page_checksums(torch.from_numpy(self.memory).view(-1, 1, 1, 1, self.page_tokens, 2))
+        self._packer = StepPacker(StepLimits(MODEL.vocab_size, MODEL.max_context, len(self.memory), GPU_PAGE_TOKENS))
+        self._words = np.zeros(1 << 20, dtype=np.int64)
+        self._params = np.zeros((STEP_TOKENS, PARAMS))
+        self._drawn = torch.randint(_TOKENS_FROM, MODEL.vocab_size, (STEP_TOKENS,))
+
+    def compatibility_facts(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        with self.watch.timing("pack"):
+            sizes = self._packed_sizes(batch, self._packer.sizes(batch))
+            self._packer.pack(batch, sizes, self._words[: sizes.words])
+            draws = batch.draws
+            if not draws.greedy:
+                DeviceSampler.plan(draws, None, self._params[: len(draws)])
+        self.rows.append(len(batch))
+        due = time.monotonic() + self.step_s
+        drawn = self._drawn[: len(draws)]
+
+        def result() -> StepResult:
+            time.sleep(max(0.0, due - time.monotonic()))
+            with self.watch.timing("drawn"):
+                return rows_of(drawn.tolist(), batch)
+
+        return result
+
+    def _packed_sizes(self, batch: StepBatch, sizes: StepSizes) -> StepSizes:
+        """Steps that only decode are packed for a graph: for as many rows as that has, of any context."""
+        if batch.chunks:
+            return sizes
+        rows = next(size for size in graph_sizes(self.requests) if size >= sizes.rows)
+        return StepSizes(rows, rows, self._packer.limits.pages_of(MODEL.max_context), rows)

@@ -1,0 +1,1 @@
+"""Pictures of the dashboards, drawn from a real Prometheus."""

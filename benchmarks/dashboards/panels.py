@@ -1,0 +1,95 @@
+"""A dashboard's queries, asked as Grafana would ask them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from benchmarks.dashboards.prometheus import Prometheus, Series
+
+FOLDER = Path(__file__).parents[2] / "deploy" / "dashboards"
+_NAME = "__name__"
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """What to show: from `start` to `end`, in seconds since 1970; rates are over `rate_s`, a point each `step_s`."""
+
+    start: float
+    end: float
+    rate_s: int = 15
+    step_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A series and what it is called."""
+
+    name: str
+    series: Series
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A panel, as in the file, and what Prometheus has for each of its queries."""
+
+    panel: Mapping[str, Any]
+    answers: tuple[tuple[Curve, ...], ...]
+
+    @property
+    def title(self) -> str:
+        """Its heading."""
+        return str(self.panel["title"])
+
+    @property
+    def empty(self) -> list[str]:
+        """Queries without a single number."""
+        found = zip(self.panel["targets"], self.answers, strict=True)
+        return [target["expr"] for target, curves in found if not any(curve.series.finite for curve in curves)]
+
+
+def read_dashboard(name: str) -> dict[str, Any]:
+    """The file of that name."""
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def names() -> list[str]:
+    """All dashboards."""
+    return sorted(file.stem for file in FOLDER.glob("*.json"))
+
+
+def show(
+    dashboard: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch, *, folded: bool = False
+) -> Iterator[Shown]:
+    """Every panel that is not folded, with all of its variables at "All"; those that are, instead, if `folded`."""
+    chosen = {each["name"]: each.get("allValue", "") for each in dashboard["templating"]["list"]}
+    rows = [panel["panels"] for panel in dashboard["panels"] if panel["type"] == "row"]
+    for panel in chain(*rows) if folded else dashboard["panels"]:
+        if panel["type"] != "row":
+            asked = [_ask(target, prometheus, stretch, chosen) for target in panel["targets"]]
+            yield Shown(panel, tuple(asked))
+
+
+def _ask(
+    target: Mapping[str, Any], prometheus: Prometheus, stretch: Stretch, chosen: Mapping[str, str]
+) -> tuple[Curve, ...]:
+    expression = target["expr"].replace("$__rate_interval", f"{stretch.rate_s}s")
+    for name, value in chosen.items():
+        expression = expression.replace(f"${name}", value)
+    if target["instant"]:
+        found: Sequence[Series] = prometheus.at(expression, stretch.end)
+    else:
+        found = prometheus.between(expression, stretch.start, stretch.end, stretch.step_s)
+    return tuple(Curve(_named(target["legendFormat"], each.labels), each) for each in found)
+
+
+def _named(legend: str, labels: Mapping[str, str]) -> str:
+    if not legend:
+        return ", ".join(value for name, value in labels.items() if name != _NAME)
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend)

@@ -1,0 +1,180 @@
+"""Plans of decode attention: which are worth measuring, and seconds of one call by one of them.
+
+Calls overlap their neighbours' launches, as in the engine, but do not read early: where no other kernel is between two
+calls, the first reads of one would compete with the last of the one before.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.ceilings import graph_seconds
+from engine.config import GPU_PAGE_TOKENS as PAGE_TOKENS
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention import DecodeAttention
+from engine.kernels.attention.triton_attention_plan import (
+    LARGE_TILE,
+    NARROW_TILE,
+    ROUNDS_TILE,
+    SMALL_TILE,
+    Plan,
+    PlanFunction,
+    make_plan,
+)
+from engine.kernels.triton_launch import overlaps_launches
+from wire.ending import pages_for
+
+DEVICE = torch.device("cuda")
+DTYPE = torch.bfloat16
+LEAST_CACHE_BYTES = 400e6
+"""Several times the L2 cache: what a graph's calls read before they come back to the first layer."""
+COMPILERS = 16
+TILES = [
+    SMALL_TILE,
+    NARROW_TILE,
+    ROUNDS_TILE,
+    Plan(block_tokens=64, warps=4, stages=4),
+    LARGE_TILE,
+]
+SPLITS = [8, 16, 24, 32, 48, 64]
+"""Of a single row."""
+PER_SM = (2, 3, 4)
+"""Programs a multiprocessor that walk over several rows."""
+_SIGMA = 0.8
+"""Of the logarithm of uneven lengths."""
+_TOLERANCE = 0.02
+"""How far apart two plans' results may lie, in absolute terms: results are averages of numbers around 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Rows of so many tokens each, and the heads that attend to them."""
+
+    name: str
+    lengths: tuple[int, ...]
+    shape: AttentionShape
+
+    @property
+    def bytes(self) -> int:
+        """Keys and values that one call reads."""
+        return 2 * sum(self.lengths) * self.shape.kv_heads * self.shape.head_dim * DTYPE.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    q: Tensor
+    cache: Tensor
+    table: Tensor
+    contexts: Tensor
+
+
+def make_inputs(size: Size) -> Inputs:
+    """Random keys and values on shuffled pages, in as many layers as it takes to outgrow L2."""
+    shape, rows = size.shape, len(size.lengths)
+    held = [pages_for(length, PAGE_TOKENS) for length in size.lengths]
+    layers = max(2, round(LEAST_CACHE_BYTES / size.bytes))
+    cache = torch.empty(
+        sum(held), layers, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE
+    ).normal_()
+    table = torch.zeros(rows, max(held), dtype=torch.int32)
+    for row, pages in enumerate(torch.split_with_sizes(torch.randperm(sum(held)), held)):
+        table[row, : len(pages)] = pages
+    return Inputs(
+        q=torch.randn(rows, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE),
+        cache=cache,
+        table=table.to(DEVICE),
+        contexts=torch.tensor(size.lengths, dtype=torch.int32, device=DEVICE),
+    )
+
+
+def uneven(rows: int, mean: int) -> tuple[int, ...]:
+    """Lengths of `rows` rows, at evenly spread ranks of a lognormal distribution."""
+    ranks = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
+    lengths = torch.exp(_SIGMA * torch.special.ndtri(ranks))
+    return tuple(max(1, round(length)) for length in (lengths * mean / lengths.mean()).tolist())
+
+
+def rank(plans: Sequence[Plan], size: Size, inputs: Inputs) -> list[tuple[float, Plan]]:
+    """Seconds of each plan, the fastest first; a plan that computes something else than the first is left out."""
+    expected = None
+    ranked = []
+    for plan in plans:
+        result = _begun(size, inputs, always(plan))(inputs.q, inputs.cache, 0, inputs.table, inputs.contexts)
+        expected = result if expected is None else expected
+        error = (result.float() - expected.float()).abs().max().item()
+        if error < _TOLERANCE:
+            ranked.append((measure(size, inputs, always(plan)), plan))
+        else:
+            print(f"WRONG by {error}: {size.name} {plan}")
+    return sorted(ranked, key=lambda timing: timing[0])
+
+
+def measure(size: Size, inputs: Inputs, choose: PlanFunction = make_plan) -> float:
+    """Seconds of one call among others in a graph."""
+    attention = _begun(size, inputs, choose)
+    layers = inputs.cache.shape[1]
+
+    def call(number: int) -> None:
+        attention(inputs.q, inputs.cache, number % layers, inputs.table, inputs.contexts)
+
+    return graph_seconds(call, 2 * layers)
+
+
+def in_parallel(sizes: Sequence[Size]) -> None:
+    """Compile the plans of these by running each once on short rows."""
+    variants = {
+        (size.shape, replace(plan, units=min(plan.units, 1), splits=1)) for size in sizes for plan in plans(size)
+    }
+
+    def run(variant: tuple[AttentionShape, Plan]) -> None:
+        shape, plan = variant
+        small = Size("", (1, 1), shape)
+        cache = torch.zeros(1, 1, 2, shape.kv_heads, PAGE_TOKENS, shape.head_dim, dtype=DTYPE, device=DEVICE)
+        q = torch.zeros(2, shape.heads, shape.head_dim, dtype=DTYPE, device=DEVICE)
+        none = torch.zeros(2, 1, dtype=torch.int32, device=DEVICE)
+        inputs = Inputs(q, cache, none, none[:, 0])
+        _begun(small, inputs, always(plan))(q, cache, 0, none, inputs.contexts)
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(run, variants))
+    torch.cuda.synchronize()
+
+
+def always(plan: Plan) -> PlanFunction:
+    """A stand-in for `make_plan`."""
+    return lambda *_: plan
+
+
+def own_plan(size: Size) -> Plan:
+    """The engine's."""
+    shape, sms = size.shape, _multiprocessors()
+    return make_plan(len(size.lengths), shape.kv_heads, shape.head_dim, max(size.lengths), DTYPE, sms)
+
+
+def plans(size: Size) -> list[Plan]:
+    """The engine's first, then every tile with as many programs as may run at a time, as there are rows, or as divide
+    rows of one length evenly.
+    """
+    rows, kv_heads, sms = len(size.lengths), size.shape.kv_heads, _multiprocessors()
+    own = own_plan(size)
+    if rows == 1:
+        tried = [replace(tile, splits=splits) for tile in TILES for splits in SPLITS]
+    else:
+        counts = {each * sms // kv_heads for each in PER_SM}
+        counts |= {count // rows * rows for count in counts if count >= rows}
+        tried = [replace(tile, units=units) for tile in TILES for units in sorted(counts)]
+    return [own, *(plan for plan in tried if plan != own)]
+
+
+def _begun(size: Size, inputs: Inputs, choose: PlanFunction) -> DecodeAttention:
+    """In a step of these rows."""
+    made = DecodeAttention(size.shape, len(size.lengths), DEVICE, DTYPE, overlaps_launches(), choose=choose)
+    made.begin_step(inputs.cache, inputs.table, inputs.contexts)
+    return made
+
+
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(DEVICE).multi_processor_count

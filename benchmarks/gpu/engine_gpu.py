@@ -1,0 +1,208 @@
+"""The engine on one GPU against the chip's ceilings: `python -m benchmarks.engine --device cuda --shape llama-3-8b`.
+
+Weights are random, shapes are real. Copy bandwidth and matrix rate are measured in the same run; every figure that
+counts is a ratio to them. The last line is one JSON object.
+"""
+
+import argparse
+import gc
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.gpu.attention_timing import Size, make_inputs, measure, uneven
+from benchmarks.gpu.ceilings import copy_bandwidth, matrix_rate, measure_ceilings
+from benchmarks.gpu.device_spans import idle_share, idle_share_beside_copies
+from benchmarks.gpu.gpu_engine import DECODE_STEPS, GpuEngine
+from benchmarks.gpu.profile_gpu import profile
+from benchmarks.results import run_facts, save_result
+from engine.config import EngineConfig
+from engine.config.attention import AttentionShape, attention_shape
+from engine.kernels.attention.triton_attention_plan import Plan, make_plan
+from engine.model_runner import ModelRunner
+from engine.models.shapes import write_shape
+from engine.weights.gguf import default_cache
+
+BATCHES = (1, 8, 32, 128, 256)
+CONTEXT = 1024
+PREFILLS = ((1, 512), (1, 2048), (1, 8192), (8, 2048))
+ATTENTIONS = ((64, 2048), (128, 4096), (1, 32768))
+UNEVEN = ((12, 2048), (48, 2048))
+"""Rows whose lengths differ as those of conversations do, and their mean."""
+_STEP_TOKENS = 16384
+
+Figures = dict[str, object]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure what the command line asks for and print it, JSON last."""
+    config = EngineConfig(
+        write_shape(arguments.shape, default_cache() / f"shape-{arguments.shape}"),
+        device=arguments.device,
+        dtype="bfloat16",
+        random_weights=True,
+        max_step_tokens=_STEP_TOKENS,
+        max_batch_requests=max(BATCHES),
+        memory_fraction=0.85,
+    )
+    engine = GpuEngine(ModelRunner.load(config, _print_progress))
+    engine.prefill_seconds(1, 16, rounds=1)
+    started = time.time() - psutil.Process().create_time()
+    cache = engine.runner.cache
+    result: Figures = {"start_seconds": round(started, 2), "kv_tokens": cache.pages * cache.page_tokens}
+    print(f"start to first token {started:.1f} s", flush=True)
+    if arguments.profile:
+        result |= profile(engine, measure_ceilings(), arguments.profile)
+    else:
+        # What memory binds beside the memory's ceiling, what arithmetic binds beside that of arithmetic, which heats.
+        copy = copy_bandwidth()
+        print(f"copy {copy / 1e9:.0f} GB/s", flush=True)
+        result |= {"copy_gb_per_s": round(copy / 1e9, 1)} | _decode(engine, copy)
+        result |= _prefill(engine)
+        attention = attention_shape(engine.shape, 0)
+        del engine, cache
+        gc.collect()
+        torch.cuda.empty_cache()
+        result |= _attention(attention, copy)
+        if arguments.eager:
+            result |= _without_graphs(config, result)
+    result |= {"shape": arguments.shape, "dtype": "bfloat16", **run_facts(arguments.device)}
+    if arguments.save:
+        kind = "profile" if arguments.profile else "engine"
+        print("saved", save_result(f"{kind}-{arguments.shape}", result))
+    print(json.dumps(result))
+
+
+def _decode(engine: GpuEngine, copy: float) -> Figures:
+    """Decode steps: bytes over time as a share of the copy bandwidth, the milliseconds they are made of, and the share
+    in which the device is idle: between any two kernels, and between those of a step and the next alone.
+    """
+    found: Figures = {}
+    batches = _held(engine)
+    for batch in batches:
+        seconds = engine.decode_seconds(batch, CONTEXT)
+        share = engine.decode_bytes(batch, CONTEXT) / seconds / copy
+        device = engine.graph_seconds([CONTEXT] * batch)
+        spans = engine.decode_spans(batch, CONTEXT)
+        idle = idle_share(spans)
+        found |= {
+            f"decode_bw_ratio_b{batch}": round(share, 4),
+            f"decode_ms_b{batch}": round(seconds * 1e3, 4),
+            f"decode_device_ms_b{batch}": round(device * 1e3, 4),
+            f"decode_idle_share_b{batch}": round(idle, 4),
+            f"decode_idle_between_steps_share_b{batch}": round(idle_share_beside_copies(spans), 4),
+        }
+        print(
+            f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy, device {device * 1e3:.3f} ms,"
+            f" idle {idle:.2%}",
+            flush=True,
+        )
+    for batch in sorted({32, 256}.intersection(batches)):
+        sampled = engine.decode_seconds(batch, CONTEXT, sampled=True)
+        found[f"decode_sampled_ms_b{batch}"] = round(sampled * 1e3, 4)
+    for batch in sorted({32, 128, 256}.intersection(batches)):
+        found |= _uneven_decode(engine, batch, copy)
+    return found
+
+
+def _uneven_decode(engine: GpuEngine, batch: int, copy: float) -> Figures:
+    """The device alone, for a step of rows whose lengths differ as those of conversations do."""
+    longest = engine.runner.facts.max_context - 1
+    contexts = [min(length, longest) for length in uneven(batch, CONTEXT)]
+    seconds = engine.graph_seconds(contexts)
+    share = (engine.weight_bytes() + engine.kv_bytes(sum(contexts))) / seconds / copy
+    print(
+        f"decode b{batch:<4} {seconds * 1e3:8.3f} ms  {share:6.1%} of copy: the device alone, uneven rows", flush=True
+    )
+    return {
+        f"decode_uneven_device_ms_b{batch}": round(seconds * 1e3, 4),
+        f"decode_uneven_bw_ratio_b{batch}": round(share, 4),
+    }
+
+
+def _held(engine: GpuEngine) -> list[int]:
+    """Those of `BATCHES` that the cache has room for: large weights leave little. Says which it has not."""
+    held = [batch for batch in BATCHES if engine.holds(batch, CONTEXT + DECODE_STEPS // 2)]
+    for batch in BATCHES:
+        if batch not in held:
+            print(f"decode b{batch:<4} left out: the KV cache holds fewer rows of {CONTEXT} tokens", flush=True)
+    return held
+
+
+def _prefill(engine: GpuEngine) -> Figures:
+    """Prompts in one step, host included: FLOPs over time as a share of the matrix rate.
+
+    The rate is measured before and after each size: the chip is at its power limit, and its rate falls by 3 % while it
+    grows hot.
+    """
+    found: Figures = {}
+    rates = [matrix_rate()]
+    for rows, tokens in PREFILLS:
+        seconds = engine.prefill_seconds(rows, tokens)
+        rates.append(matrix_rate())
+        matrix = sum(rates[-2:]) / 2
+        share = engine.prefill_flops(rows, tokens) / seconds / matrix
+        found |= {
+            f"prefill_flops_ratio_{rows}x{tokens}": round(share, 4),
+            f"prefill_ms_{rows}x{tokens}": round(seconds * 1e3, 3),
+            f"matrix_tflops_beside_{rows}x{tokens}": round(matrix / 1e12, 1),
+        }
+        print(
+            f"prefill {rows}x{tokens:<6} {seconds * 1e3:8.2f} ms  {share:6.1%} of the matrix rate beside it,"
+            f" {matrix / 1e12:.0f} TFLOP/s",
+            flush=True,
+        )
+    return {"matrix_tflops": round(sum(rates) / len(rates) / 1e12, 1)} | found
+
+
+def _attention(shape: AttentionShape, copy: float) -> Figures:
+    """The model's decode attention alone: KV bytes over time, layers taken in turn so that no cache helps."""
+    found: Figures = {}
+    for rows, tokens in ATTENTIONS:
+        size = Size(f"{rows}x{tokens}", (tokens,) * rows, shape)
+        seconds = measure(size, make_inputs(size))
+        share = size.bytes / seconds / copy
+        found |= {
+            f"attention_bw_ratio_{size.name}": round(share, 4),
+            f"attention_us_{size.name}": round(seconds * 1e6, 3),
+        }
+        print(f"attention {rows}x{tokens:<6} {seconds * 1e6:8.1f} us  {share:6.1%} of copy", flush=True)
+    for rows, mean in UNEVEN:
+        size = Size(f"{rows}_uneven", uneven(rows, mean), shape)
+        inputs = make_inputs(size)
+        walking, split = (measure(size, inputs, choose) for choose in (make_plan, _split_alike))
+        share = size.bytes / walking / copy
+        found |= {
+            f"attention_bw_ratio_{size.name}": round(share, 4),
+            f"attention_split_over_walking_{size.name}": round(split / walking, 3),
+        }
+        print(f"attention {rows} uneven {walking * 1e6:8.1f} us  {share:6.1%} of copy, {split / walking:.2f} x as fast")
+    return found
+
+
+def _split_alike(rows: int, *others: Any) -> Plan:
+    """Each row cut in as many stretches as every other."""
+    plan = make_plan(rows, *others)
+    return replace(plan, units=0, splits=max(1, plan.units // rows))
+
+
+def _without_graphs(config: EngineConfig, with_graphs: Figures) -> Figures:
+    """The decode steps once more, every kernel launched by the host."""
+    engine = GpuEngine(ModelRunner.load(replace(config, cuda_graphs=False)))
+    found: Figures = {}
+    for batch in (each for each in _held(engine) if f"decode_ms_b{each}" in with_graphs):
+        seconds = engine.decode_seconds(batch, CONTEXT, steps=24)
+        found[f"decode_eager_ms_b{batch}"] = round(seconds * 1e3, 4)
+        print(
+            f"decode b{batch:<4} without graphs {seconds * 1e3:8.3f} ms, with {with_graphs[f'decode_ms_b{batch}']} ms"
+        )
+    return found
+
+
+def _print_progress(what: str, done: float) -> None:
+    if done in {0.0, 1.0}:
+        print(f"[{time.time() - psutil.Process().create_time():.1f} s] {what} {done:.0%}", flush=True)

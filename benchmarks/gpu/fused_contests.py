@@ -1,0 +1,216 @@
+"""Every fused operation of a model's layer beside the same work in parts, with the inputs both are measured on.
+
+In parts means PyTorch's operations one by one, or cuBLAS with kernels of our own around it.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu.contest import Contest
+from engine import sampler
+from engine.config import GPU_PAGE_TOKENS
+from engine.config.attention import AttentionShape
+from engine.config.model import ModelConfig
+from engine.cuda.sampler_cuda import DeviceSampler
+from engine.kernels.base import Kernels, Linear, StepLayout
+from engine.kernels.cuda import CudaKernels
+from engine.kernels.linear.gated_product import FusedGated, PlainGated, choose_gated_product
+from engine.kernels.linear.triton_activation import silu_mul
+from engine.kernels.reference import ReferenceKernels
+from engine.kernels.reference import rms_norm as plain_rms_norm
+from engine.kernels.rowwise.triton_norm import rms_norm
+from engine.kernels.triton_launch import overlaps_launches
+from engine.layers.rope import rope_table
+from engine.steps.batch import Draw
+from wire.messages import SamplingParams
+
+DECODE_TOKENS = 256
+"""Largest step whose tokens are rows of their own: beyond it they are one prompt."""
+_DTYPE = torch.bfloat16
+
+_ROTATED_BYTES = 256 << 20
+"""What a graph's launches go through before they come back to the first: five times L2."""
+_MOST_COPIES = 32
+_GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+_FILTERED = SamplingParams(max_tokens=1, temperature=0.8, top_k=50, top_p=0.95)
+
+
+class Contests:
+    """The operations of one model's layer, with weights that all sizes share."""
+
+    def __init__(self, shape: ModelConfig, device: torch.device, most_tokens: int) -> None:
+        self._shape = shape
+        self._device = device
+        self._pdl = overlaps_launches()
+        self._kernels = CudaKernels(shape, device, _DTYPE, GPU_PAGE_TOKENS, DECODE_TOKENS)
+        self._norm = self._random(shape.hidden_size)
+        self._sampler = DeviceSampler(shape.vocab_size, min(most_tokens, DECODE_TOKENS), device, self._pdl)
+
+    def of(self, tokens: int) -> list[Contest]:
+        """Those of a step of `tokens`; beyond DECODE_TOKENS without most products and without draws."""
+        elementwise = [self._rope(tokens), self._rms_norm(tokens), self._silu(tokens)]
+        if tokens > DECODE_TOKENS:
+            return [*elementwise, *self._gated(tokens)]
+        products = [self._norm_product(tokens), self._gate_up(tokens), self._product_add(tokens)]
+        return [*elementwise, *products, self._greedy(tokens), self._filtered(tokens)]
+
+    def _rope(self, tokens: int) -> Contest:
+        shape = self._shape
+        heads = AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5)
+        layout = self._layout(tokens)
+        moved = 2 * tokens * shape.qkv_size * _DTYPE.itemsize + tokens * shape.head_dim * self._rope_table.itemsize
+        copies = _copies(moved)
+        qkv = self._random(copies, tokens, shape.qkv_size)
+        norm = self._random(shape.head_dim) if shape.qk_norm else None
+        pages = int(layout.slots.max()) // GPU_PAGE_TOKENS + 1
+        sizes = (pages, copies, 2, shape.kv_heads, GPU_PAGE_TOKENS, shape.head_dim)
+        cache = torch.zeros(sizes, dtype=_DTYPE, device=self._device)
+
+        def rotate(kernels: Kernels, layer: int) -> Tensor:
+            return kernels.rope_and_store(
+                qkv[layer], self._rope_table, norm, norm, shape.norm_eps, cache, layer, layout, heads
+            )
+
+        fused, plain = partial(rotate, self._kernels), partial(rotate, ReferenceKernels())
+        return Contest("rope + store", tokens, range(copies), fused, plain, moved)
+
+    def _rms_norm(self, tokens: int) -> Contest:
+        moved = (2 * tokens + 1) * self._shape.hidden_size * _DTYPE.itemsize
+        inputs = self._random(_copies(moved), tokens, self._shape.hidden_size).unbind()
+
+        def plain(x: Tensor) -> Tensor:
+            return plain_rms_norm(x, self._norm, self._shape.norm_eps)
+
+        return Contest("rms norm", tokens, inputs, self._normed, plain, moved)
+
+    def _silu(self, tokens: int) -> Contest:
+        moved = 3 * tokens * self._shape.intermediate_size * _DTYPE.itemsize
+        inputs = self._random(_copies(moved), tokens, 2 * self._shape.intermediate_size).unbind()
+
+        def plain(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return Contest("silu x up", tokens, inputs, partial(silu_mul, pdl=self._pdl), plain, moved)
+
+    def _norm_product(self, tokens: int) -> Contest:
+        x = self._random(tokens, self._shape.hidden_size)
+
+        def fused(linear: Linear) -> Tensor:
+            return self._kernels.norm_linear(x, self._norm, self._shape.norm_eps, linear)
+
+        def cut(linear: Linear) -> Tensor:
+            return F.linear(self._normed(x), linear.weight, linear.bias)
+
+        return Contest("norm + product", tokens, self._qkv_weights, fused, cut)
+
+    def _gate_up(self, tokens: int) -> Contest:
+        x = self._random(tokens, self._shape.hidden_size)
+
+        def fused(linear: Linear) -> Tensor:
+            return self._kernels.norm_gate_up(x, self._norm, self._shape.norm_eps, linear)
+
+        def cut(linear: Linear) -> Tensor:
+            return silu_mul(F.linear(self._normed(x), linear.weight, linear.bias), pdl=self._pdl)
+
+        return Contest("norm + gate/up + silu", tokens, self._gate_up_weights, fused, cut)
+
+    def _gated(self, tokens: int) -> list[Contest]:
+        """The product of gate and up of long prompts, where a library has one with the activation inside."""
+        shape = self._shape
+        fused = choose_gated_product(self._device, _DTYPE, shape.hidden_size, shape.intermediate_size, pdl=self._pdl)
+        if not isinstance(fused, FusedGated):
+            return []
+        inside, plain = fused.compute, PlainGated(self._pdl)
+        x = self._random(tokens, shape.hidden_size)
+
+        def in_one(linear: Linear) -> Tensor:
+            return inside(x, linear.weight)
+
+        def cut(linear: Linear) -> Tensor:
+            return plain(x, linear)
+
+        return [Contest("gate/up + silu", tokens, self._gate_up_weights, in_one, cut, heats=True)]
+
+    def _product_add(self, tokens: int) -> Contest:
+        x, hidden = (self._random(tokens, n) for n in (self._shape.intermediate_size, self._shape.hidden_size))
+
+        def fused(linear: Linear) -> None:
+            self._kernels.linear_add(x, linear, hidden)
+
+        def cut(linear: Linear) -> None:
+            hidden.add_(F.linear(x, linear.weight, linear.bias))
+
+        return Contest("product + residual", tokens, self._down_weights, fused, cut)
+
+    def _greedy(self, tokens: int) -> Contest:
+        inputs = [self._random(tokens, self._shape.vocab_size)]
+        draw = self._drawing([Draw(_GREEDY, 0)] * tokens)
+        return Contest("sampling, greedy", tokens, inputs, draw, partial(torch.argmax, dim=-1))
+
+    def _filtered(self, tokens: int) -> Contest:
+        inputs = [3 * self._random(tokens, self._shape.vocab_size)]
+        draws = [Draw(_FILTERED, row) for row in range(tokens)]
+        plain = partial(sampler.sample, draws=draws)
+        return Contest("sampling, top-k top-p", tokens, inputs, self._drawing(draws), plain, asks_host=True)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self._norm, self._shape.norm_eps, pdl=self._pdl)
+
+    def _drawing(self, draws: Sequence[Draw]) -> Callable[[Tensor], None]:
+        plan = self._sampler.plan(draws)
+        params = torch.from_numpy(plan.params).to(self._device)
+        out = torch.empty(len(draws), dtype=torch.int64, device=self._device)
+        return lambda logits: self._sampler.sample(logits, params, out, greedy_only=plan.greedy_only)
+
+    def _layout(self, tokens: int) -> StepLayout:
+        """Rows of one token on pages of their own, or beyond DECODE_TOKENS one prompt over shuffled pages."""
+        decode = tokens <= DECODE_TOKENS
+        every = torch.arange(tokens, device=self._device)
+        page_of = every if decode else every // GPU_PAGE_TOKENS
+        pages = torch.randperm(int(page_of[-1]) + 1, device=self._device)
+        offset = torch.randint(GPU_PAGE_TOKENS, (tokens,), device=self._device) if decode else every % GPU_PAGE_TOKENS
+        positions = torch.randint(len(self._rope_table), (tokens,), device=self._device) if decode else every
+        rows = tokens if decode else 1
+        return StepLayout(
+            positions=positions.int(),
+            slots=pages[page_of] * GPU_PAGE_TOKENS + offset,
+            row_starts=torch.linspace(0, tokens, rows + 1, device=self._device).int(),
+            context_lens=torch.ones(rows, dtype=torch.int32, device=self._device),
+            page_table=pages.int().view(rows, -1),
+            max_row_tokens=tokens // rows,
+            max_context=1,
+        )
+
+    @cached_property
+    def _rope_table(self) -> Tensor:
+        return rope_table(self._shape.rope, self._shape.head_dim, self._shape.max_context, self._device)
+
+    @cached_property
+    def _qkv_weights(self) -> list[Linear]:
+        return self._weights(self._shape.qkv_size, self._shape.hidden_size, self._shape.qkv_bias)
+
+    @cached_property
+    def _gate_up_weights(self) -> list[Linear]:
+        return self._weights(2 * self._shape.intermediate_size, self._shape.hidden_size, self._shape.mlp_bias)
+
+    @cached_property
+    def _down_weights(self) -> list[Linear]:
+        return self._weights(self._shape.hidden_size, self._shape.intermediate_size, self._shape.mlp_bias)
+
+    def _weights(self, n: int, k: int, bias: bool) -> list[Linear]:
+        """As many as outgrow L2 together, of a size that leaves a product's results near 1."""
+        copies = _copies(n * k * _DTYPE.itemsize)
+        return [Linear(self._random(n, k).mul_(k**-0.5), self._random(n) if bias else None) for _ in range(copies)]
+
+    def _random(self, *sizes: int) -> Tensor:
+        return torch.randn(*sizes, dtype=_DTYPE, device=self._device)
+
+
+def _copies(size: int) -> int:
+    """How many inputs of `size` bytes outgrow L2: two at least, and few enough where a whole step fits into it."""
+    return min(max(-(-_ROTATED_BYTES // size), 2), _MOST_COPIES)

@@ -1,0 +1,1 @@
+"""Measurements of pages and hand-overs between two workers."""

@@ -1,0 +1,54 @@
+"""What lies between the end of a prompt's last chunk and its first decode step, in named parts that add up to it."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wire.tracing.timeline import Edge, Timeline
+
+_TO_MS = 1e3
+_HANDOVER = {
+    "computed_to_posted": Edge.LAST_PAGES_POSTED,
+    "posted_to_summed": Edge.NOTICE_MADE,
+    "summed_to_notice_posted": Edge.NOTICE_POSTED,
+    "notice_posted_to_written": Edge.TRANSFER_FINISHED,
+    "written_to_seen": Edge.NOTICE_SEEN,
+    "seen_to_checked": Edge.KV_CHECKED,
+    "checked_to_joined": Edge.DECODE_ADMITTED,
+    "joined_to_first_step": Edge.DECODE_STARTED,
+}
+"""What a hand-over is made of from PREFILL_FINISHED on, in its order: each part ends with that edge. All other pages
+have landed when the notice is posted. Two processes of one host see them by the same clock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One request as its client saw it: arrival of each chunk in seconds, and the cluster's own timeline."""
+
+    moments: tuple[float, ...]
+    timeline: Timeline
+
+    def ms(self, start: Edge, end: Edge) -> float:
+        """Milliseconds between two edges that both were seen."""
+        seconds = self.timeline.seconds(start, end)
+        if seconds is None:
+            raise RuntimeError(f"a request without {start.name} or {end.name}")
+        return seconds * _TO_MS
+
+    @property
+    def gaps_ms(self) -> list[float]:
+        return [(b - a) * _TO_MS for a, b in zip(self.moments, self.moments[1:], strict=False)]
+
+
+def handovers_ms(answers: Sequence[Answer]) -> list[float]:
+    """From the end of the last chunk to the request's first decode step."""
+    return [answer.ms(Edge.PREFILL_FINISHED, Edge.DECODE_STARTED) for answer in answers]
+
+
+def handover_parts_ms(answers: Sequence[Answer]) -> dict[str, float]:
+    """The mean of each part in milliseconds: together, the mean hand-over."""
+    begins = [Edge.PREFILL_FINISHED, *_HANDOVER.values()]
+    return {
+        name: round(statistics.mean(answer.ms(begin, end) for answer in answers), 4)
+        for begin, (name, end) in zip(begins, _HANDOVER.items(), strict=False)
+    }

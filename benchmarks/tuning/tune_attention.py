@@ -1,0 +1,94 @@
+"""Find the plans of decode attention on this GPU: `python -m benchmarks.tuning.tune_attention [--quick] [--save]`.
+
+Every plan of a short list runs at every size in a CUDA graph whose calls walk through more cache than L2 holds: rows of
+one length, of lognormal lengths, as conversations have them, and one long row among short ones. Figures are bytes of
+keys and values over time, as shares of the copy bandwidth measured in the same run. The last line is one JSON object.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from benchmarks.command_line import need_gpu
+from benchmarks.gpu.attention_timing import Size, in_parallel, make_inputs, own_plan, plans, rank, uneven
+from benchmarks.gpu.ceilings import copy_bandwidth
+from benchmarks.results import run_facts, save_result
+from engine.config.attention import AttentionShape
+from engine.kernels.attention.triton_attention_plan import Plan
+from engine.models.shapes import shape_config, shape_names
+
+MODELS = ("llama-3-8b", "qwen3-0.6b", "llama-3.2-1b")
+EQUAL = ((1, 1024), (1, 32768), (8, 1024), (12, 2048), (32, 1024), (64, 2048), (128, 1024), (128, 4096), (256, 1024))
+"""Rows and context of each."""
+UNEVEN = ((4, 2048), (12, 2048), (24, 2048), (33, 2048), (44, 2048), (128, 2048), (256, 1024))
+"""Rows and their mean context."""
+LONG = ((12, 32768, 1024), (128, 32768, 1024))
+"""Rows, the context of one, and of each other."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", choices=shape_names(), default=list(MODELS), help="whose heads")
+    parser.add_argument("--rows", nargs="+", type=int, default=[], help="sizes of so many rows alone")
+    parser.add_argument("--quick", action="store_true", help="only what the engine's own plan gives")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args()
+    need_gpu()
+    copy = copy_bandwidth()
+    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s")
+    sizes = [size for size in sizes_of(arguments.models) if not arguments.rows or len(size.lengths) in arguments.rows]
+    found = tune(sizes, copy, arguments.quick)
+    result = {"copy_gb_per_s": copy / 1e9, "attention": found, "models": arguments.models, "dtype": "bfloat16"}
+    result |= run_facts("cuda")
+    if arguments.save:
+        print("saved", save_result("tune-attention", result))
+    print(json.dumps(result))
+
+
+def sizes_of(models: Sequence[str]) -> list[Size]:
+    """Every workload with the heads of each model; models of the same heads count once."""
+    configs = [shape_config(name) for name in models]
+    heads = dict.fromkeys((config.heads, config.kv_heads, config.head_dim) for config in configs)
+    shapes = [AttentionShape(*each, each[-1] ** -0.5) for each in heads]
+    lengths = {f"{rows}x{context}": (context,) * rows for rows, context in EQUAL}
+    lengths |= {f"{rows}x{mean} uneven": uneven(rows, mean) for rows, mean in UNEVEN}
+    lengths |= {f"{rows}x{rest} and {long}": (*(rest,) * (rows - 1), long) for rows, long, rest in LONG}
+    return [
+        Size(f"{name} h{shape.heads}/{shape.kv_heads} d{shape.head_dim}", each, shape)
+        for shape in shapes
+        for name, each in lengths.items()
+    ]
+
+
+def tune(sizes: Sequence[Size], copy: float, quick: bool) -> dict[str, object]:
+    """Measures and prints every size → for JSON. `copy`: the copy bandwidth in byte/s."""
+    if not quick:
+        in_parallel(sizes)
+    return {size.name: _tune_one(size, copy, quick) for size in sizes}
+
+
+def _tune_one(size: Size, copy: float, quick: bool) -> dict[str, object]:
+    own = own_plan(size)
+    ranked = rank([own] if quick else plans(size), size, make_inputs(size))
+    shares = [(round(size.bytes / seconds / copy, 4), plan) for seconds, plan in ranked]
+    share_of_own = next(share for share, plan in shares if plan == own)
+    best = ", ".join(f"{share:.3f} {_brief(plan)}" for share, plan in shares[:4])
+    print(f"{size.name:36} engine {share_of_own:.3f} {_brief(own)}; {best}", flush=True)
+    return {
+        "engine": asdict(own),
+        "engine_share": share_of_own,
+        "engine_microseconds": round(size.bytes / share_of_own / copy * 1e6, 2),
+        "shares": {_brief(plan): share for share, plan in shares},
+    }
+
+
+def _brief(plan: Plan) -> str:
+    cut = f"{plan.units} units" if plan.units else f"{plan.splits} splits"
+    return f"{plan.block_tokens}/{plan.warps}/{plan.stages} {cut}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Times the product of gate and up with SiLU fused, tile by tile, against cuBLAS and SiLU.
+
+    python -m benchmarks.tuning.tune_gated
+
+All take turns on a chip that was heated first: one that rests while the next kernel compiles runs above the clock that
+its power limit allows for long. The choice it led to stands in engine/kernels/linear/gated_product.py. The last line
+is JSON.
+"""
+
+import argparse
+import json
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from benchmarks.command_line import need_gpu
+from benchmarks.gpu.race import Contestant, race
+from benchmarks.results import run_facts, save_result
+from engine.kernels.base import Linear
+from engine.kernels.linear.gated_product import FusedGated, GatedTile, PlainGated
+from engine.kernels.triton_launch import overlaps_launches
+
+SHAPES = {"llama-3-8b": (4096, 14336), "llama-3.2-1b": (2048, 8192), "qwen3-0.6b": (1024, 3072)}
+"""Hidden and intermediate size."""
+TOKENS = (512, 1024, 2048, 4096, 8192)
+TILES = ((256, 192, False), (256, 160, False), (128, 256, False), (256, 128, False), (128, 160, True), (128, 192, True))
+"""Rows, columns, and whether two warp groups take turns on tiles of their own."""
+CLUSTERS = ((2, 1), (1, 2))
+_WEIGHTS = 2
+
+
+def main() -> None:
+    """Print every contest's best tiles and, last, all of it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    arguments = parser.parse_args()
+    need_gpu()
+    contests: dict[str, dict[str, float]] = {}
+    for name, (hidden, intermediate) in SHAPES.items():
+        for tokens in TOKENS:
+            found = race(_contestants(hidden, intermediate, tokens))
+            contests[f"{name} {tokens}"] = found
+            best = sorted(found, key=lambda each: found[each])[:3]
+            words = ", ".join(f"{each} {found[each]:.1f} us ({found['cublas'] / found[each]:.3f})" for each in best)
+            print(f"{name} {tokens} tokens: cublas {found['cublas']:.1f} us; {words}", flush=True)
+    result = {"us": contests, "dtype": "bfloat16", **run_facts("cuda")}
+    if arguments.save:
+        print("saved", save_result("tune-gated", result))
+    print(json.dumps(result))
+
+
+def _contestants(hidden: int, intermediate: int, tokens: int) -> dict[str, Contestant]:
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    weights: list[Tensor] = [
+        torch.randn(2 * intermediate, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5
+        for _ in range(_WEIGHTS)
+    ]
+    turns = count()
+    plain = PlainGated(overlaps_launches())
+
+    def weight() -> Tensor:
+        return weights[next(turns) % _WEIGHTS]
+
+    def race_with(tile: GatedTile) -> Contestant:
+        fused = FusedGated(plain, tile)
+        return lambda: fused.compute(x, weight())
+
+    found: dict[str, Contestant] = {"cublas": lambda: plain(x, Linear(weight()))}
+    for rows, columns, pingpong in TILES:
+        for cluster in CLUSTERS:
+            kind = "pingpong" if pingpong else "cooperative"
+            name = f"{rows}x{columns} {kind} {cluster[0]}x{cluster[1]}"
+            found[name] = race_with(GatedTile(rows, columns, pingpong, *cluster))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Steps on a GPU: CUDA graphs, sampling on the device, and the start."""

@@ -1,0 +1,177 @@
+"""From loaded weights to an engine that is ready on a GPU: measure, size the cache, capture the graphs."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from costs.step_grid import answer_slots
+from engine.cache.paged_cache import PagedCache, cache_bytes
+from engine.config import EngineConfig
+from engine.cuda.compile_ahead import Trial, run_side_by_side
+from engine.cuda.cuda_graphs import DecodeGraphs, graph_sizes
+from engine.cuda.cuda_stepper import CudaStepper
+from engine.cuda.penalty_counts import PenaltyCounts
+from engine.cuda.prompt_graphs import PromptGraphs, PromptSize, largest, prompt_graph_sizes
+from engine.cuda.sampler_cuda import DeviceSampler
+from engine.cuda.token_draws import TokenDraws
+from engine.host_stepper import forward_over
+from engine.kernels.triton_launch import overlaps_launches
+from engine.memory import GIB, kv_cache_bytes, measure_peak, naming_the_setting
+from engine.models.llama import LlamaModel
+from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.step_packer import StepPacker, step_limits
+from engine.weights.checkpoint import Progress
+from wire.ending import pages_for
+from wire.errors import InvalidArgument
+from wire.messages import SamplingParams
+
+log = logging.getLogger(__name__)
+
+_MARGIN_BYTES = GIB // 4
+"""For fragments of memory, and for what only some steps need."""
+_COMPILED_PROMPT = 2048
+"""Tokens that take the kernels of long prompts."""
+_SHORT_PROMPT = 2
+"""Tokens that are no answer's."""
+_ANY = SamplingParams(max_tokens=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Rows of the decode steps and sizes of the steps of prompts that get graphs."""
+
+    rows: list[int]
+    prompts: list[PromptSize]
+
+    @property
+    def largest(self) -> "_Sizes":
+        """In whose memory the others have room."""
+        return _Sizes(self.rows[-1:], largest(self.prompts))
+
+
+def start_on_gpu(
+    config: EngineConfig,
+    model: LlamaModel,
+    page_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Progress | None,
+) -> tuple[PagedCache, CudaStepper]:
+    """The cache, as large as the settings allow, and the stepper over it with its graphs captured.
+
+    InvalidArgument, naming the setting to change, if there is not enough memory, or if the GPU is too small for the
+    model's kernels.
+    """
+    with naming_the_setting(device), _refusing_small_gpus(device):
+        probe = _one_row(config, model, page_tokens, dtype, device)
+        _compile(config, model, probe)
+        steps = _measure_steps(config, model, probe) if config.kv_cache_bytes is None else 0
+        del probe
+        capacity = config.kv_cache_bytes
+        if capacity is None:
+            capacity = kv_cache_bytes(device, config.memory_fraction, steps + _MARGIN_BYTES)
+        # Outside of inference mode: the transfer and tests write into the cache as well.
+        cache = PagedCache(model.config, page_tokens, capacity, dtype, device)
+        stepper = _make_stepper(config, model, cache, _every_size(config, model), progress)
+    log.info("KV cache: %d tokens, %.1f GiB", cache.pages * cache.page_tokens, cache.pages * cache.page_bytes / GIB)
+    return cache, stepper
+
+
+@contextlib.contextmanager
+def _refusing_small_gpus(device: torch.device) -> Iterator[None]:
+    """Tiles are measured on the largest GPUs; those of the same generation for other purposes hold less."""
+    try:
+        yield
+    except OutOfResources as error:
+        raise InvalidArgument(
+            "device",
+            f"{device} is too small for this model's kernels: they need {error.required} of {error.name}, it has"
+            f" {error.limit}; use a data center's GPU (A100, H100, H200 or newer), or cpu.",
+        ) from error
+
+
+def _one_row(
+    config: EngineConfig, model: LlamaModel, page_tokens: int, dtype: torch.dtype, device: torch.device
+) -> PagedCache:
+    """A cache for the longest row of a step, to try steps on."""
+    row_tokens = min(config.max_step_tokens, model.config.max_context)
+    capacity = cache_bytes(model.config, pages_for(row_tokens, page_tokens), page_tokens, dtype)
+    return PagedCache(model.config, page_tokens, capacity, dtype, device)
+
+
+def _measure_steps(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> int:
+    """Bytes of the largest prompt step and of the largest graphs, in whose memory the smaller ones have room, measured
+    over a cache of one row.
+    """
+    row_tokens, device = min(config.max_step_tokens, model.config.max_context), probe.tensor.device
+
+    def run() -> CudaStepper:
+        stepper = _make_stepper(config, model, probe, _every_size(config, model).largest, None)
+        with torch.inference_mode():
+            stepper.launch(StepBatch(_prompt_rows(config.max_step_tokens, row_tokens, probe)))()
+        return stepper
+
+    return measure_peak(device, run)
+
+
+def _compile(config: EngineConfig, model: LlamaModel, probe: PagedCache) -> None:
+    """Most kernels of all steps, while there is memory to run many at a time."""
+    device = probe.tensor.device
+    stepper = _make_stepper(config, model, probe, _Sizes([], []), None)
+    # Draws first: steps of many rows wait for a library that compiles meanwhile, and keep what runs them.
+    trials: dict[str, Trial] = {**stepper.draws.trials(probe.tensor.dtype)}
+    if config.cuda_graphs:
+        trials |= stepper.graphs.trials(graph_sizes(config.max_batch_requests))
+    tokens = min(_COMPILED_PROMPT, config.max_step_tokens, step_limits(model.config, probe).max_context)
+    trials["a prompt"] = lambda: stepper.logits(StepBatch(_prompt_rows(tokens, tokens, probe)))
+    for slots in answer_slots(min(config.max_batch_requests, config.max_step_tokens - _SHORT_PROMPT)):
+        trials[f"a prompt beside {slots} answers"] = partial(stepper.logits, _beside(slots, probe))
+    run_side_by_side(trials, device)
+    model.end_trials()
+
+
+def _prompt_rows(tokens: int, row_tokens: int, probe: PagedCache) -> list[StepRow]:
+    """Rows of `tokens` tokens in all. They share their pages, as nobody reads the result."""
+    pages = range(probe.pages)
+    lengths = [min(row_tokens, tokens - start) for start in range(0, tokens, row_tokens)]
+    return [StepRow([0] * length, 0, pages, Draw(_ANY, 0)) for length in lengths]
+
+
+def _beside(answers: int, probe: PagedCache) -> StepBatch:
+    """A short prompt beside so many answers."""
+    return StepBatch([*_prompt_rows(answers, 1, probe), *_prompt_rows(_SHORT_PROMPT, _SHORT_PROMPT, probe)])
+
+
+def _every_size(config: EngineConfig, model: LlamaModel) -> _Sizes:
+    if not config.cuda_graphs:
+        return _Sizes([], [])
+    rows = graph_sizes(config.max_batch_requests)
+    if not model.prompts_capturable:
+        return _Sizes(rows, [])
+    return _Sizes(rows, prompt_graph_sizes(model.config, config.max_step_tokens, config.max_batch_requests))
+
+
+def _make_stepper(
+    config: EngineConfig, model: LlamaModel, cache: PagedCache, sizes: _Sizes, progress: Progress | None
+) -> CudaStepper:
+    device = cache.tensor.device
+    packer = StepPacker(step_limits(model.config, cache))
+    forward = forward_over(model, cache)
+    # Every row of a step may draw, and a step of prompts may have as many rows as tokens.
+    drawn = torch.zeros(max(config.max_batch_requests, config.max_step_tokens), dtype=torch.int64, device=device)
+    sampler = DeviceSampler(model.config.vocab_size, config.max_batch_requests, device, overlaps_launches())
+    with torch.inference_mode():
+        pool = torch.cuda.graph_pool_handle()
+        prompts = PromptGraphs(packer, forward, drawn, pool)
+        prompts.capture(sizes.prompts, progress)
+        graphs = DecodeGraphs(packer, forward, sampler, drawn, pool)
+        graphs.capture(sizes.rows, progress)
+        counts = PenaltyCounts(model.config.vocab_size, config.max_batch_requests, device)
+        draws = TokenDraws(sampler, counts, drawn, model.config.eos_token_ids, pdl=overlaps_launches())
+    return CudaStepper(packer, forward, draws, drawn, graphs=graphs, prompts=prompts)

@@ -1,0 +1,129 @@
+"""Steps on a GPU: launched without waiting, their tokens read while the next step runs."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.cuda.cuda_graphs import DecodeGraphs
+from engine.cuda.prompt_graphs import PromptGraphs
+from engine.cuda.token_draws import DrawMemory, TokenDraws
+from engine.graph_use import GraphUse
+from engine.host_stepper import Forward
+from engine.kernels.base import Feed
+from engine.steps.batch import PendingStep, StepBatch, StepResult, rows_of
+from engine.steps.step_buffer import StepSizes
+from engine.steps.step_packer import StepPacker, unpack
+
+_WORDS_AT_FIRST = 1 << 16
+
+
+@dataclass(slots=True)
+class _HostMemory:
+    """Pinned memory of one step in flight."""
+
+    words: Tensor
+    draws: DrawMemory
+    done: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def reserve(self, words: int) -> Tensor:
+        if words > len(self.words):
+            self.words = _pinned(2 * words)
+        return self.words[:words]
+
+
+class CudaStepper:
+    """At most two steps may be in flight: results are asked for in the order of the launches."""
+
+    asynchronous = True
+
+    def __init__(
+        self,
+        packer: StepPacker,
+        forward: Forward,
+        draws: TokenDraws,
+        drawn: Tensor,
+        *,
+        graphs: DecodeGraphs,
+        prompts: PromptGraphs,
+    ) -> None:
+        """`drawn` [rows] int64 is where `draws` leaves every step's tokens and the next one finds them."""
+        self._packer = packer
+        self._forward = forward
+        self.draws = draws
+        self._drawn = drawn
+        self.graphs = graphs
+        self.prompts = prompts
+        self.graph_use = GraphUse()
+        self._memory = [_HostMemory(_pinned(_WORDS_AT_FIRST), draws.make_memory()) for _ in range(2)]
+        self._draw_of_row: list[int] = []
+        """Of the newest step; empty if every row has the draw of its own number."""
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        """See `ModelRunner.launch`."""
+        # Triton and graphs go by the thread's current device, and steps have a thread of their own.
+        torch.cuda.set_device(self._drawn.device)
+        sizes = self._packer.sizes(batch)  # before anything changes: some malformed batches are refused here
+        draws = batch.draws
+        memory = self._memory[0]
+        self._memory.reverse()
+        memory.done.synchronize()
+        late = self.draws.late_tokens(draws, self._sources(batch)) if draws.penalized else ()
+        logits, greedy_is_drawn = self._compute(batch, sizes, memory)
+        read = None
+        if logits is not None:
+            read = self.draws.launch(logits, draws, late, memory.draws, greedy_is_drawn=greedy_is_drawn)
+        memory.done.record()
+        self._draw_of_row = _draws_of_rows(batch)
+
+        def result() -> StepResult:
+            memory.done.synchronize()
+            tokens, logprobs = ([], []) if read is None else read()
+            return rows_of(tokens, batch, logprobs)
+
+        return result
+
+    def logits(self, batch: StepBatch) -> Tensor | None:
+        """Logits [draws, vocab] on the device. Waits for every step before, and no row may have a `source`."""
+        torch.cuda.set_device(self._drawn.device)
+        torch.cuda.synchronize()
+        self._draw_of_row = []
+        logits, _ = self._compute(batch, self._packer.sizes(batch), self._memory[0])
+        torch.cuda.synchronize()
+        return logits
+
+    def _sources(self, batch: StepBatch) -> list[int | None]:
+        """For each draw the draw of the step before that its row's token comes from."""
+        rows = [row.source for row in batch.rows if row.draw is not None]
+        return [None if row is None else self._draw_of_row[row] if self._draw_of_row else row for row in rows]
+
+    def _compute(self, batch: StepBatch, sizes: StepSizes, memory: _HostMemory) -> tuple[Tensor | None, bool]:
+        """Logits [at least draws, vocab], and whether the greedy tokens are drawn already."""
+        decode = self.graphs.fitting(batch)
+        graph = decode or self.prompts.fitting(batch, sizes)
+        # Counted behind `pack`, which may refuse the step.
+        if graph is not None:
+            words = memory.reserve(graph.sizes.words)
+            self._packer.pack(batch, graph.sizes, words.numpy(), self._draw_of_row, graph.chunks_at)
+            self.graph_use.hits += 1
+            self.graph_use.padded_tokens += graph.sizes.tokens - sizes.tokens
+            logits = graph.replay(words)
+            return logits if sizes.drawn else None, decode is not None
+        words = memory.reserve(sizes.words)
+        self._packer.pack(batch, sizes, words.numpy(), self._draw_of_row)
+        self.graph_use.misses += 1
+        step = unpack(words.to(self._drawn.device, non_blocking=True), sizes, batch)
+        return self._forward(step, Feed(step.sources, self._drawn)), False
+
+
+def _draws_of_rows(batch: StepBatch) -> list[int]:
+    """Which draw each row's is, -1 for rows without; empty if every row draws."""
+    if all(row.draw is not None for row in batch.chunks):
+        return []
+    numbers = itertools.count(len(batch.tokens))
+    return [*range(len(batch.tokens)), *(-1 if row.draw is None else next(numbers) for row in batch.chunks)]
+
+
+def _pinned(words: int) -> Tensor:
+    return torch.empty(words, dtype=torch.int64, pin_memory=True)

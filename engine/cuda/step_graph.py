@@ -1,0 +1,94 @@
+"""One step as a CUDA graph: captured once for a size, replayed over whatever was packed into its words."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.steps.batch import StepBatch
+from engine.steps.step_buffer import StepSizes
+from engine.steps.step_packer import PackedStep, StepPacker, view_step
+
+Pool = Any
+"""What `torch.cuda.graph_pool_handle` returns: memory that graphs share."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """A step of up to `sizes`. Its tensors are where the next replay reads and writes; `logits` lie where every graph
+    has its own, see `engine/cuda/cuda_graphs.py`.
+    """
+
+    sizes: StepSizes
+    words: Tensor
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    chunks_at: int | None = None
+    """See `StepPacker.pack`."""
+
+    def replay(self, words: Tensor) -> Tensor:
+        """Run the step that was packed into pinned `words` [sizes.words] → logits [sizes.drawn, vocab], good until
+        the next replay of any graph.
+        """
+        self.words.copy_(words, non_blocking=True)
+        self.graph.replay()
+        return self.logits
+
+
+def empty_step(
+    packer: StepPacker,
+    sizes: StepSizes,
+    device: torch.device,
+    *,
+    singles: int,
+    max_row_tokens: int,
+    context: int,
+) -> tuple[Tensor, PackedStep]:
+    """A step of `sizes` with nothing in it: the words on `device` that it reads, and its tensors, which lie in them.
+
+    Its first `singles` rows have one token each, the others up to `max_row_tokens`.
+    """
+    host = torch.empty(sizes.words, dtype=torch.int64)
+    packer.pack(StepBatch([]), sizes, host.numpy(), chunks_at=singles)
+    words = host.to(device)
+    return words, view_step(words, sizes, max_row_tokens=max_row_tokens, max_context=context, single_rows=singles)
+
+
+def capture_step(
+    compute: Callable[[], Tensor],
+    words: Tensor,
+    sizes: StepSizes,
+    *,
+    pool: Pool,
+    chunks_at: int | None = None,
+) -> StepGraph:
+    """The graph of `compute`, which reads `words` and returns logits, in the memory of `pool`."""
+    compute()  # compiles kernels, which a capture cannot
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        logits = compute()
+    # The tensor itself would keep its memory from the graphs captured after this one.
+    return StepGraph(sizes, words, graph, borrow(logits), chunks_at)
+
+
+class _Borrowed:
+    """Memory of a tensor without the tensor, as `torch.as_tensor` takes it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel() * tensor.element_size(),),
+            "typestr": "|u1",
+            "version": 2,
+        }
+
+
+def borrow(tensor: Tensor) -> Tensor:
+    """A tensor over the memory of a contiguous one on a GPU that does not keep it: whoever uses it knows that the
+    memory stays mapped and when its numbers are good.
+    """
+    memory = torch.as_tensor(_Borrowed(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)

@@ -1,0 +1,1 @@
+"""A step: its rows, its draws, and the buffer they are packed into."""

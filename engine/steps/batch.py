@@ -1,0 +1,240 @@
+"""What the engine computes in one step: rows of tokens, each row a piece of one request.
+
+Rows of one token each are columns that read as objects: a decode step of hundreds of rows is made, packed and sampled
+in a few operations on arrays, and an object for each row would take longer than a small model's step.
+
+A decode row is a piece of one token, a prefill row a chunk of the prompt; the engine does not tell them apart
+by name, only by length.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.steps.draws import Draw, Draws, History
+from wire.messages import TokenLogprobs
+
+__all__ = [
+    "FROM_HOST",
+    "Draw",
+    "History",
+    "PendingStep",
+    "RowColumns",
+    "StepBatch",
+    "StepResult",
+    "StepRow",
+    "TokenRows",
+    "rows_of",
+    "scores_of",
+    "wants_logprobs",
+]
+
+_Drawn = TypeVar("_Drawn")
+
+FROM_HOST = -1
+"""The source of a row whose token is known."""
+
+
+class StepRow(NamedTuple):
+    """A piece of one request.
+
+    `token_ids` take the positions `start`, `start + 1`, …; the KV of positions 0..start-1 is already in `page_ids`,
+    which also have room for the new ones (page i holds positions i·page_tokens ..). The pages stay the caller's.
+    `draw` is None for every chunk of a prompt but the last.
+
+    With a `source` the row's only token is the one that row number `source` of the step launched just before draws,
+    which may still be running; the id in `token_ids` then means nothing.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    page_ids: Sequence[int]
+    draw: Draw | None
+    source: int | None = None
+
+
+class RowColumns(NamedTuple):
+    """n rows of one token each, which all draw. Their pages are good until the next step is planned, nothing else of
+    them changes.
+    """
+
+    token_ids: NDArray[np.int64]
+    """[n]"""
+    shift: NDArray[np.int64]
+    """[n]: positions of the tokens, less `number`."""
+    number: int
+    sources: NDArray[np.int32]
+    """[n], FROM_HOST for rows without."""
+    places: NDArray[np.intp]
+    """[n]: where each row's pages are."""
+    table: NDArray[np.int32]
+    """[places, at least max(held)]: pages, anything behind the last of them."""
+    held: NDArray[np.int32]
+    """[places]: how many pages there are."""
+    longest: int
+    """Tokens that the row of most context attends to, itself included; 0 without rows."""
+    draws: Draws
+
+
+class TokenRows(Sequence[StepRow]):
+    """n rows of one token each. Their columns are made when they are first asked for, before anything of the next step
+    is planned: who only counts rows, as a simulation does, pays for none.
+    """
+
+    __slots__ = ("_columns", "_make", "_rows", "context_tokens")
+
+    def __init__(self, rows: int, context_tokens: int, make: Callable[[], RowColumns]) -> None:
+        """`context_tokens`: that all rows attend to, themselves included."""
+        self._rows = rows
+        self.context_tokens = context_tokens
+        self._make = make
+        self._columns: RowColumns | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[StepRow]) -> "TokenRows":
+        """Those of `rows` before the first that has more tokens or draws none."""
+        first = list(takewhile(lambda row: len(row.token_ids) == 1 and row.draw is not None, rows))
+        held = np.array([len(row.page_ids) for row in first], dtype=np.int32)
+        table = np.zeros((len(first), held.max(initial=0)), dtype=np.int32)
+        for into, row in zip(table, first, strict=True):
+            into[: len(row.page_ids)] = row.page_ids
+        starts = np.array([row.start for row in first], dtype=np.int64)
+        columns = RowColumns(
+            np.array([row.token_ids[0] for row in first], dtype=np.int64),
+            starts,
+            0,
+            np.array([FROM_HOST if row.source is None else row.source for row in first], dtype=np.int32),
+            np.arange(len(first)),
+            table,
+            held,
+            int(starts.max(initial=-1)) + 1,
+            Draws.of([row.draw for row in first if row.draw is not None]),
+        )
+        return cls(len(first), int(starts.sum()) + len(first), lambda: columns)
+
+    @property
+    def columns(self) -> RowColumns:
+        if self._columns is None:
+            self._columns = self._make()
+        return self._columns
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[StepRow]:
+        return map(self._row, range(self._rows))
+
+    @overload
+    def __getitem__(self, at: int) -> StepRow: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[StepRow]: ...
+    def __getitem__(self, at: int | slice) -> StepRow | Sequence[StepRow]:
+        return list(self)[at] if isinstance(at, slice) else self._row(range(self._rows)[at])
+
+    def _row(self, at: int) -> StepRow:
+        columns = self.columns
+        source, place = int(columns.sources[at]), columns.places[at]
+        return StepRow(
+            (int(columns.token_ids[at]),),
+            int(columns.shift[at]) + columns.number,
+            columns.table[place, : columns.held[place]].tolist(),
+            columns.draws[at],
+            None if source == FROM_HOST else source,
+        )
+
+
+class StepBatch:
+    """The rows of one step, at least one; no page is written by two rows.
+
+    Those of `tokens` come first, and `chunks`, of any length, behind them.
+    """
+
+    __slots__ = ("chunks", "tokens")
+
+    def __init__(self, rows: Sequence[StepRow], tokens: TokenRows | None = None) -> None:
+        """`rows` behind `tokens`; None: the first of `rows` that have one token and draw become columns."""
+        self.tokens = TokenRows.of(rows) if tokens is None else tokens
+        self.chunks = rows[len(self.tokens) :] if tokens is None else rows
+
+    def __len__(self) -> int:
+        return len(self.tokens) + len(self.chunks)
+
+    @property
+    def rows(self) -> Sequence[StepRow]:
+        """All of them as objects, made anew each time."""
+        return [*self.tokens, *self.chunks]
+
+    @property
+    def draws(self) -> Draws:
+        """Of the rows that draw, in their order."""
+        draws = self.tokens.columns.draws
+        return draws.followed_by([row.draw for row in self.chunks if row.draw is not None]) if self.chunks else draws
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One sampled token id for each row, None where the row asked for no draw.
+
+    `logprobs` is empty if no row asked for any, else has one entry for each row, None where it did not.
+    """
+
+    token_ids: Sequence[int | None]
+    logprobs: Sequence[TokenLogprobs | None] = ()
+
+    def split(self, rows: int) -> tuple["StepResult", "StepResult"]:
+        """The results of the first `rows` rows, and of the others."""
+        if rows == len(self.token_ids):
+            return self, NO_RESULT
+        first, others = slice(rows), slice(rows, None)
+        return (
+            StepResult(self.token_ids[first], self.logprobs[first]),
+            StepResult(self.token_ids[others], self.logprobs[others]),
+        )
+
+
+NO_RESULT = StepResult(())
+
+PendingStep = Callable[[], StepResult]
+"""A step that was launched: called once, waits for its result. Raises what the device reports."""
+
+
+def rows_of(drawn: Sequence[int], batch: StepBatch, logprobs: Sequence[TokenLogprobs | None] = ()) -> StepResult:
+    """The tokens of the rows with a draw, in their order, each put at its row; their log probabilities if any asked."""
+    if not batch.chunks:
+        return StepResult(drawn, logprobs)
+    singles = len(batch.tokens)
+    return StepResult(
+        [*drawn[:singles], *_at_their_rows(drawn[singles:], batch.chunks)],
+        [*logprobs[:singles], *_at_their_rows(logprobs[singles:], batch.chunks)] if logprobs else (),
+    )
+
+
+def _at_their_rows(drawn: Sequence[_Drawn], chunks: Sequence[StepRow]) -> list[_Drawn | None]:
+    each = iter(drawn)
+    return [None if row.draw is None else next(each) for row in chunks]
+
+
+def scores_of(
+    draws: Sequence[Draw], values: Sequence[Sequence[float]], top_ids: Sequence[Sequence[int]]
+) -> list[TokenLogprobs | None]:
+    """One entry for each draw, None where it asks for no log probabilities.
+
+    For those that ask, in their order: `values`, of the drawn token and then of the most likely ones, and the most
+    likely tokens' `top_ids`; as many as any of them asks for.
+    """
+    scores = iter(zip(values, top_ids, strict=True))
+    return [_score(each.sampling.logprobs, *next(scores)) if wants_logprobs(each) else None for each in draws]
+
+
+def wants_logprobs(draw: Draw) -> bool:
+    """Whether log probabilities go with this draw's token."""
+    return draw.sampling.logprobs is not None
+
+
+def _score(top: int | None, values: Sequence[float], top_ids: Sequence[int]) -> TokenLogprobs:
+    count = top or 0
+    return TokenLogprobs(values[0], tuple(top_ids[:count]), tuple(values[1 : 1 + count]))

@@ -1,0 +1,148 @@
+"""What is to be drawn: for one row as an object, for many as columns that read as such objects."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.steps.seeded import start_of, uniforms
+from wire.messages import SamplingParams
+
+SETTINGS = 8
+"""Columns of `Draws.settings`."""
+TEMPERATURE, NUMBER = 0, 4
+"""Two of them; the second is left free for the drawn number."""
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """What penalties look back on. The half that runs the request makes one and keeps it for all its draws.
+
+    `answer` holds the tokens that are here, one less than there are where the row's own token is still on its way
+    (`StepRow.source`). It grows between steps; engines read it while a step is launched. An engine may keep what it
+    counted of a history for the next draw: nobody needs to tell it that the request has ended.
+    """
+
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Sample the token that follows the row's last one.
+
+    `index` is the number of this draw in the request's seeded sequence (0 for the first token of the answer), so
+    that any worker, in any batch, draws the same number. `history` is there if `sampling` has penalties, else None.
+    """
+
+    sampling: SamplingParams
+    index: int
+    history: History | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draws(Sequence[Draw]):
+    """The draws of n rows. Who makes one changes nothing of it as long as a step that has it may run."""
+
+    samplings: Sequence[SamplingParams]
+    histories: Sequence[History | None]
+    settings: NDArray[np.float64]
+    """[n, SETTINGS], see `settings_of`."""
+    starts: NDArray[np.uint64]
+    """[n], of the seeds: `seeded.start_of`."""
+    indices: NDArray[np.int64]
+    """[n]"""
+    greedy: bool
+    """Whether none is random."""
+    penalized: bool
+    """Whether any has penalties."""
+    scored: bool
+    """Whether any wants log probabilities."""
+    may_not_end: bool = False
+    """Whether any answer is shorter than its `min_tokens` (`engine/least_lengths.py`)."""
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "Draws":
+        """The same as columns; made of columns already, itself."""
+        if isinstance(draws, Draws):
+            return draws
+        samplings = [draw.sampling for draw in draws]
+        histories = [draw.history for draw in draws]
+        settings = np.array([settings_of(each) for each in samplings], dtype=np.float64).reshape(-1, SETTINGS)
+        return cls(
+            samplings,
+            histories,
+            settings,
+            np.array([start_of(each.seed) for each in samplings], dtype=np.uint64),
+            np.array([draw.index for draw in draws], dtype=np.int64),
+            all_greedy(settings),
+            any(history is not None for history in histories),
+            any(each.logprobs is not None for each in samplings),
+            any(draw.index < draw.sampling.min_tokens for draw in draws),
+        )
+
+    def numbers(self) -> NDArray[np.float64]:
+        """[n] in [0, 1): each draw's number, 0 for greedy ones."""
+        return np.where(self.settings[:, TEMPERATURE] > 0, uniforms(self.starts, self.indices), 0.0)
+
+    def followed_by(self, others: Sequence[Draw]) -> "Draws":
+        """And `others` behind them."""
+        if not others:
+            return self
+        more = Draws.of(others)
+        return Draws(
+            [*self.samplings, *more.samplings],
+            [*self.histories, *more.histories],
+            np.concatenate((self.settings, more.settings)),
+            np.concatenate((self.starts, more.starts)),
+            np.concatenate((self.indices, more.indices)),
+            self.greedy and more.greedy,
+            self.penalized or more.penalized,
+            self.scored or more.scored,
+            self.may_not_end or more.may_not_end,
+        )
+
+    def __len__(self) -> int:
+        return len(self.samplings)
+
+    @overload
+    def __getitem__(self, at: int) -> Draw: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Draws": ...
+    def __getitem__(self, at: int | slice) -> "Draw | Draws":
+        if isinstance(at, slice):
+            return Draws(
+                self.samplings[at],
+                self.histories[at],
+                self.settings[at],
+                self.starts[at],
+                self.indices[at],
+                all_greedy(self.settings[at]),
+                self.penalized,
+                self.scored,
+                self.may_not_end,
+            )
+        return Draw(self.samplings[at], int(self.indices[at]), self.histories[at])
+
+
+def all_greedy(settings: NDArray[np.float64]) -> bool:
+    """Whether none of these `Draws.settings` is random."""
+    return not settings[:, TEMPERATURE].any()
+
+
+def settings_of(sampling: SamplingParams) -> tuple[float, ...]:
+    """A row of `Draws.settings`: temperature, top_k, top_p, min_p, room for the number, and the repetition, presence
+    and frequency penalties.
+    """
+    return (
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        0.0,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )

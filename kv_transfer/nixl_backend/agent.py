@@ -1,0 +1,228 @@
+"""One NIXL agent over one page pool, for one thread: the only file that calls NIXL.
+
+The agent has no progress thread: NIXL's spins on a poll without a timeout and costs a whole core when idle (measured:
+1.0 CPU s a second against 0.0001). UCX moves on when this agent is asked for states or notices, by its one caller, so
+no lock is needed either.
+"""
+
+import ctypes
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_backend.processes import lives, this_process
+from kv_transfer.nixl_backend.ucx_shared_memory import check_transports, listening, ucx_settings
+from kv_transfer.nixl_backend.wire import UCX_LOG
+from kv_transfer.nixl_backend.wires import host_id
+from wire.errors import FailedPrecondition
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+UCX = "UCX"
+PROBE_BYTES = 4096
+"""Enough for UCX to have the kernel copy it from process to process."""
+
+
+class TransferState(Enum):
+    """Where a posted transfer is."""
+
+    MOVING = "moving"
+    DONE = "done"
+    """Every byte is in place (NIXL flushes the endpoint after puts) and the notice, if any, has left after them."""
+    FAILED = "failed"
+    """The endpoint has failed: UCX has completed everything on it with an error and posts nothing more there."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A peer's metadata and its pages as a prepared list; ends with `PoolAgent.disconnect`."""
+
+    agent: str
+    remote_pages: Any
+
+
+def load_nixl() -> Any:
+    """NIXL's Python module. FailedPrecondition when no build of it can be imported.
+
+    The wheels differ in the CUDA runtime they were built for: prefer the one that fits a loaded torch. The metapackage
+    `nixl` is not used: it demands both wheels, and refuses the one that is there if torch is built for the other.
+    """
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    cuda = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
+    names = ["nixl_cu12", "nixl_cu13"] if cuda.startswith("12") else ["nixl_cu13", "nixl_cu12"]
+    reasons = []
+    for name in names:
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            reasons.append(f"{name}: {error}")
+    raise FailedPrecondition(
+        f"NIXL cannot be imported ({'; '.join(reasons)}); on Linux install nixl-cu13, or nixl-cu12 for CUDA 12"
+    )
+
+
+def agent_name(peer: PeerRef) -> str:
+    """NIXL's name of one run of a worker: never the same twice."""
+    return f"{peer.worker_id}/{peer.incarnation}"
+
+
+class PoolAgent:
+    """The agent of `me`. The pool is registered once, here, and stays the engine's; `close` deregisters it.
+
+    NIXL's own errors leave these methods as they are; the caller makes them typed.
+    """
+
+    def __init__(self, layout: KVLayout, me: PeerRef, *, trusted_network: bool = False) -> None:
+        check_transports(os.environ, trusted_network=trusted_network)
+        nixl = load_nixl()
+        self.name, self.me = agent_name(me), me
+        self._layout, self._trusted_network = layout, trusted_network
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[UCX])
+        before = listening()
+        with UCX_LOG.captured(ucx_settings(trusted_network=trusted_network)):
+            self._agent: Any = nixl.nixl_agent(self.name, config)
+        self.open_ports = tuple(sorted(listening() - before))
+        """host:port of each TCP socket that UCX has opened."""
+        if UCX not in self._agent.backends:
+            raise FailedPrecondition("NIXL has no UCX plug-in here; `tandem doctor` lists what it has")
+        pool = [(layout.base_address, layout.total_bytes, layout.device_id, "")]
+        self._registration = self._agent.register_memory(pool, layout.memory)
+        own = _page_list(layout.base_address, layout.page_bytes, layout.pages, layout.device_id)
+        self._local_pages = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", own, layout.memory)
+        self._probe = np.zeros(PROBE_BYTES, dtype=np.uint8)
+        probe = (self._probe.ctypes.data, PROBE_BYTES, 0)
+        self._probe_registration = self._agent.register_memory([(*probe, "")], "DRAM")
+        self._local_probe = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", [probe], "DRAM")
+
+    def describe(self) -> PeerDescription:
+        """How peers reach the pool."""
+        layout = self._layout
+        metadata = bytes(self._agent.get_agent_metadata())
+        return PeerDescription(
+            self.me,
+            metadata,
+            layout.base_address,
+            layout.page_bytes,
+            layout.pages,
+            layout.device_id,
+            layout.memory,
+            host_id(),
+            this_process(),
+            self._probe.ctypes.data,
+        )
+
+    def connect(self, peer: PeerDescription) -> Connection:
+        """Load a peer's metadata and prepare its page list."""
+        name = self._agent.add_remote_agent(peer.agent_metadata).decode()
+        if name != agent_name(peer.peer):
+            raise FailedPrecondition(f"metadata of {agent_name(peer.peer)} is {name}'s; introduce the peer again")
+        try:
+            theirs = _page_list(peer.base_address, peer.page_bytes, peer.pages, peer.device_id)
+            return Connection(name, self._agent.prep_xfer_dlist(name, theirs, peer.memory))
+        except Exception:
+            self._agent.remove_remote_agent(name)
+            raise
+
+    def disconnect(self, connection: Connection) -> None:
+        """Drop list, metadata and endpoint. No transfer of mine with this peer may be in flight: UCX would follow freed
+        pointers.
+        """
+        connection.remote_pages.release()
+        self._agent.remove_remote_agent(connection.agent)
+
+    def fail_if_dead(self, peer: PeerDescription, connection: Connection) -> bool:
+        """Whether the peer's process has ended and UCX knows it now: it has failed all that waits for that peer.
+
+        UCX notices by itself only when it copies pages, not while notices wait in a segment that nobody reads. Here
+        it is made to copy: the kernel refuses, and the endpoint fails. On a trusted network UCX watches its peers.
+        """
+        if self._trusted_network or not peer.probe_address or lives(peer.process) is not False:
+            return False
+        try:
+            there = self._agent.prep_xfer_dlist(connection.agent, [(peer.probe_address, PROBE_BYTES, 0)], "DRAM")
+            handle = self._agent.make_prepped_xfer("READ", self._local_probe, [0], there, [0], b"", [UCX])
+            state = self._agent.transfer(handle)
+        except Exception as error:
+            log.info("the process of %s has ended: %r", connection.agent, error)
+            return True
+        log.warning("the process of %s has ended, but its memory could be read: %s", connection.agent, state)
+        return False
+
+    def prepare(self, connection: Connection, local: Sequence[int], remote: Sequence[int], notice: bytes) -> Any:
+        """A handle for `start`, `state` and `release`. The notice, which goes to the peer once all bytes are in place,
+        may be empty, the pages not; both are in range.
+        """
+        return self._agent.make_prepped_xfer(
+            "WRITE",
+            self._local_pages,
+            np.asarray(local, dtype=np.int32),
+            connection.remote_pages,
+            np.asarray(remote, dtype=np.int32),
+            notice,
+            [UCX],
+        )
+
+    def start(self, handle: Any) -> TransferState:
+        """Post a prepared transfer. Over cma and cuda_ipc the copy may be over when this returns."""
+        return self._seen(lambda: self._agent.transfer(handle))
+
+    def state(self, handle: Any) -> TransferState:
+        """Make progress and look."""
+        return self._seen(lambda: self._agent.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> None:
+        """Free a handle. This stops nothing: UCX cannot cancel a put, so one in flight goes on, unwatched."""
+        try:
+            handle.release()
+        except Exception as error:
+            log.warning("NIXL kept a transfer handle: %r", error)
+
+    def notify(self, connection: Connection, notice: bytes) -> None:
+        """Send a notice that belongs to no pages."""
+        self._agent.send_notif(connection.agent, notice)
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        """Make progress; new notices as (agent name, bytes)."""
+        return [(name, data) for name, several in self._agent.get_new_notifs().items() for data in several]
+
+    def close(self) -> None:
+        """Deregister the pool and destroy the agent. No transfer may be in flight."""
+        self._local_pages.release()
+        self._local_probe.release()
+        self._agent.deregister_memory(self._registration)
+        self._agent.deregister_memory(self._probe_registration)
+        self._local_pages = self._local_probe = self._registration = self._probe_registration = self._agent = None
+
+    def strand(self, handles: list[Any]) -> None:
+        """Instead of `close` with transfers in flight that never end: nothing is freed, not even when Python exits.
+
+        NIXL's and UCX's destructors would follow what those still hold. No thread moves them on.
+        """
+        immortal = [self, *handles]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(immortal))
+
+    def _seen(self, look: Callable[[], str]) -> TransferState:
+        try:
+            state = look()
+        except Exception as error:
+            log.info("NIXL says of a transfer: %r", error)
+            return TransferState.FAILED
+        return {"DONE": TransferState.DONE, "PROC": TransferState.MOVING}.get(state, TransferState.FAILED)
+
+
+def _page_list(base: int, page_bytes: int, pages: int, device_id: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+    """[pages, 3]: address, bytes and device of each page."""
+    table = np.empty((pages, 3), dtype=np.uint64)
+    table[:, 0] = np.uint64(base) + np.arange(pages, dtype=np.uint64) * np.uint64(page_bytes)
+    table[:, 1] = page_bytes
+    table[:, 2] = device_id
+    return table

@@ -1,0 +1,126 @@
+"""The peers a NIXL transport moves pages to: one link a worker id, the latest incarnation only."""
+
+import logging
+import time
+from dataclasses import dataclass
+
+from kv_transfer.nixl_backend.agent import Connection, PoolAgent
+from wire.errors import TandemError, TransferFailed
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""How often to ask whether peers' processes live."""
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """A known peer. `connection` is None before the first use and after a failure; `broken`: its endpoint has failed
+    and is rebuilt once the last of `in_flight` transfers has come to rest; `reached`: one over it has ended well."""
+
+    description: PeerDescription
+    connection: Connection | None = None
+    broken: bool = False
+    in_flight: int = 0
+    reached: bool = False
+
+
+class Links:
+    """Known peers by worker id. For the transport's thread alone."""
+
+    def __init__(self, agent: PoolAgent) -> None:
+        self._agent = agent
+        self._links: dict[str, Link] = {}
+        self._leaving: list[Link] = []
+        self._watch_at = 0.0
+
+    def find(self, peer: PeerRef) -> Link | None:
+        """The link to exactly this incarnation."""
+        link = self._links.get(peer.worker_id)
+        return link if link is not None and link.description.peer == peer else None
+
+    def find_until(self, peer: PeerRef) -> Link | None:
+        """The link to this incarnation or to an earlier one."""
+        link = self._links.get(peer.worker_id)
+        return link if link is not None and link.description.peer.incarnation <= peer.incarnation else None
+
+    def replaced_by(self, description: PeerDescription) -> Link | None:
+        """The link that `add` would drop: an earlier incarnation of the same worker."""
+        return self.find_until(PeerRef(description.peer.worker_id, description.peer.incarnation - 1))
+
+    def add(self, description: PeerDescription) -> None:
+        """Know this peer and connect to it; what is known of it, or of a later incarnation, stays."""
+        if description.peer.worker_id in self._links:
+            return
+        link = self._links[description.peer.worker_id] = Link(description)
+        try:
+            self.connected(link)
+        except TandemError as error:
+            log.info("%s; the next write tries again", error.message)
+
+    def connected(self, link: Link) -> Connection:
+        """The link's connection, built anew if need be; TransferFailed when the peer cannot be reached."""
+        peer = link.description.peer
+        if link.broken:
+            if link.in_flight:
+                raise TransferFailed(f"the connection to {peer.worker_id} has failed; prefill again")
+            self._disconnect(link)
+        if link.connection is None:
+            if any(leaving.description.peer == peer for leaving in self._leaving):
+                # NIXL knows one agent of a name: the end of the old connection would be that of the new one.
+                raise TransferFailed(f"writes to {peer.worker_id} from before it came back have not ended; try again")
+            try:
+                link.connection = self._agent.connect(link.description)
+            except Exception as error:
+                raise TransferFailed(f"no connection to {peer.worker_id}: {error!r}; prefill again") from error
+        return link.connection
+
+    def tell(self, link: Link, note: bytes) -> None:
+        """Send a notification that belongs to no pages. TransferFailed: it has not left."""
+        connection = self.connected(link)
+        try:
+            self._agent.notify(connection, note)
+        except Exception as error:
+            link.broken = True
+            peer = link.description.peer.worker_id
+            raise TransferFailed(f"{peer} cannot be told: {error!r}; prefill again") from error
+
+    def drop(self, link: Link) -> None:
+        """Forget a peer; its connection ends when its last write in flight has come to rest (`sweep`)."""
+        self._links.pop(link.description.peer.worker_id, None)
+        self._leaving.append(link)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """End the connections of forgotten peers that nothing uses any more."""
+        for link in [link for link in self._leaving if not link.in_flight]:
+            self._leaving.remove(link)
+            self._disconnect(link)
+
+    def watch(self) -> None:
+        """Break the links to peers whose processes have ended; asked each `WATCH_S`."""
+        now = time.monotonic()
+        if now < self._watch_at:
+            return
+        self._watch_at = now + WATCH_S
+        for link in [*self._links.values(), *self._leaving]:
+            self._break_if_dead(link)
+
+    def _break_if_dead(self, link: Link) -> None:
+        if link.connection is not None and not link.broken:
+            link.broken = self._agent.fail_if_dead(link.description, link.connection)
+
+    def drop_all(self) -> None:
+        """Forget everybody."""
+        for link in list(self._links.values()):
+            self.drop(link)
+
+    def _disconnect(self, link: Link) -> None:
+        self._break_if_dead(link)  # else UCX waits for the dead to read their notices
+        connection, link.connection, link.broken, link.reached = link.connection, None, False, False
+        if connection is not None:
+            try:
+                self._agent.disconnect(connection)
+            except Exception as error:
+                log.info("dropping %s: %r", connection.agent, error)

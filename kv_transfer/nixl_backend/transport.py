@@ -1,0 +1,281 @@
+"""KV pages over NIXL and its UCX back end, in host or device memory.
+
+One thread owns the agent; everybody else talks to it through a queue of commands. It waits on that queue, and how
+long depends on what is going on:
+- writes in flight: looks when the oldest should be over (`kv_transfer/pace.py`), every 20 µs to 500 µs;
+- a notice is due: looks every `DUE_LISTEN_S`;
+- notices or a peer's connection expected: looks every `LISTEN_S`, as UCX moves only while somebody looks;
+- nothing: looks every `REST_S`, so that a peer in the middle of something is answered, late but certainly.
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+
+from google.protobuf.message import DecodeError
+
+from kv_transfer.base import NoticeHandler, PageWrite, Transport, WriteDone
+from kv_transfer.behind import hold
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_backend.agent import UCX, PoolAgent, agent_name
+from kv_transfer.nixl_backend.flight import Flight
+from kv_transfer.nixl_backend.listening import Listening
+from kv_transfer.nixl_backend.peers import Links
+from kv_transfer.nixl_backend.wire import UCX_LOG
+from kv_transfer.nixl_backend.wires import Wires, host_id
+from kv_transfer.nixl_backend.writes import Writes
+from kv_transfer.pace import wait_precisely
+from wire.errors import FailedPrecondition, TandemError, TransferFailed
+from wire.messages import PeerDescription, PeerRef, TransferNotice
+
+log = logging.getLogger(__name__)
+
+DUE_LISTEN_S = 20e-6
+LISTEN_S = 0.15e-3
+REST_S = 0.1
+CONNECT_ATTENTION_S = 1.0
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 5.0
+_CLOSED = "this worker's transport is closed"
+
+
+class NixlTransport(Transport):
+    """A registered pool, its agent, and the writes of its pages. The pool's memory stays the engine's and
+    must outlive `close`.
+
+    FailedPrecondition when NIXL is missing; TransferFailed when the pool cannot be registered, or not in time.
+    """
+
+    backend = UCX
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        me: PeerRef,
+        on_notice: NoticeHandler,
+        *,
+        trusted_network: bool = False,
+    ) -> None:
+        self._layout, self._me, self._on_notice = layout, me, on_notice
+        self._trusted_network = trusted_network
+        self._open_ports: tuple[str, ...] = ()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._expected = 0
+        self._listening = Listening()
+        self._attentive_until = 0.0
+        self._wires = Wires(UCX, agent_name(me), layout, host_id())
+        self._closing = self._left = False
+        self._gate = threading.Lock()
+        started: Future[PeerDescription] = Future()
+        self._thread = threading.Thread(target=self._run, args=(started,), name="nixl", daemon=True)
+        self._thread.start()
+        try:
+            self._description = started.result(timeout=START_TIMEOUT_S)
+        except TimeoutError:
+            self._closing = True
+            raise TransferFailed(
+                f"NIXL has not opened within {START_TIMEOUT_S:g} s; try `tandem doctor`; perhaps a device hangs"
+            ) from None
+
+    # ---- for every thread ----
+
+    def add_peer(self, description: PeerDescription) -> None:
+        if description.page_bytes != self._layout.page_bytes:
+            raise FailedPrecondition(
+                f"pages of {description.peer.worker_id} have {description.page_bytes} bytes, mine"
+                f" {self._layout.page_bytes}; start both workers with the same model and page settings"
+            )
+        if description.host and description.host != host_id() and not self._trusted_network:
+            raise FailedPrecondition(
+                f"{description.peer.worker_id} is on another host, and KV pages cross no network that is not declared"
+                " trusted; start the cluster with --trusted-network if nobody but workers reaches workers there"
+            )
+        self._command(partial(self._add_peer, description))
+
+    def remove_peer(self, peer: PeerRef) -> None:
+        self._command(partial(self._remove_peer, peer))
+
+    def write(self, write: PageWrite, deadline_s: float) -> "Future[WriteDone]":
+        future: Future[WriteDone] = Future()
+        # A running future cannot be cancelled: a posted write is always waited for.
+        future.set_running_or_notify_cancel()
+        now = time.monotonic()
+        flight = Flight(write, now, now + deadline_s, future)
+        if not self._command(partial(self._take, flight)):
+            flight.fail(_CLOSED)
+        return future
+
+    def describe(self) -> PeerDescription:
+        return self._description
+
+    def expect(self, leases: int) -> None:
+        if leases != self._expected:
+            self._expected = leases
+            self._command(lambda: None)
+
+    def listened_s(self) -> float:
+        return self._listening.seconds
+
+    def transport_name(self) -> str:
+        return self._wires.name
+
+    def transport_kinds(self) -> str:
+        return self._wires.kinds
+
+    def facts(self) -> tuple[tuple[str, str], ...]:
+        network = "trusted" if self._trusted_network else "none"
+        return (("kv_network", network),)
+
+    def open_ports(self) -> tuple[str, ...]:
+        return self._open_ports
+
+    def warnings(self) -> tuple[str, ...]:
+        return self._wires.warnings
+
+    def close(self) -> None:
+        with self._gate:
+            if not self._closing:
+                self._closing = True
+                self._commands.put(lambda: None)
+        self._thread.join(timeout=2 * CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("the transfer thread of %s does not end; it is left behind", agent_name(self._me))
+
+    def _command(self, command: Callable[[], None]) -> bool:
+        """Hand a command to the thread; False when it takes none any more."""
+        with self._gate:
+            if not self._closing:
+                self._commands.put(command)
+            return not self._closing
+
+    # ---- the thread ----
+
+    def _take(self, flight: Flight) -> None:
+        write = flight.write
+        if write.notice is not None and not all(other.done() for other in write.behind):
+            self._writes.announce(write.peer)
+        hold(write.behind, partial(self._begin, flight))
+
+    def _begin(self, flight: Flight, why_not: str) -> None:
+        """What it goes behind, if anything, has landed, unless it may not begin."""
+        if why_not or self._left:
+            flight.fail(why_not or _CLOSED)
+            return
+        flight.begun_at = time.monotonic()
+        self._guarded(partial(self._writes.post, flight))
+
+    def _run(self, started: "Future[PeerDescription]") -> None:
+        wait_precisely()
+        try:
+            trusted = self._trusted_network
+            self._agent = PoolAgent(self._layout, self._me, trusted_network=trusted)
+            self._open_ports = self._agent.open_ports
+            self._links = Links(self._agent)
+            self._writes = Writes(self._agent, self._links, self._layout, self._deliver)
+            started.set_result(self._agent.describe())
+        except TandemError as error:
+            started.set_exception(error)
+            return
+        except Exception as error:
+            started.set_exception(TransferFailed(f"NIXL could not take the page pool: {error!r}; try `tandem doctor`"))
+            return
+        pause_s = LISTEN_S
+        while not self._closing:
+            pause_s = LISTEN_S if self._guarded(self._step, pause_s) else min(2 * pause_s, REST_S)
+        self._guarded(self._finish)
+
+    def _step(self) -> None:
+        self._obey(self._patience_s())
+        self._writes.poll()
+        self._links.watch()
+        self._links.sweep()
+        self._hear()
+        while self._writes.reached:
+            self._wires.learn(self._writes.reached.pop(), UCX_LOG.text())
+
+    def _patience_s(self) -> float:
+        if self._writes.notice_due:
+            return DUE_LISTEN_S
+        if self._writes.waited_for:
+            return self._writes.next_look_s
+        if self._expected or time.monotonic() < self._attentive_until:
+            return LISTEN_S
+        return REST_S
+
+    def _obey(self, patience_s: float) -> None:
+        """Run what is in the queue; wait for the first command at most so long."""
+        try:
+            command = self._commands.get(timeout=patience_s)
+            while True:
+                self._guarded(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _hear(self) -> None:
+        self._listening.look()
+        for sender, data in self._agent.notices():
+            self._guarded(partial(self._hear_one, sender, data))
+
+    def _hear_one(self, sender: str, data: bytes) -> None:
+        try:
+            self._writes.hear(sender, data)
+        except DecodeError:
+            log.warning("a notice from %s cannot be read; it was dropped", sender)
+
+    def _deliver(self, sender: str, notice: TransferNotice) -> None:
+        if agent_name(notice.prefill) != sender:
+            log.warning("a notice from %s claims to be %s's; it was dropped", sender, agent_name(notice.prefill))
+            return
+        self._guarded(partial(self._on_notice, notice))
+
+    def _add_peer(self, description: PeerDescription) -> None:
+        replaced = self._links.replaced_by(description)
+        if replaced is not None:
+            self._writes.abandon(replaced, "the worker was restarted")
+            self._links.drop(replaced)
+            self._wires.forget(replaced.description.peer)
+        self._links.add(description)
+        self._attentive_until = time.monotonic() + CONNECT_ATTENTION_S
+
+    def _remove_peer(self, peer: PeerRef) -> None:
+        link = self._links.find_until(peer)
+        if link is not None:
+            self._writes.abandon(link, "the worker is gone")
+            self._links.drop(link)
+            self._wires.forget(link.description.peer)
+
+    def _finish(self) -> None:
+        """Wait for what is unfinished, bounded; then leave."""
+        self._obey(0)
+        self._left = True
+        give_up_at = time.monotonic() + CLOSE_TIMEOUT_S
+        while self._writes.unfinished and time.monotonic() < give_up_at:
+            time.sleep(self._writes.next_look_s)
+            self._links.watch()
+            self._writes.poll()
+            self._hear()
+        self._writes.abandon_all("this worker is closing")
+        handles = self._writes.handles
+        if handles:
+            log.warning("%d transfers of %s never came to rest", len(handles), agent_name(self._me))
+            self._agent.strand([self._links, *handles])
+            return
+        self._links.drop_all()
+        self._agent.close()
+
+    def _guarded(self, act: Callable[[], None], pause_s: float = LISTEN_S) -> bool:
+        """Whether it went well. The thread outlives every error; one that comes back with every step does not become a
+        busy loop.
+        """
+        try:
+            act()
+        except Exception:
+            log.exception("the transfer thread of %s goes on after an error", agent_name(self._me))
+            time.sleep(pause_s)
+            return False
+        return True

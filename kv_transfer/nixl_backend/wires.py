@@ -1,0 +1,97 @@
+"""The wire that pages take to each peer, once it is known: said once, and loudly if it is the slow one.
+
+A wire is known to the sender, after the first of them, from UCX's own tables (`nixl_wire.py`). These do
+not name peers, but say whether they speak of this host or of others, so where a peer lives decides which table is its
+own.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kv_transfer.layout import KVLayout
+from kv_transfer.nixl_backend.wire import find_wire
+from wire.messages import PeerDescription, PeerRef
+
+log = logging.getLogger(__name__)
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+TCP = "tcp"
+
+
+def host_id() -> str:
+    """Names the running host; equal in all of its containers."""
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Wires:
+    """The wires of one transport. `learn` and `forget` belong to its thread; the rest may be read from any."""
+
+    def __init__(self, backend: str, agent: str, layout: KVLayout, host: str) -> None:
+        self._backend = backend
+        self._agent = agent
+        self._layout = layout
+        self._host = host
+        self._known: dict[PeerRef, tuple[str, str]] = {}
+        self.name = self._backend
+        """Back end and wires, e.g. `UCX (cma)`, with the peers where they differ."""
+        self.kinds = self._backend
+        """The same without peers, e.g. `UCX (cma, tcp)`: there are as many as combinations of wires."""
+        self.warnings: tuple[str, ...] = ()
+        """What is slower than it could be, with each peer, and what to do."""
+
+    def learn(self, peer: PeerDescription, ucx_log: str, environment: Mapping[str, str] = os.environ) -> None:
+        """First pages have moved to `peer`; `ucx_log` is all that UCX has said. Logs what was found."""
+        near = bool(self._host) and peer.host == self._host
+        place = near if peer.host else None
+        wire = find_wire(ucx_log, self._agent, self._layout.page_bytes, near=place) or ""
+        way, on_gpu = f"go to {peer.peer.worker_id}", "VRAM" in (self._layout.memory, peer.memory)
+        slow = slow_wire(wire, way, near=near, on_gpu=on_gpu, environment=environment)
+        log.info("KV pages %s by %s (%s)", way, self._backend, wire or "UCX does not say which wire")
+        if slow:
+            log.warning("%s", slow)
+        self._known[peer.peer] = (wire, slow)
+        self._sum_up()
+
+    def forget(self, peer: PeerRef) -> None:
+        """That peer is gone, or its connection."""
+        if self._known.pop(peer, None) is not None:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        wires = sorted((peer.worker_id, wire) for peer, (wire, _) in self._known.items() if wire)
+        kinds = sorted({wire for _, wire in wires})
+        named = kinds if len(kinds) < 2 else [f"{wire} to {worker_id}" for worker_id, wire in wires]
+        self.name = self._naming(named)
+        self.kinds = self._naming(kinds)
+        self.warnings = tuple(slow for _, slow in self._known.values() if slow)
+
+    def _naming(self, wires: Sequence[str]) -> str:
+        return f"{self._backend} ({', '.join(wires)})" if wires else self._backend
+
+
+def slow_wire(wire: str, way: str, *, near: bool, on_gpu: bool, environment: Mapping[str, str]) -> str:
+    """What to tell people of a `wire` that is TCP where a faster one should be there, or that is not known though pages
+    are on a GPU; "" = nothing.
+
+    `way`: where pages go, e.g. `go to decode-0`. `near`: both workers are on one host. `on_gpu`: the pages of either
+    are in GPU memory.
+    """
+    if not wire and on_gpu:
+        return f"KV pages {way} by a wire that UCX does not name: it may be TCP; unset UCX_LOG_FILE and UCX_LOG_LEVEL"
+    if TCP not in wire.split("+") or not (near or on_gpu):
+        return ""
+    if near and on_gpu:
+        why, better = "both workers are on this host and pages on a GPU", "CUDA IPC: both GPUs visible to both workers"
+    elif near:
+        why, better = "both workers are on this host", "shared memory: one /dev/shm and PID namespace for both workers"
+    else:
+        why, better = "pages are on a GPU", "RDMA: the network cards' drivers, and nvidia-peermem or DMA-BUF"
+    chosen = environment.get("UCX_TLS", "")
+    advice = f"UCX_TLS={chosen} asks for it: unset it for {better}" if chosen else f"give it {better}"
+    return f"KV pages {way} over TCP though {why}, many times slower than they could: {advice}"

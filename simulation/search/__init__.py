@@ -1,0 +1,1 @@
+"""The search for the highest rate within a service class."""

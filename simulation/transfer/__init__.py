@@ -1,0 +1,1 @@
+"""KV transfers under the virtual clock."""

@@ -1,0 +1,164 @@
+"""How a simulated prompt's KV reaches its decode worker: the steps of `prefill_worker/handoff.py`, as moments."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from prefill_worker.half import PrefillHalf
+from prefill_worker.request import PrefillRequest
+from simulation.clock import VirtualClock
+from simulation.network import Network, Wire
+from wire.ending import failure_event
+from wire.errors import TandemError
+from wire.messages import Destination, Lease, PeerRef, RequestEvent, TransferNotice, hash_token_ids
+from wire.tracing.timeline import TransferStats
+
+
+class DecodeEnd(Protocol):
+    """The decode worker, as far as a hand-over is concerned."""
+
+    def allot(self, lease: Lease, pages: int, prefill: PeerRef) -> int:
+        """How many of the pages are to be sent."""
+
+    def notice(self, notice: TransferNotice) -> None: ...
+
+    def release(self, lease: Lease, prefill: PeerRef) -> None: ...
+
+
+class PrefillEnd(Protocol):
+    """The prefill worker."""
+
+    peer: PeerRef
+    wire: Wire
+    page_bytes: int
+    page_tokens: int
+
+    def tell(self, request: PrefillRequest, event: RequestEvent) -> None:
+        """The router hears it."""
+
+    def decode_end(self, peer: PeerRef) -> DecodeEnd: ...
+
+    def visit(self) -> AbstractContextManager[None]: ...
+
+
+class VirtualHandover:
+    """Ends one request and gives its pages back. `look` whenever its progress has changed."""
+
+    def __init__(
+        self, request: PrefillRequest, half: PrefillHalf, here: PrefillEnd, clock: VirtualClock, network: Network
+    ) -> None:
+        self._request, self._half, self._here = request, half, here
+        self._clock, self._network = clock, network
+        self._asked = self._closing = False
+        self.over = False
+        self._sending: int | None = None
+        self._sent = 0
+        self._moving_s = self._last_landing = 0.0
+        self._bytes = 0
+
+    def abort(self) -> None:
+        """Nobody waits for it any more."""
+        if self.over:
+            return
+        self._half.withdraw(self._request)
+        destination = self._request.task.destination
+        if destination is not None and not self._closing:
+            self._there(destination).release(destination.lease, self._here.peer)
+        self._end()
+
+    def look(self) -> None:
+        """The engine has done something for it, or its permission is here."""
+        progress, destination = self._request.progress, self._request.task.destination
+        if self.over or self._closing:
+            return
+        if progress.failure is not None or (progress.released and destination is None) or self._answered:
+            self._end()
+        elif destination is not None and self._request.local:
+            if progress.released:
+                self._closing = True
+                self._clock.after(self._network.event_s, self._deliver_here)
+        elif destination is not None and progress.computed_tokens + progress.released > 0:
+            self._send(destination)
+
+    @property
+    def _answered(self) -> bool:
+        """Whether the first token was the last."""
+        return self._request.progress.finish_reason is not None
+
+    def _send(self, destination: Destination) -> None:
+        if not self._asked:
+            self._asked = True
+            self._clock.after(self._network.call_s, lambda: self._ask(destination))
+        if self._sending is None:
+            return
+        needed, progress = self._request.pages_needed, self._request.progress
+        ready = needed - 1 if progress.released else progress.computed_tokens // self._here.page_tokens
+        if ready > self._sent:
+            self._last_landing = self._post(ready)
+        if progress.released:
+            self._closing = True
+            self._clock.at(self._last_landing, lambda: self._send_last(destination))
+
+    def _ask(self, destination: Destination) -> None:
+        if self.over:
+            return
+        missing = self._there(destination).allot(destination.lease, self._request.pages_needed, self._here.peer)
+        self._sent = self._request.pages_needed - missing
+
+        def permitted() -> None:
+            self._sending = missing
+            self.look()
+
+        self._clock.after(self._network.call_s, permitted)
+
+    def _post(self, end: int) -> float:
+        """Pages up to number `end` → when they will have landed."""
+        size = (end - self._sent) * self._here.page_bytes
+        self._sent, self._bytes = end, self._bytes + size
+        landing = self._here.wire.write(self._clock.now, size)
+        self._moving_s += landing - self._clock.now
+        return landing
+
+    def _send_last(self, destination: Destination) -> None:
+        if not self.over:
+            self._clock.at(self._post(self._request.pages_needed), lambda: self._deliver_there(destination))
+
+    def _deliver_there(self, destination: Destination) -> None:
+        if self.over:
+            return
+        stats = TransferStats(self._bytes, self._sending or 0, "virtual", round(self._moving_s * 1e9))
+        self._there(destination).notice(self._notice(destination, self._request.pages_needed - (self._sending or 0)))
+        with self._here.visit():
+            self._end()
+        self._here.tell(self._request, RequestEvent(self._request.task.ref, transfer=stats))
+
+    def _deliver_here(self) -> None:
+        """The half itself has told the decode half."""
+        if not self.over:
+            with self._here.visit():
+                self._end()
+
+    def _notice(self, destination: Destination, skipped: int) -> TransferNotice:
+        task = self._request.task
+        return TransferNotice(
+            lease=destination.lease,
+            prefill=self._here.peer,
+            token_hash=hash_token_ids(task.prompt_token_ids),
+            pages=self._request.pages_needed,
+            first_token_id=self._request.progress.first_token_id or 0,
+            next_draw=task.answered + 1,
+            skipped=skipped,
+        )
+
+    def _there(self, destination: Destination) -> DecodeEnd:
+        return self._here.decode_end(destination.peer)
+
+    def _end(self) -> None:
+        self.over = True
+        if not self._request.progress.released:
+            self._half.withdraw(self._request)
+        self._half.forget(self._request)
+        failure: TandemError | None = self._request.progress.failure
+        if failure is not None:
+            self._here.tell(self._request, failure_event(self._request.task.ref, failure))

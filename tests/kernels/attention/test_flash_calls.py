@@ -1,0 +1,109 @@
+"""What flash-attn-4 is asked for, with PyTorch in its place; tests/gpu has the library itself."""
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.config.attention import AttentionShape, attention_shape
+from engine.kernels.attention.prefill_attention import FlashPrefill
+from engine.kernels.cuda import CudaKernels
+from engine.kernels.reference import attend
+from engine.kernels.triton_launch import overlaps_launches
+from engine.models.shapes import shape_config
+from tests.kernels.prefill_cases import run, to_device, torch_of
+from tests.kernels.steps import LAYER, assert_as_good, heads, make_step
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGE = 128
+WHOLE, WINDOWED = heads(2, 1, 16), heads(2, 1, 16, window=40)
+
+
+class Flash:
+    """`flash_attn_varlen_func`, as far as it is used; remembers widths of windows, and the most queries of a row."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int | None, int]] = []
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, **asked: Any) -> tuple[Tensor, None]:
+        left, right = asked["window_size"]
+        assert asked["causal"]
+        assert right == (None if left is None else 0)
+        self.calls.append((left, asked["max_seqlen_q"]))
+        out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+        starts = asked["cu_seqlens_q"].tolist()
+        shape = AttentionShape(
+            q.shape[1], keys.shape[2], q.shape[2], asked["softmax_scale"], None if left is None else left + 1
+        )
+        for row, context in enumerate(asked["seqused_k"].tolist()):
+            here = slice(starts[row], starts[row + 1])
+            tokens = here.stop - here.start
+            assert tokens <= min(asked["max_seqlen_q"], context), "a query that sees nothing"
+            if not tokens:
+                continue
+            pages = asked["page_table"][row, : -(-context // PAGE)]
+            k, v = (each[pages].flatten(0, 1)[:context].transpose(0, 1).float() for each in (keys, values))
+            positions = torch.arange(context - tokens, context, device=q.device)
+            out[here] = attend(q[here].float(), k, v, positions, shape).to(q.dtype)
+        return out, None
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Flash:
+    made = Flash()
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(flash_attn_varlen_func=made))
+    return made
+
+
+@pytest.mark.parametrize("first_row", [0, 2])
+@pytest.mark.parametrize("shape", [WHOLE, WINDOWED], ids=["whole", "window"])
+def test_plain_steps(flash: Flash, shape: AttentionShape, first_row: int) -> None:
+    step = make_step([(1, 300), (1, 2), (5, 5), (9, 200)], shape, PAGE)
+    ours = run(FlashPrefill(PAGE, overlaps_launches()), step, torch.bfloat16, DEVICE, first_row=first_row)
+    whole, exact = torch_of(step, torch.bfloat16, DEVICE), torch_of(step, torch.float64, DEVICE)
+    assert_as_good(ours, whole[first_row:], exact[first_row:])
+    assert flash.calls == [(None if shape is WHOLE else 39, 9)]
+
+
+def test_one_step_of_layers_of_both_kinds(flash: Flash) -> None:
+    step = make_step([(3, 100)], WHOLE, PAGE)
+    attention = FlashPrefill(PAGE, overlaps_launches())
+    layout = to_device(step.layout, DEVICE)
+    q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
+    attention.begin_step(cache, layout, 0)
+    for shape in (WINDOWED, WHOLE, WINDOWED, WHOLE):
+        attention(q, cache, LAYER, layout, shape, 0)
+    assert flash.calls == [(39, 3), (None, 3)] * 2
+
+
+def test_what_is_compiled(flash: Flash) -> None:
+    """Nothing but the library runs: beside it, other kernels are compiled and launches left out."""
+    attention = FlashPrefill(PAGE, overlaps_launches())
+    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE)
+    assert flash.calls == [(None, 1), (None, 257), (39, 1), (39, 257)]
+    flash.calls.clear()
+    attention.compile([WHOLE, WINDOWED], torch.bfloat16, DEVICE, [257])
+    assert flash.calls == [(None, 257), (39, 257)]
+
+
+@pytest.mark.parametrize("single", [0, 2])
+def test_all_kernels_together(flash: Flash, single: int) -> None:
+    """Rows of one token at the front are decode attention's, if there are any."""
+    config = shape_config("llama-3.2-1b")
+    model = replace(config, layers=1, windows=(None,), heads=2, kv_heads=1, hidden_size=128, intermediate_size=128)
+    shape = attention_shape(model, 0)
+    kernels = CudaKernels(model, DEVICE, torch.bfloat16, PAGE, max_decode_rows=4)
+    kernels.__dict__["_prefill"] = FlashPrefill(PAGE, overlaps_launches())
+    step = make_step([(1, 140), (1, 7), (3, 4097), (2, 7)], shape, PAGE)
+    whole, exact = torch_of(step, torch.bfloat16, DEVICE), torch_of(step, torch.float64, DEVICE)
+    layout = replace(to_device(step.layout, DEVICE), single_rows=single)
+    q, cache = step.q.to(DEVICE, torch.bfloat16), step.cache.to(DEVICE, torch.bfloat16)
+    kernels.begin_step(cache, layout)
+    ours = kernels.attention(q, cache, LAYER, layout, shape).cpu()
+    assert_as_good(ours, whole, exact)
+    assert flash.calls == [(None, 3)]

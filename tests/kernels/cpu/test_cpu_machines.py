@@ -1,0 +1,70 @@
+"""The same numbers from code that was kept on disk, and on machines with fewer instructions."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+X86 = platform.machine() == "x86_64"
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, "tests")
+from kernels.steps import LAYER, assert_as_good, heads, make_step
+from engine.kernels.base import Linear
+from engine.kernels.cpu.kernels import CpuKernels
+from engine.kernels.reference import ReferenceKernels
+torch.set_num_threads(1)
+reference, step = ReferenceKernels(), make_step([(1, 18), (1, 300), (60, 70)], heads(4, 2, 80), 16)
+torch.manual_seed(0)
+x, norm, weight = torch.randn(60, 130).bfloat16(), torch.randn(130).bfloat16(), torch.randn(66, 130).bfloat16()
+for dtype in (torch.float32, torch.bfloat16):
+    kernels, numbers = CpuKernels(dtype, threads=2), []
+    for made, exact in ((kernels, dtype), (reference, dtype), (reference, torch.float64)):
+        few, many = (
+            made.norm_gate_up(x[:tokens].to(exact), norm.to(exact), 1e-5, Linear(weight.to(exact))).flatten()
+            for tokens in (5, 60)
+        )
+        mixed = made.attention(step.q.to(exact), step.cache_as(exact), LAYER, step.layout, step.shape).flatten()
+        numbers.append((few, many, mixed))
+    for ours, baseline, exact in zip(*numbers):
+        assert_as_good(ours, baseline, exact)
+        print(ours.double().sum().item().hex())
+"""
+
+
+AVX2, OLDEST = (
+    {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": features}
+    for cpu, features in (("haswell", "+avx2,+fma"), ("x86-64", "+sse2"))
+)
+"""Machines without AVX-512, for numba."""
+
+
+def run(**environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_kept_code_computes_what_fresh_code_does(tmp_path: Path) -> None:
+    """On x86-64 that of a machine with AVX2; all other tests of kernels run on what this machine has."""
+    machine = AVX2 if X86 else {}
+    fresh = run(XDG_CACHE_HOME=str(tmp_path), **machine)
+    assert list(tmp_path.rglob("*.nbc"))
+    assert run(XDG_CACHE_HOME=str(tmp_path), **machine) == fresh
+
+
+@pytest.mark.skipif(not X86, reason="names x86-64 instructions")
+def test_the_oldest_machines(tmp_path: Path) -> None:
+    run(XDG_CACHE_HOME=str(tmp_path), **OLDEST)

@@ -1,0 +1,127 @@
+"""Products: as exact as PyTorch's in the same dtype, and the same bits whatever else is in the step."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.base import Kernels, Linear
+from engine.kernels.cpu.kernels import CpuKernels
+from engine.kernels.cpu.products import LONG_TOKENS
+from engine.kernels.reference import ReferenceKernels
+from tests.kernels.steps import assert_as_good
+from wire.errors import Internal
+
+REFERENCE = ReferenceKernels()
+EPS = 1e-5
+SHORT = [1, 2, 3, 7, 8, 9, 15, 16, 17, LONG_TOKENS - 1]
+LONG = [LONG_TOKENS, 127, 128, 129]
+SHAPES = [(64, 96), (576, 192), (100, 37), (1537, 24), (2600, 70)]
+"""(k, rows): one block of k and several, whole vectors and tails, whole tiles and rests."""
+
+
+class Product:
+    """Random inputs that every dtype holds exactly."""
+
+    def __init__(self, tokens: int, k: int, rows: int, bias: bool, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator).bfloat16().double()
+
+        self.x, self.norm, self.residual = random(tokens, k), random(k), random(tokens, rows)
+        self.linear = Linear(random(rows, k) / 8, random(rows) if bias else None)
+
+    def linear_as(self, dtype: torch.dtype) -> Linear:
+        bias = self.linear.bias
+        return Linear(self.linear.weight.to(dtype), None if bias is None else bias.to(dtype))
+
+    def norm_linear(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
+        return kernels.norm_linear(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype))
+
+    def norm_gate_up(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
+        return kernels.norm_gate_up(self.x[tokens].to(dtype), self.norm.to(dtype), EPS, self.linear_as(dtype))
+
+    def linear_add(self, kernels: Kernels, dtype: torch.dtype, tokens: slice = slice(None)) -> Tensor:
+        # A copy: where the dtype is the tensor's own, `to` returns the tensor itself.
+        hidden = self.residual[tokens].to(dtype, copy=True)
+        kernels.linear_add(self.x[tokens].to(dtype), self.linear_as(dtype), hidden)
+        return hidden
+
+
+Operation = Callable[..., Tensor]
+OPERATIONS: list[Operation] = [Product.norm_linear, Product.norm_gate_up, Product.linear_add]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(("k", "rows"), SHAPES)
+@pytest.mark.parametrize("counts", [SHORT, LONG], ids=["short", "long"])
+def test_products_are_as_exact_as_torch(  # noqa: PLR0917
+    operation: Operation, k: int, rows: int, counts: list[int], kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    rows += rows % 2  # gate and up are halves
+    ours, baseline, exact = [], [], []
+    for number, tokens in enumerate(counts):
+        product = Product(tokens, k, rows, bias=number % 2 == 1, seed=tokens)
+        ours.append(operation(product, kernels, dtype))
+        baseline.append(operation(product, REFERENCE, dtype))
+        exact.append(operation(product, REFERENCE, torch.float64))
+        assert_close_by_row(ours[-1], exact[-1])
+    # All counts together: the largest of few errors is luck.
+    assert_as_good(torch.cat(ours), torch.cat(baseline), torch.cat(exact))
+
+
+def assert_close_by_row(ours: Tensor, exact: Tensor) -> None:
+    assert ((ours.double() - exact).norm(dim=1) <= 64 * torch.finfo(ours.dtype).eps * exact.norm(dim=1)).all()
+
+
+def test_many_tokens_share_a_panel_and_then_another(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    product = Product(1025, 64, 34, bias=True)
+    for operation in OPERATIONS:
+        exact = operation(product, REFERENCE, torch.float64)
+        assert_as_good(operation(product, kernels, dtype), operation(product, REFERENCE, dtype), exact)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_row_is_the_same_alone_and_in_any_batch(
+    operation: Operation, kernels: CpuKernels, dtype: torch.dtype
+) -> None:
+    for k, rows in SHAPES:
+        product = Product(LONG_TOKENS - 1, k, rows + rows % 2, bias=True)
+        together = operation(product, kernels, dtype)
+        for tokens in (slice(0, 1), slice(3, 4), slice(0, 3), slice(5, 12), slice(2, 10), slice(1, 18)):
+            assert torch.equal(operation(product, kernels, dtype, tokens), together[tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 130])
+def test_the_number_of_threads_changes_nothing(tokens: int, kernels: CpuKernels, dtype: torch.dtype) -> None:
+    alone = CpuKernels(dtype, threads=1)
+    product = Product(tokens, 576, 192, bias=False)
+    for operation in OPERATIONS:
+        assert torch.equal(operation(product, alone, dtype), operation(product, kernels, dtype))
+
+
+def test_extreme_gates_stay_finite(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    weight = torch.cat((torch.eye(4) * 60, torch.eye(4))).to(dtype)
+    hidden = torch.tensor([[1.0, -1.0, 1.0, -1.0]]).to(dtype)
+    result = kernels.norm_gate_up(hidden, torch.full((4,), 4.0).to(dtype), EPS, Linear(weight))
+    assert torch.allclose(result.float(), torch.tensor([[960.0, 0.0, 960.0, 0.0]]), rtol=1e-2, atol=1e-6)
+
+
+def test_a_nan_stays_in_its_row(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    product = Product(9, 64, 32, bias=False)
+    clean = product.norm_linear(kernels, dtype)
+    product.x[4, 7] = float("nan")
+    result = product.norm_linear(kernels, dtype)
+    assert result[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(result[others], clean[others])
+
+
+def test_weights_that_would_be_misread_are_refused(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    weight = torch.zeros(8, 8, dtype=dtype)
+    assert kernels.prepare(Linear(weight)).weight is weight
+    for wrong in (weight.double(), torch.zeros(8, 16, dtype=dtype)[:, ::2]):
+        with pytest.raises(Internal):
+            kernels.prepare(Linear(wrong))

@@ -1,0 +1,66 @@
+"""A start on a GPU: what is compiled ahead, and what it refuses. Nothing is launched here."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from triton.runtime.errors import OutOfResources
+
+from engine.config import EngineConfig
+from engine.cuda import cuda_start
+from engine.cuda.compile_ahead import Trial
+from engine.models.shapes import shape_config
+from engine.steps.batch import StepBatch
+from engine.steps.step_packer import StepPacker, step_limits
+from wire.errors import InvalidArgument
+
+CPU = torch.device("cpu")
+PAGE = 16
+
+
+@pytest.mark.parametrize(("context", "step", "tokens"), [(100, 64, 64), (100, 500, 100), (96, 500, 96)])
+def test_what_is_compiled_ahead_fits_into_the_context_and_the_step(
+    context: int, step: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 tokens as well, where the pages of one row have room for 112."""
+    shape = replace(shape_config("qwen3-0.6b"), max_context=context, layers=1)
+    config = EngineConfig(Path(), max_step_tokens=step, cuda_graphs=False)
+    told: list[str] = []
+    model = cast(Any, SimpleNamespace(config=shape, end_trials=lambda: told.append("trials are over")))
+    probe = cuda_start._one_row(config, model, PAGE, torch.float32, CPU)
+    packer = StepPacker(step_limits(shape, probe))
+    sizes = []
+
+    def logits(batch: StepBatch) -> None:
+        sizes.append(packer.sizes(batch))
+
+    draws = SimpleNamespace(trials=lambda dtype: {})
+    stepper = SimpleNamespace(draws=draws, logits=logits)
+
+    def run_all(trials: Mapping[str, Trial], device: torch.device) -> None:
+        for trial in trials.values():
+            trial()
+        assert not told
+
+    monkeypatch.setattr(cuda_start, "_make_stepper", lambda *_: stepper)
+    monkeypatch.setattr(cuda_start, "run_side_by_side", run_all)
+    cuda_start._compile(config, model, probe)
+    assert told == ["trials are over"]
+    assert sizes[0].tokens == tokens
+    beside = [each.rows - 1 for each in sizes[1:]]
+    assert beside == [16, 32, min(step - 2, config.max_batch_requests)], "answers beside a prompt of two tokens"
+    assert [each.tokens for each in sizes[1:]] == [answers + 2 for answers in beside]
+
+
+def test_a_gpu_without_room_for_the_tiles_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise OutOfResources(147_968, 101_376, "shared memory")
+
+    monkeypatch.setattr(cuda_start, "_one_row", too_large)
+    nothing = cast(Any, None)
+    with pytest.raises(InvalidArgument, match=r"cpu is too small .* 147968 of shared memory, it has 101376; use"):
+        cuda_start.start_on_gpu(EngineConfig(Path()), nothing, PAGE, torch.float32, CPU, progress=None)

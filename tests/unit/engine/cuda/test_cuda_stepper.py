@@ -1,0 +1,50 @@
+"""What the GPU's stepper counts. Nothing is launched here."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from engine.cuda import cuda_stepper
+from engine.cuda.cuda_stepper import CudaStepper
+from engine.graph_use import GraphUse
+from engine.steps.batch import Draw, StepBatch, StepRow
+from engine.steps.step_buffer import StepSizes
+from engine.steps.step_packer import StepLimits, StepPacker
+from wire.errors import Internal
+from wire.messages import SamplingParams
+
+LIMITS = StepLimits(vocab_size=50, max_context=64, pages=4, page_tokens=16)
+DRAW = Draw(SamplingParams(max_tokens=1), 0)
+GRAPH = SimpleNamespace(
+    chunks_at=None, sizes=StepSizes(tokens=8, rows=2, width=4, drawn=2), replay=lambda words: torch.zeros(2, 50)
+)
+
+
+def stepper_with(graph: object, monkeypatch: pytest.MonkeyPatch) -> CudaStepper:
+    """One on the CPU whose steps of prompts all take `graph`."""
+    monkeypatch.setattr(cuda_stepper, "_pinned", partial(torch.empty, dtype=torch.int64))
+    monkeypatch.setattr(cuda_stepper, "_HostMemory", partial(cuda_stepper._HostMemory, done=cast(Any, None)))
+    draws, none = SimpleNamespace(make_memory=lambda: None), SimpleNamespace(fitting=lambda *_: None)
+    prompts = SimpleNamespace(fitting=lambda *_: graph)
+    parts: list[Any] = [StepPacker(LIMITS), lambda *_: torch.zeros(1, 50), draws, torch.zeros(8, dtype=torch.int64)]
+    return CudaStepper(*parts, graphs=cast(Any, none), prompts=cast(Any, prompts))
+
+
+def compute(stepper: CudaStepper, *token_ids: int) -> None:
+    batch = StepBatch([StepRow(token_ids, 0, range(4), DRAW)])
+    stepper._compute(batch, stepper._packer.sizes(batch), stepper._memory[0])
+
+
+@pytest.mark.parametrize(("graph", "one_step"), [(GRAPH, GraphUse(1, 0, 5)), (None, GraphUse(0, 1, 0))])
+def test_a_step_that_is_refused_counts_nowhere(
+    graph: object, one_step: GraphUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepper = stepper_with(graph, monkeypatch)
+    with pytest.raises(Internal, match="token id is outside"):
+        compute(stepper, 1, LIMITS.vocab_size, 3)
+    assert stepper.graph_use == GraphUse()
+    compute(stepper, 1, 2, 3)
+    assert stepper.graph_use == one_step

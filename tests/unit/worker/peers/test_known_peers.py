@@ -1,0 +1,74 @@
+"""Of whose processes a worker knows whether they live."""
+
+import pytest
+
+from kv_transfer.nixl_backend import processes
+from wire.messages import PeerDescription, PeerRef
+from worker.peers.known_peers import RUNS_KEPT, SameHostPeers
+
+FIRST = PeerRef("prefill-0", 1)
+
+
+class Kernel(dict[str, bool]):
+    """What it says of processes."""
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    made = Kernel()
+    monkeypatch.setattr(processes, "lives", made.get)
+    return made
+
+
+def describe(peer: PeerRef, process: str, host: str = "here") -> PeerDescription:
+    return PeerDescription(peer, b"", 0, 1, 1, 0, "DRAM", host, process)
+
+
+def test_a_neighbour_lives_until_the_kernel_says_otherwise(kernel: Kernel) -> None:
+    them = SameHostPeers("here")
+    assert them.lives(FIRST) is None
+    kernel["p"] = True
+    them.add(describe(FIRST, "p"))
+    assert them.lives(FIRST) is True
+    them.add(describe(FIRST, "hidden"))
+    assert them.lives(FIRST) is True, "what is known of it is not forgotten"
+    kernel["p"] = False
+    assert them.lives(FIRST) is False
+
+
+def test_a_run_whose_successor_is_here_may_live_all_the_same(kernel: Kernel) -> None:
+    them = SameHostPeers("here")
+    kernel.update(old=True, new=True)
+    them.add(describe(FIRST, "old"))
+    them.add(describe(PeerRef("prefill-0", 2), "new"))
+    kernel["new"] = False
+    assert (them.lives(FIRST), them.lives(PeerRef("prefill-0", 2))) == (True, False)
+    assert them.has(FIRST), "its pages are a near worker's, though its successor was faster than the news"
+    assert them.has(PeerRef("prefill-0", 2))
+
+
+@pytest.mark.parametrize(("here", "there"), [("here", "there"), ("", ""), ("here", "")])
+def test_on_another_host_or_an_unknown_one_nobody_is_a_neighbour(kernel: Kernel, here: str, there: str) -> None:
+    them = SameHostPeers(here)
+    kernel["p"] = True
+    them.add(describe(FIRST, "p", there))
+    assert them.lives(FIRST) is None
+    assert not them.has(FIRST)
+
+
+def test_who_was_never_seen_to_live_is_not_seen_to_be_dead(kernel: Kernel) -> None:
+    """A kernel may hide other users' processes."""
+    them = SameHostPeers("here")
+    kernel["p"] = False
+    them.add(describe(FIRST, "p"))
+    assert them.lives(FIRST) is None
+    assert them.has(FIRST)
+
+
+def test_runs_of_long_ago_are_forgotten(kernel: Kernel) -> None:
+    them = SameHostPeers("here")
+    kernel["p"] = True
+    for incarnation in range(1, RUNS_KEPT + 2):
+        them.add(describe(PeerRef("prefill-0", incarnation), "p"))
+    assert them.lives(FIRST) is None
+    assert them.lives(PeerRef("prefill-0", 2)) is True

@@ -1,0 +1,61 @@
+"""What makes a worker one that can be taken over."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.config import EngineConfig
+from wire.messages import Role
+from wire.policy_name import PolicyName
+from worker.config import WorkerConfig
+from worker.reporting.description import differences, served_of, tuning_of
+
+CONFIG = WorkerConfig("decode-0", Role.DECODE, EngineConfig(Path("m")), token="secret", metrics_key="key")
+
+
+def changed(**settings: Any) -> WorkerConfig:
+    engine = {name: value for name, value in settings.items() if name in {each.name for each in fields(EngineConfig)}}
+    rest = {name: value for name, value in settings.items() if name not in engine}
+    return replace(CONFIG, engine=replace(CONFIG.engine, **engine), **rest)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"model": Path("n")}, {"dtype": "bfloat16"}, {"page_tokens": 32}, {"token": "t"}, {"model_name": "x"}]
+)
+def test_another_thing_served_is_named(settings: dict[str, Any]) -> None:
+    other = changed(**settings)
+    assert differences(served_of(CONFIG), served_of(other)) == tuple(settings)
+    assert differences(tuning_of(CONFIG), tuning_of(other)) == ()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"max_batch_requests": 3}, {"kv_cache_bytes": 1}, {"prefix_cache": False}, {"metrics_key": "k"}]
+)
+def test_another_way_to_serve_it_is_named(settings: dict[str, Any]) -> None:
+    other = changed(**settings)
+    assert differences(served_of(CONFIG), served_of(other)) == ()
+    assert differences(tuning_of(CONFIG), tuning_of(other)) == tuple(settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"worker_id": "decode-1"}, {"role": Role.BOTH}, {"step_policy": PolicyName.CHUNKED}, {"outlive_s": 9.0}],
+)
+def test_what_is_told_anew_makes_no_difference(settings: dict[str, Any]) -> None:
+    other = changed(**settings)
+    assert differences(served_of(CONFIG), served_of(other)) == ()
+    assert differences(tuning_of(CONFIG), tuning_of(other)) == ()
+
+
+def test_secrets_are_compared_and_not_told() -> None:
+    told = str((*served_of(CONFIG), *tuning_of(CONFIG)))
+    assert "secret" not in told
+    assert "'key'" not in told
+
+
+def test_a_setting_of_another_release_is_a_difference() -> None:
+    assert differences((("a", "1"), ("b", "2")), (("a", "1"),)) == ("b",)

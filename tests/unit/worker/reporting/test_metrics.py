@@ -1,0 +1,257 @@
+"""What a worker counts: steps by what was in them, utilization of late, hand-overs, and facts of a running pair."""
+
+import asyncio
+import time
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from costs.roofline import Ceilings, ModelSizes, Roofline
+from costs.step_cost import StepCost, StepWork, chunk_pairs
+from engine.graph_use import GraphUse
+from telemetry import families as f
+from telemetry.board import Board
+from telemetry.exposition import Exposition, merge
+from telemetry.scrape import Scrape, Stretch
+from telemetry.walls import Wall, diagnose
+from telemetry.worker_figures import figures_of
+from tests.worker_pair import WorkerPair, until
+from wire.cost_parameters import UNMEASURED
+from wire.errors import ResourceExhausted
+from wire.messages import Duty, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
+from wire.tracing.timeline import TransferStats
+from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
+from worker.step_meter import StepMeter
+
+SIZES = ModelSizes(
+    weights=1000, weight_bytes=2000, kv_bytes_per_token=10, attention_flop_per_pair=4, output_weights=100
+)
+ROOFLINE = Roofline(SIZES, Ceilings(flops=1e6, bytes_per_s=1e5, launch_s=0.0))
+DECODE = StepWork(decode_rows=2, decode_context_tokens=50)
+PROMPT = StepWork(8, chunk_pairs(8, 4))
+
+
+@pytest.fixture
+def metrics() -> WorkerMetrics:
+    return WorkerMetrics("m", "decode-0", Utilization(ROOFLINE))
+
+
+def test_what_a_step_reads_and_computes() -> None:
+    assert SIZES.step_bytes(DECODE) == 2000 + 10 * 50
+    assert SIZES.step_flops(DECODE) == 2 * 1000 * 2 + 4 * 50
+    assert SIZES.step_bytes(PROMPT) == 2000 + 10 * 8
+    assert SIZES.step_flops(PROMPT) == 2 * 900 * 8 + 4 * (8 * 4 + 36), "no scores of words but for the last token"
+
+
+def test_steps_are_counted_by_what_was_in_them(metrics: WorkerMetrics) -> None:
+    now = iter([1.0, 1.5, 1.5, 3.5, 4.0, 4.25])
+    meter = StepMeter(UNMEASURED, lambda: next(now), metrics.step)
+    for work in (DECODE, PROMPT, StepWork(3, 6.0, 4, 90)):
+        meter.learn(work, meter.end(meter.begin()))
+    board = metrics.board
+    totals = {phase: board.spread(f.STEP_SECONDS, phase).total for phase in ("decode", "prefill", "mixed")}
+    assert totals == {"decode": 0.5, "prefill": 2.0, "mixed": 0.25}
+    assert (board.spread(f.STEP_DECODE_ROWS).count, board.spread(f.STEP_DECODE_ROWS).total) == (2, 6)
+    assert (board.spread(f.STEP_PREFILL_TOKENS).count, board.spread(f.STEP_PREFILL_TOKENS).total) == (2, 11)
+    assert board.count(f.STEP_TOKENS, "decode").value == 6
+    assert board.count(f.STEP_TOKENS, "prefill").value == 11
+    assert metrics.utilization.busy_s == 2.75
+    over = board.spread(f.STEP_OVER_PREDICTED, "decode")
+    assert over.total == pytest.approx(0.5 / StepCost(UNMEASURED).seconds(DECODE))
+    assert [board.spread(f.STEP_OVER_PREDICTED, phase).count for phase in ("prefill", "mixed")] == [1, 1]
+
+
+def test_utilization_is_of_the_newest_steps() -> None:
+    used = Utilization(ROOFLINE)
+    assert used.bandwidth == used.compute == 0
+    for _ in range(40):
+        used.step(DECODE, 0.5)
+    assert used.bandwidth == pytest.approx(2500 / (0.5 * 1e5))
+    assert used.compute == pytest.approx(4200 / (0.5 * 1e6))
+    for _ in range(20):
+        used.step(DECODE, 1.0)
+    assert used.bandwidth == pytest.approx(2500 / 1e5)
+    assert used.busy_s == 40.0
+
+
+def test_a_ceiling_that_steps_exceed_was_measured_too_low() -> None:
+    """Half a second of steps that read 300,000 bytes a second."""
+    fast = StepWork(decode_rows=1, decode_context_tokens=28_000)
+    measured, given = Utilization(ROOFLINE), Utilization(ROOFLINE, given=ROOFLINE.ceilings)
+    for used in (measured, given):
+        for _ in range(2):
+            used.step(DECODE, 0.5)
+        used.step(fast, 0.94)
+    assert measured.ceilings.bytes_per_s == pytest.approx(3e5)
+    assert measured.ceilings.flops == ROOFLINE.ceilings.flops
+    assert measured.bandwidth < 1 < given.bandwidth
+    assert given.ceilings == ROOFLINE.ceilings
+    measured.step(DECODE, 5.0)
+    assert measured.ceilings.bytes_per_s == pytest.approx(3e5)
+
+
+def test_how_hand_overs_end(metrics: WorkerMetrics) -> None:
+    heard: list[RoutedEvent] = []
+    emit = metrics.hearing(heard.append)
+    ref = RequestRef("a", 1)
+    for event in (
+        RequestEvent(ref, transfer=TransferStats(4_000_000, 4, "UCX", 2_000_000)),
+        RequestEvent(ref, transfer=TransferStats(0, 0, "UCX", 0)),
+        RequestEvent(ref, finish_reason=FinishReason.ERROR),
+        RequestEvent(ref, finish_reason=FinishReason.LENGTH),
+    ):
+        emit(RoutedEvent("router", event))
+    board = metrics.board
+    assert len(heard) == 4
+    assert (board.spread(f.TRANSFER_SECONDS).count, board.spread(f.TRANSFER_SECONDS).total) == (2, 0.002)
+    assert (board.spread(f.TRANSFER_BANDWIDTH).count, board.spread(f.TRANSFER_BANDWIDTH).total) == (1, 2e9)
+    assert board.count(f.TRANSFER_BYTES).value == 4_000_000
+    assert board.count(f.TRANSFER_FAILURES).value == 1
+
+
+async def test_a_running_pair() -> None:
+    """One request of 40 prompt tokens."""
+    async with WorkerPair() as pair:
+        heard = pair.send("a", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await until(lambda: heard.finish is not None)
+        await pair.empty()
+        prefill, decode = (worker_facts(end.worker.report, end.worker.transport) for end in (pair.prefill, pair.decode))
+        assert decode[f.EXPIRED_LEASES] == prefill[f.EXPIRED_LEASES] == 0
+        assert prefill[f.PREFIX_QUERIES] == 40
+        for facts, end in ((prefill, pair.prefill), (decode, pair.decode)):
+            pages = facts[f.KV_PAGES]
+            assert not isinstance(pages, float | int)
+            assert sum(pages.values()) == end.engine.pool.counts().total
+            stored = facts[f.PREFIX_EVENTS]
+            assert stored == {("stored",): pages["cached",], ("removed",): 0}
+            assert facts[f.KV_USAGE] == facts[f.REQUESTS_RUNNING] == facts[f.OPEN_LEASES] == 0
+            assert facts[f.WORKER_READY]
+            assert facts[f.POOL_SOUND]
+        board = pair.prefill.worker.metrics.board
+        assert board.spread(f.TRANSFER_SECONDS).count == 1
+        prefilled = board.count(f.STEP_TOKENS, "prefill")
+        decoded = pair.decode.worker.metrics.board.count(f.STEP_TOKENS, "decode")
+        # A step is counted behind its news.
+        await until(lambda: (prefilled.value, decoded.value) == (40, 3))
+        assert board.labels == {"model": "fake", "worker": "prefill-0"}
+
+
+async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
+    """Nothing lands while the metrics of a real pair are scraped twice: pages of both are taken, and more prompts wait
+    at the router.
+    """
+    sampling = SamplingParams(max_tokens=4)
+    async with WorkerPair(pages=16) as pair:
+        boards = [end.worker.metrics.board for end in pair.ends]
+        for end, board in zip(pair.ends, boards, strict=True):
+            board.read(partial(worker_facts, end.worker.report, end.worker.transport))
+        router = Board({"model": "fake", "role": "router", "worker": "router"})
+        router.read(lambda: {f.REQUESTS_WAITING: 5})
+
+        def scrape() -> Scrape:
+            text = merge(Exposition(each).render()[0].decode() for each in (router, *boards))
+            return Scrape(text, time.monotonic())
+
+        pair.fabric.hold()
+        heard = [pair.send(name, prompt_of(number), sampling) for number, name in enumerate("abc")]
+        await until(lambda: pair.prefill.worker.metrics.writing._writing == 3 and all(each.tokens for each in heard))
+        with pytest.raises(ResourceExhausted):
+            pair.reserve("d", prompt_of(3), sampling)
+        before = scrape()
+        await asyncio.sleep(0.3)
+        stretch = Stretch(before, scrape())
+        assert stretch.now.total(f.TRANSFER_SECONDS, "_count") == 0
+        prefill, decode = (figures_of(stretch, end.me.worker_id) for end in pair.ends)
+        assert prefill.transferring == decode.others_transferring == pytest.approx(3, rel=0.1)
+        assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
+        assert diagnose(prefill).wall is diagnose(decode).wall is Wall.TRANSFER
+        pair.fabric.let_go()
+        await until(lambda: all(each.finish is not None for each in heard))
+        await pair.empty()
+        written = scrape().total(f.TRANSFER_WRITING, worker="prefill-0")
+        await asyncio.sleep(0.01)
+        assert scrape().total(f.TRANSFER_WRITING, worker="prefill-0") == written > stretch.grown(f.TRANSFER_WRITING)
+
+
+def prompt_of(number: int) -> list[int]:
+    """Of 16 tokens, with no page in common with another."""
+    return list(range(3 + 16 * number, 19 + 16 * number))
+
+
+async def test_a_change_of_role_is_a_change_of_one_series() -> None:
+    async with WorkerPair() as pair:
+        worker = pair.prefill.worker
+        engine: Any = SimpleNamespace(device_name="cpu", facts=worker.facts, graph_use=GraphUse())
+        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
+        seen = []
+        for role in (Role.PREFILL, Role.BOTH):
+            worker.duty.assume(Duty(role), grace_s=0)
+            text = Exposition(worker.metrics.board).render()[0].decode()
+            series = {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+            seen.append(series)
+        left, came = seen[0] - seen[1], seen[1] - seen[0]
+        assert len(left) == len(came) == 1
+        assert 'role="prefill"' in next(iter(left))
+        assert 'role="both"' in next(iter(came))
+
+
+async def test_utilization_is_told_by_the_ceilings_that_an_operator_gives() -> None:
+    given = Ceilings(flops=1e6, bytes_per_s=2e6, launch_s=0.0)
+    async with WorkerPair() as plain, WorkerPair(ceilings=given, max_batch_requests=5) as told:
+        for pair, ceilings in ((plain, plain.decode.engine.roofline.ceilings), (told, given)):
+            assert pair.decode.worker.metrics.utilization.ceilings == ceilings
+        assert worker_facts(told.decode.worker.report, told.decode.worker.transport)[f.BATCH_LIMIT] == 5
+
+
+async def test_transfers_that_fail_change_or_lose_pages() -> None:
+    """The causes of three alerts, as what they go by counts them."""
+    prompt, sampling = list(range(3, 43)), SamplingParams(max_tokens=4)
+    async with WorkerPair() as pair:
+        sent = pair.prefill.worker.metrics.board.count(f.TRANSFER_FAILURES)
+        pair.fabric.fail_next()
+        failed = pair.send("a", prompt, sampling)
+        await until(lambda: failed.finish is not None)
+        await pair.empty()
+        assert sent.value == 1
+        assert worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.CHECKSUM_FAILURES] == 0
+        pair.fabric.damage_next(lambda pages: pair.decode.engine.memory[pages[0]].fill(7))
+        changed = pair.send("b", prompt, sampling)
+        await until(lambda: changed.finish is not None)
+        await pair.empty()
+        facts = worker_facts(pair.decode.worker.report, pair.decode.worker.transport)
+        assert facts[f.CHECKSUM_FAILURES] == 1
+        assert facts[f.POOL_SOUND]
+        pair.decode.engine.pool._free.take(1)
+        last = pair.send("c", prompt, sampling)
+        await until(
+            lambda: (
+                last.finish is not None
+                and not worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.POOL_SOUND]
+            )
+        )
+
+
+async def test_a_request_that_finds_no_pages() -> None:
+    async with WorkerPair(pages=8) as pair:
+        lease = pair.reserve("a", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
+        board = pair.decode.worker.metrics.board
+        assert board.count(f.KV_REFUSALS).value == 0
+        with pytest.raises(ResourceExhausted):
+            pair.reserve("b", list(range(3, 23)), SamplingParams(max_tokens=8, ignore_eos=True))
+        assert board.count(f.KV_REFUSALS).value == 1
+        facts = worker_facts(pair.decode.worker.report, pair.decode.worker.transport)
+        assert isinstance(facts[f.KV_USAGE], float)
+        assert facts[f.KV_USAGE] > 0.5
+        pair.decode.worker.abort("router-1", [RequestRef("a", 1)])
+        await until(lambda: not worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.OPEN_LEASES])
+        assert lease.request_id == "a"
+
+
+async def test_a_lease_that_nobody_renews() -> None:
+    async with WorkerPair(lease_s=0.05) as pair:
+        pair.reserve("b", list(range(3, 43)), SamplingParams(max_tokens=4))
+        await until(lambda: worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES])
+        await pair.empty()
+        assert worker_facts(pair.decode.worker.report, pair.decode.worker.transport)[f.EXPIRED_LEASES] == 1

@@ -1,0 +1,1 @@
+"""The HTTP server of all processes, with deadlines for headers, bodies and idle connections."""

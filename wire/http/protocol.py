@@ -1,0 +1,201 @@
+"""HTTP connections that end when their clients keep them waiting, and of which there are only so many."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from wire.limits.listener_limits import DoorLimits
+
+_READ_BYTES = 16 << 10
+"""What is read of one connection at a time: small chunks take about 15 µs each, and others wait meanwhile."""
+_CHUNKS_FREE, _CHUNK_BYTES_MIN = 1024, 16
+"""A body may have so many chunks of any size; then they must have so many bytes on average."""
+_RETRY_AFTER_S = b"1"
+
+
+class _Waits(Enum):
+    """What a connection waits for."""
+
+    FIRST = auto()
+    """The first byte of its first request."""
+    HEADER = auto()
+    """The rest of a request's header."""
+    BODY = auto()
+    """The rest of a request's body."""
+    REQUEST = auto()
+    """The first byte of its next request."""
+    ANSWER = auto()
+
+
+class Connections:
+    """All connections of one server that wait for a request, the one that has waited longest first."""
+
+    def __init__(self, limits: DoorLimits) -> None:
+        self.limits = limits
+        self._most = limits.connections
+        self._waiting: dict[GuardedProtocol, None] = {}
+
+    def admit(self, new: GuardedProtocol, count: int) -> bool:
+        """Whether there is room for one more, which makes so many; another one may give way to it."""
+        if count <= self._most:
+            return True
+        oldest = next(iter(self._waiting), None)
+        if oldest is None:
+            return False
+        self.forget(oldest)
+        oldest.transport.close()
+        return True
+
+    def waits(self, connection: GuardedProtocol) -> None:
+        """It waits for a request."""
+        self._waiting.setdefault(connection)
+
+    def forget(self, connection: GuardedProtocol) -> None:
+        """It does so no longer."""
+        self._waiting.pop(connection, None)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's protocol with a deadline for whatever is waited for; uvicorn itself has one between requests alone."""
+
+    def __init__(self, *args: Any, connections: Connections, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _CountedChunks(h11.SERVER)
+        self._all = connections
+        self._limits = connections.limits
+        self._waits: tuple[_Waits, object] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            transport.max_size = _READ_BYTES
+        _probe(transport.get_extra_info("socket"), self._limits)
+        if not self._all.admit(self, len(self.connections)):
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many connections are open; try again in a moment")
+        self._follow()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._all.forget(self)
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+        self._deadline = self._unread = None
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._follow()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(HTTPStatus.BAD_REQUEST, msg)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(self._limits.unread_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _follow(self) -> None:
+        """Set the deadline of what is waited for now, unless it is set."""
+        waits = self._awaited()
+        if self.cycle is None or self.cycle.response_complete:
+            self._all.waits(self)
+        else:
+            self._all.forget(self)
+        if (waits, self.cycle) == self._waits:
+            return
+        self._waits = waits, self.cycle
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        seconds = self._seconds(waits)
+        if seconds and not self.transport.is_closing():
+            self._deadline = self.loop.call_later(seconds, self._expire, waits)
+
+    def _awaited(self) -> _Waits:
+        if self.conn.their_state is h11.SEND_BODY:
+            return _Waits.BODY
+        if self.conn.their_state is not h11.IDLE:
+            return _Waits.ANSWER
+        if self.conn.trailing_data[0]:
+            return _Waits.HEADER
+        return _Waits.FIRST if self.cycle is None else _Waits.REQUEST
+
+    def _seconds(self, waits: _Waits) -> float:
+        """0 = as long as it takes; uvicorn has a deadline of its own between requests."""
+        if waits in {_Waits.FIRST, _Waits.HEADER}:
+            return self._limits.header_timeout_s
+        return self._limits.body_timeout_s if waits is _Waits.BODY else 0.0
+
+    def _expire(self, waits: _Waits) -> None:
+        if waits is _Waits.FIRST:
+            self.transport.close()
+            return
+        what = "header" if waits is _Waits.HEADER else "body"
+        self._refuse(HTTPStatus.REQUEST_TIMEOUT, f"the request's {what} did not come within {self._seconds(waits):g} s")
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        """Say so, where no answer has begun, and end the connection."""
+        if self.conn.our_state in {h11.IDLE, h11.SEND_RESPONSE} and not self.transport.is_closing():
+            body = f"{sentence}\n".encode()
+            headers = [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            if status is HTTPStatus.SERVICE_UNAVAILABLE:
+                headers.append((b"retry-after", _RETRY_AFTER_S))
+            response = h11.Response(status_code=status, headers=headers, reason=status.phrase.encode())
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
+class _CountedChunks(h11.Connection):
+    """Refuses bodies in chunks so small that reading them costs more than anything else of the request."""
+
+    _chunks = _bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = self._bytes = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += 1
+            self._bytes += len(event.data)
+            if self._chunks > _CHUNKS_FREE and self._bytes < _CHUNK_BYTES_MIN * self._chunks:
+                raise h11.RemoteProtocolError("the body comes in too many small chunks")
+        return event
+
+
+def _probe(connection: Any, limits: DoorLimits) -> None:
+    """Let the kernel find out when the other end is gone: it tells nobody so itself where its host or network fails."""
+    if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
+        return
+    interval_s = max(1, round(limits.keepalive_s / 2))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", max(1, round(limits.keepalive_s))),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", round(1e3 * limits.unread_timeout_s)),
+    ):
+        if hasattr(socket, name):  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

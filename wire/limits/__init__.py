@@ -1,0 +1,1 @@
+"""Limits of the ports that clients reach: sizes, counts and deadlines."""

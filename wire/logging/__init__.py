@@ -1,0 +1,1 @@
+"""Log lines, log files that rotate, and errors that recur."""

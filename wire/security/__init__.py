@@ -1,0 +1,1 @@
+"""Credentials, and mutual TLS between the components of a cluster."""

@@ -1,0 +1,1 @@
+"""Timelines, traces and spans of requests."""

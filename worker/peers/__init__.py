@@ -1,0 +1,1 @@
+"""Connections between workers, and the confirmations that travel over them."""

@@ -1,0 +1,1 @@
+"""The load reports, metrics and liveness checks of a worker."""
