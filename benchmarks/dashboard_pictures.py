@@ -78,10 +78,10 @@ def _own_run(arguments: argparse.Namespace) -> Iterator[tuple[Prometheus, float]
     model = choose_model(arguments.model, arguments.shape)
     with (
         tempfile.TemporaryDirectory(prefix="tandem-prometheus-") as folder,
-        running_cluster(model, _SETTINGS) as doors,
-        prometheus_beside(doors.metrics, Path(folder)) as prometheus,
+        running_cluster(model, _SETTINGS) as listeners,
+        prometheus_beside(listeners.metrics, Path(folder)) as prometheus,
     ):
-        target = find_target(doors.grpc)
+        target = find_target(listeners.grpc)
         touch(target)
         prometheus.await_scrape(_PROCESSES)
         start = time.time()

@@ -115,7 +115,7 @@ class Turns:
 
 
 class Scraper:
-    """Scrapes as the metrics door does, after each second in which it runs."""
+    """Scrapes as the metrics listener does, after each second in which it runs."""
 
     def __init__(self, exposition: Exposition) -> None:
         self._exposition = exposition

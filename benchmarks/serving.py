@@ -1,6 +1,6 @@
 """The whole cluster against its own engine: `python -m benchmarks.serving --device cpu`.
 
-The same eight requests — greedy, same prompts, same answer length — once through the front door of a running cluster,
+The same eight requests — greedy, same prompts, same answer length — once through the router of a running cluster,
 once through the engine alone in this process. Rounds of both alternate, medians are compared. Both sides compute
 every prompt token and every answer token; what is left is what serving costs.
 

@@ -1,7 +1,7 @@
 """What a router's process pays to pass tokens on: `python -m benchmarks.streaming`.
 
 A worker that computes nothing brings tokens for many answers, clients in processes of their own read them, and the
-router is measured with its own doors and with front processes, by turns. Times are of the CPU: what else runs on the
+router is measured with its own listeners and with front processes, by turns. Times are of the CPU: what else runs on the
 machine hardly counts. The last line is one JSON object.
 """
 
@@ -74,9 +74,9 @@ def _figures(own: list[Turn], fronts: list[Turn]) -> dict[str, Any]:
     """Medians of both kinds' turns, and the part that the router's process pays with front processes."""
     figures = {
         name: {key: round(median(each[key] for each in found), 2) for key in found[0]}
-        for name, found in (("own_doors", own), ("front_processes", fronts))
+        for name, found in (("own_listeners", own), ("front_processes", fronts))
     }
-    ratio = figures["front_processes"]["router_us"] / figures["own_doors"]["router_us"]
+    ratio = figures["front_processes"]["router_us"] / figures["own_listeners"]["router_us"]
     return {**figures, "router_ratio": round(ratio, 3)}
 
 
@@ -132,14 +132,14 @@ def _run_router(pipe: Connection, controller: str, model: Path, fronts: int) -> 
             chunks_per_s=1e9,
         )
         server = RouterServer(config)
-        doors = await server.start()
-        async with grpc.aio.insecure_channel(doors.grpc_address) as channel:
+        listeners = await server.start()
+        async with grpc.aio.insecure_channel(listeners.grpc_address) as channel:
             asked = health_pb2.HealthCheckRequest(service=SERVICE)
             async for health in health_pb2_grpc.HealthStub(channel).Watch(asked):
                 if health.status == health_pb2.HealthCheckResponse.SERVING:
                     break
         own, theirs = time.process_time(), _cpu_of_children()
-        pipe.send(doors.grpc_address)
+        pipe.send(listeners.grpc_address)
         await asyncio.to_thread(pipe.recv)
         pipe.send((time.process_time() - own, _cpu_of_children() - theirs))
         await server.stop(0.0)

@@ -13,7 +13,7 @@ from costs.roofline import Ceilings
 from router.observability.otlp import check_endpoint
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.errors import InvalidArgument
-from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import MAX_MIB, LogConfig, LogFormat
 from wire.mode import Mode
 from wire.policy_name import PolicyName
@@ -94,7 +94,7 @@ class ClusterConfig:
     controller_port: int = 0
     """Port of the controller's gRPC server, at which workers register and operators ask; 0 = any free one."""
     token: str = field(default="", repr=False)
-    """The cluster's secret, which opens all doors but the router's; empty = a fresh one."""
+    """The cluster's secret, which opens all listeners but the router's; empty = a fresh one."""
     host: str = "127.0.0.1"
     """Address the router listens on; beyond loopback there have to be `api_keys`, or `insecure`."""
     insecure: bool = False
@@ -105,7 +105,7 @@ class ClusterConfig:
     """Port of the router's HTTP server; 0 = any free one."""
     front_processes: int = 0
     """Processes at these ports that hold clients' connections for the router, 0 to 64; 0 = it holds them itself."""
-    doors: DoorLimits = DEFAULT_LIMITS
+    listeners: ListenerLimits = DEFAULT_LIMITS
     """What both ports grant to connections and calls."""
     max_messages: int = 4096
     """Most messages of a conversation."""

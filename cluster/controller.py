@@ -57,7 +57,7 @@ class Controller:
         return os.getpid()
 
     async def start(self) -> str:
-        """Open the controller's door, begin to start or take over everything at once; the door's host:port."""
+        """Open the controller's listener, begin to start or take over everything at once; the listener's host:port."""
         cluster, token = self._config.cluster, self._config.token
         operator, elsewhere = self._supervisor.operator, self._election.decided
         servicer = ForwardingServicer(self._registry, operator, token, elsewhere)
@@ -85,7 +85,7 @@ class Controller:
         return await self._election.let_go()
 
     async def settled(self) -> str:
-        """See `LeaderElection.settled`; for another controller, which hears where this one's door is."""
+        """See `LeaderElection.settled`; for another controller, which hears where this one's listener is."""
         await self._election.settled()
         return self._address
 
@@ -128,7 +128,7 @@ class Controller:
         await self._stopped.wait()
 
     async def stop(self, *, leave_workers: bool = False) -> bool:
-        """End the router, then the workers, then the door; returns when all are gone. Whether workers live on.
+        """End the router, then the workers, then the listener; returns when all are gone. Whether workers live on.
 
         They do, if they may outlive this controller at all, where that is asked for, where another controller lives,
         and where this one's start is not over and began none of them.

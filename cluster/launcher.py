@@ -201,8 +201,8 @@ class Cluster:
         if health is None:
             return
         _ask(self._controller.serves.remote())
-        doors = health.grpc_address, health.http_address
-        self._ready.set_result(Endpoints(*doors, address, self._token, health.metrics_address))
+        listeners = health.grpc_address, health.http_address
+        self._ready.set_result(Endpoints(*listeners, address, self._token, health.metrics_address))
         self._watch(life, health)
 
     def _watch(self, life: Any, health: ClusterHealth) -> None:

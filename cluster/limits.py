@@ -14,12 +14,12 @@ def check_kv_cache_gib(size: float) -> None:
 
 
 def check_ports(grpc_port: int, http_port: int, metrics_port: int = 0, controller_port: int = 0) -> None:
-    """InvalidArgument for a number that is no port, or one port for two doors."""
+    """InvalidArgument for a number that is no port, or one port for two listeners."""
     taken: dict[int, str] = {}
-    doors = ("--grpc-port", grpc_port), ("--http-port", http_port)
-    for option, port in (*doors, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
+    listeners = ("--grpc-port", grpc_port), ("--http-port", http_port)
+    for option, port in (*listeners, ("--metrics-port", metrics_port), ("--controller-port", controller_port)):
         if not 0 <= port <= _PORT_MAX:
             raise InvalidArgument(option, f"{port} is not a port (0 to {_PORT_MAX})")
         if port and port in taken:
-            raise InvalidArgument(option, f"{port} is {taken[port]} too; each door needs a port of its own")
+            raise InvalidArgument(option, f"{port} is {taken[port]} too; each listener needs a port of its own")
         taken[port] = option

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from cluster.supervision.health import Health, Phase
 from telemetry import families as f
 from telemetry.board import Board, Facts
-from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import TEXT, Exposition, merge
+from telemetry.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
 from wire.errors import Unavailable
 from wire.security.credentials import metrics_key_of
 
@@ -33,7 +33,7 @@ class Target:
 
 
 class ClusterMetrics:
-    """The controller's metrics door. Belongs to the event loop."""
+    """The controller's metrics listener. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class ClusterMetrics:
         """What the next page says. It is rendered beside the event loop, on which workers come and go meanwhile."""
         self.board.read(lambda: self._said)
         self._own = metrics_page(Exposition(self.board))
-        self._door = MetricsDoor({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
+        self._listener = MetricsServer({METRICS_PATH: self._metrics, DISCOVERY_PATH: self._discovery}, keys)
 
     async def open(self, host: str, port: int) -> str:
         """Listen; host:port. FailedPrecondition if the port is taken."""
-        return await self._door.open(host, port)
+        return await self._listener.open(host, port)
 
     async def close(self) -> None:
         """Idempotent."""
-        await self._door.close()
+        await self._listener.close()
 
     def opened(self, name: str, role: str, address: str) -> None:
         """A process serves metrics there."""

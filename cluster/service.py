@@ -1,4 +1,4 @@
-"""The controller's gRPC door: workers register, routers and workers watch, operators change what workers do."""
+"""The controller's gRPC listener: workers register, routers and workers watch, operators change what workers do."""
 
 import time
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The workers of a cluster as one controller keeps them: taken over or started, told their duties, and let go again."""
+"""The workers of a cluster as one controller keeps them: taken over or started, told their assignments, and let go again."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ from cluster.background import begin, going_on
 from cluster.config import ClusterConfig
 from cluster.leadership.forwarding import mirror
 from cluster.metrics import ClusterMetrics
-from cluster.operations.assignments import Duties
+from cluster.operations.assignments import Assignments
 from cluster.operations.handover_state import Handover, HandoverState, inherit, slot_of
 from cluster.operations.operator import Operator
 from cluster.operations.worker_slots import Fleet
@@ -42,7 +42,7 @@ LOOK_S = 0.02
 GRACE_S = 60.0
 """What workers that were taken over have for their requests, before they are started again or leave."""
 
-_DUTIES = "telling workers their duties"
+_ASSIGNMENTS = "telling workers their assignments"
 Found = Mapping[str, tuple[OrphanedWorker, WorkerDescription]]
 
 
@@ -74,8 +74,8 @@ class WorkerSupervisor:
         self._workers = WorkerActors(cluster, config.token, self._serves_metrics)
         self.fleet = Fleet(self._keeper, self._new_slot, self._workers.release)
         calls = WorkerCalls(config.token)
-        self._duties = Duties(registry, Sharing.of(cluster), {}, calls.set_duty)
-        self.operator = Operator(registry, self._duties, self.fleet, calls, node_is_up)
+        self._assignments = Assignments(registry, Sharing.of(cluster), {}, calls.set_assignment)
+        self.operator = Operator(registry, self._assignments, self.fleet, calls, node_is_up)
         self.taken_over: frozenset[str] = frozenset()
         """Workers that others had started."""
         self.started = asyncio.Event()
@@ -106,10 +106,10 @@ class WorkerSupervisor:
         # Those that live may remember others that were above them and are gone: the head knows of these, too.
         self._incarnations.begin(await self._left.next_generation(above))
         found = await fitting(left, self._served)
-        living = {name: description.duty.role for name, (_, description) in found.items()}
+        living = {name: description.assignment.role for name, (_, description) in found.items()}
         estate = inherit(self._config.cluster, self._config.slots, living, handover)
         await self._left.clear({slot.worker_id for slot in estate.slots})
-        self._duties.inherit(estate.sharing, estate.roles, estate.away)
+        self._assignments.inherit(estate.sharing, estate.roles, estate.away)
         self.taken_over = frozenset(found)
         for slot in estate.slots:
             self._fill(slot, found.get(slot.worker_id), away=slot.worker_id in estate.away)
@@ -117,7 +117,7 @@ class WorkerSupervisor:
         self._registry.keep({PeerRef(one.name, one.incarnation) for _, one in self.fleet.health()})
         self.operator.resume(handover)
         self._tasks = [
-            begin(going_on(self._duties.run, _DUTIES), _DUTIES),
+            begin(going_on(self._assignments.run, _ASSIGNMENTS), _ASSIGNMENTS),
             begin(self._adjust(found, estate), "changing workers that were taken over"),
         ]
         if self._planner is not None:
@@ -177,7 +177,7 @@ class WorkerSupervisor:
         cluster = self._config.cluster
         if estate.surplus:
             sizes = SizeChange(workers=cluster.workers, grace_s=GRACE_S)
-            if self._duties.sharing.mode is Mode.DISAGGREGATED:
+            if self._assignments.sharing.mode is Mode.DISAGGREGATED:
                 sizes = SizeChange(cluster.prefill, cluster.decode, grace_s=GRACE_S)
             await _else_it_stays(self.operator.resize(sizes), "there are more workers than asked for")
         for name, (_, description) in found.items():
@@ -191,9 +191,9 @@ class WorkerSupervisor:
         return served_of(self._asked_of(worker_id))
 
     def _asked_of(self, worker_id: str) -> "WorkerConfig":
-        """What a worker of this name would be started with, but for its duty."""
+        """What a worker of this name would be started with, but for its assignment."""
         slot = slot_of(self._config.cluster, self._config.slots, worker_id)
-        return self._workers.config(slot, self._duties.sharing.duty(slot.role))
+        return self._workers.config(slot, self._assignments.sharing.assignment(slot.role))
 
     def _keeper(self, slot: Slot) -> ProcessSupervisor:
         return ProcessSupervisor(
@@ -208,8 +208,8 @@ class WorkerSupervisor:
         return another(self._config.cluster, role, slots, self._config.gpus)
 
     async def _spawn(self, slot: Slot, incarnation: int) -> Process:
-        """With the duty that it is to have now, not with that of the cluster's start."""
-        return await self._workers.spawn(slot, self._duties.wanted(slot.worker_id), incarnation)
+        """With the assignment that it is to have now, not with that of the cluster's start."""
+        return await self._workers.spawn(slot, self._assignments.wanted(slot.worker_id), incarnation)
 
     def _forget(self, worker_id: str, incarnation: int) -> None:
         """Routers hear of a death as soon as its keeper does."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from costs.step_cost import StepCost
 from costs.step_grid import unpadded_prompts
-from wire.messages import Duty
+from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
 PIECE = 64
@@ -57,27 +57,29 @@ class StepLimit(NamedTuple):
 NO_LIMIT = StepLimit()
 
 
-def step_limit(cost: StepCost, duty: Duty | None, beside: Beside) -> StepLimit:
-    """The limit of a step beside at least one decode row. No duty (a worker that was not told one) means no limit.
+def step_limit(cost: StepCost, assignment: Assignment | None, beside: Beside) -> StepLimit:
+    """The limit of a step beside at least one decode row. No assignment (a worker that was not told one) means no limit.
 
     Seconds: whatever the step policy, a step is no longer than the tightest target of its answers that decoding alone
-    does not exceed already, nor than the duty's `itl_target_s`, each divided by `cost.margin`. Shortening steps for a
+    does not exceed already, nor than the assignment's `itl_target_s`, each divided by `cost.margin`. Shortening steps for a
     target that is lost anyway would help nobody.
 
     Tokens: `chunked` never has more than `step_budget` in a step. `decode-priority` has that limit only for the sake
     of answers without a target: where every answer has one, the seconds say enough. `unchunked` has none.
     """
-    if duty is None:
+    if assignment is None:
         return NO_LIMIT
     rows, context, targets = beside
-    asked_s, kept_s = duty.itl_target_s, math.inf
+    asked_s, kept_s = assignment.itl_target_s, math.inf
     if targets and targets[0] < math.inf:
         kept_s = tightest_kept(targets, cost.decode_step_seconds(rows, context))
     limit_s = (kept_s if asked_s is None else min(asked_s, kept_s)) / cost.margin
     bounded = asked_s is not None or (kept_s < math.inf and targets[-1] < math.inf)
-    if duty.step_policy is PolicyName.UNCHUNKED or (duty.step_policy is PolicyName.DECODE_PRIORITY and bounded):
+    if assignment.step_policy is PolicyName.UNCHUNKED or (
+        assignment.step_policy is PolicyName.DECODE_PRIORITY and bounded
+    ):
         return StepLimit(None, limit_s)
-    budget = CHUNKED_BUDGET if duty.step_budget is None else duty.step_budget
+    budget = CHUNKED_BUDGET if assignment.step_budget is None else assignment.step_budget
     return StepLimit(unpadded_prompts(max(0, budget - rows), rows, cost.parameters.tile_tokens), limit_s)
 
 
@@ -93,9 +95,9 @@ def chunks_within(limit: StepLimit, cost: StepCost, most: int, beside: Beside, p
     return Chunks(tokens) if tokens >= min(PIECE, room) else seldom_chunks(room)
 
 
-def chunks(cost: StepCost, duty: Duty | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
-    """The prompt tokens of each step of at most `most` tokens beside these decode rows, by a worker's duty."""
-    limit = step_limit(cost, duty, beside) if beside.rows else NO_LIMIT
+def chunks(cost: StepCost, assignment: Assignment | None, most: int, beside: Beside, pairs_per_token: float) -> Chunks:
+    """The prompt tokens of each step of at most `most` tokens beside these decode rows, by a worker's assignment."""
+    limit = step_limit(cost, assignment, beside) if beside.rows else NO_LIMIT
     return chunks_within(limit, cost, most, beside, pairs_per_token)
 
 

@@ -1,4 +1,4 @@
-"""Which transfers this machine can do, and the door to them."""
+"""Which transfers this machine can do, and the listener to them."""
 
 import os
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """What came to the door in the window. Lengths are means."""
+    """What came to the listener in the window. Lengths are means."""
 
     per_s: float
     prompt_tokens: float

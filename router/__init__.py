@@ -1,1 +1,1 @@
-"""The front door: text in, text out. Reading order: service, admission, placement, dispatch, stream."""
+"""The router: text in, text out. Reading order: service, admission, placement, dispatch, stream."""

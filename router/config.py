@@ -5,7 +5,7 @@ from pathlib import Path
 
 from router.slo import BEST_EFFORT, DEFAULT_CLASSES, SloClass, classes_by_name
 from wire.errors import InvalidArgument
-from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import TO_STDERR, LogConfig
 from wire.mode import Mode
 from wire.security.credentials import check_guarded
@@ -28,22 +28,22 @@ class RouterConfig:
     name: str = "router"
     """Names this router in metrics; outlives the process."""
     api_keys: tuple[str, ...] = ()
-    """Keys that clients may show at either door; empty = no key is asked for."""
+    """Keys that clients may show at either listener; empty = no key is asked for."""
     host: str = "127.0.0.1"
-    """Address both doors listen on; beyond loopback there have to be `api_keys`, or `insecure`."""
+    """Address gRPC and HTTP listen on; beyond loopback there have to be `api_keys`, or `insecure`."""
     insecure: bool = False
     """Whether whoever reaches `host` may send requests without an API key."""
     grpc_port: int = 50051
-    """Port of the gRPC door; 0 = any free one."""
+    """Port of the gRPC listener; 0 = any free one."""
     http_port: int = 8000
-    """Port of the HTTP door; 0 = any free one."""
+    """Port of the HTTP listener; 0 = any free one."""
     front_processes: int = 0
     """Processes that hold clients' connections, so that writing to them takes none of this one's time; 0 = it holds
     them itself."""
     log: LogConfig = TO_STDERR
     """Where and how those processes log, to this one's file."""
-    doors: DoorLimits = DEFAULT_LIMITS
-    """What either door grants to connections and calls."""
+    listeners: ListenerLimits = DEFAULT_LIMITS
+    """What either listener grants to connections and calls."""
     max_messages: int = 4096
     """Most messages of a conversation."""
     max_request_items: int = 1 << 18
@@ -89,7 +89,7 @@ class RouterConfig:
     max_template_kwargs_bytes: int = 16 << 10
     """Largest `chat_template_kwargs` of a request, in bytes of JSON."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins of web pages whose scripts may call the HTTP door (CORS), e.g. "https://chat.example.com"; "*" = all."""
+    """Origins of web pages whose scripts may call the HTTP listener (CORS), e.g. "https://chat.example.com"; "*" = all."""
     strict_requests: bool = False
     """Whether HTTP requests with fields that this server does not know are refused; else such fields are ignored."""
     sse_comment_s: float = 10.0

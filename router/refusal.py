@@ -29,7 +29,7 @@ class Refused(ResourceExhausted):
 
 
 def reason_of(error: TandemError) -> Refusal:
-    """Why a door or the dispatcher refused a request."""
+    """Why a listener or the dispatcher refused a request."""
     if isinstance(error, Refused):
         return error.reason
     return Refusal.INVALID if isinstance(error, InvalidArgument | NotFound) else Refusal.NO_WORKER

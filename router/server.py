@@ -1,4 +1,4 @@
-"""One router: both doors on one event loop, over one dispatcher."""
+"""One router: gRPC and HTTP on one event loop, over one dispatcher."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import signal
 from functools import partial
 
 from router.api.http import make_app
-from router.api.listeners import Doors, OwnDoors, RouterEndpoints
+from router.api.listeners import InProcessListeners, Listeners, RouterEndpoints
 from router.api.service import InferenceServicer, add_inference
 from router.config import RouterConfig
-from router.front.processes import FrontDoors
+from router.front.processes import FrontListeners
 from router.observability.otlp import TraceExporter, otlp_exporter
 from router.placement.policy import PlacementPolicy
 from router.requests.dispatch import Dispatcher
@@ -33,10 +33,10 @@ class RouterServer:
         self._policy = policy or PlacementPolicy(config.mode)
         self._ready: bool | None = None
         self._exporter: TraceExporter | None = None
-        self._opened: Doors | None = None
+        self._opened: Listeners | None = None
 
     async def start(self) -> RouterEndpoints:
-        """Load the tokenizer, follow the cluster, open both doors. Workers may come later: until then requests get
+        """Load the tokenizer, follow the cluster, open gRPC and HTTP. Workers may come later: until then requests get
         `Unavailable`. `ModelError` or `FailedPrecondition` (a port is taken) say what is wrong.
         """
         config = self._config
@@ -49,18 +49,18 @@ class RouterServer:
         self._admission = Admission(
             config, tokenizer, defaults, lambda: dispatcher.pool.model, dispatcher.metrics.refused
         )
-        doors = self._doors()
+        listeners = self._listeners()
         try:
-            endpoints = await doors.open()
+            endpoints = await listeners.open()
         except TandemError:
             self._admission.close()
             await self._dispatcher.close()
             await self._close_exporter()
             raise
-        self._opened = doors
+        self._opened = listeners
         self._follow_readiness()
         if not config.api_keys and not is_loopback(config.host):
-            log.warning("both doors are open to whoever reaches %s: no API key is asked for", config.host)
+            log.warning("gRPC and HTTP are open to whoever reaches %s: no API key is asked for", config.host)
         log.info("router %s serves gRPC on %s, HTTP on %s", config.router_id, *_pair(endpoints))
         return endpoints
 
@@ -83,13 +83,13 @@ class RouterServer:
         if self._exporter is not None:
             await asyncio.to_thread(self._exporter.close)
 
-    def _doors(self) -> Doors:
+    def _listeners(self) -> Listeners:
         config = self._config
         ports = config.grpc_port, config.http_port
         servicer = InferenceServicer(config, self._admission, self._dispatcher)
         app = make_app(config, self._admission, self._dispatcher)
         if config.front_processes:
-            return FrontDoors(
+            return FrontListeners(
                 config.host,
                 ports,
                 count=config.front_processes,
@@ -97,16 +97,16 @@ class RouterServer:
                 inference=servicer,
                 app=app,
                 log_config=config.log,
-                limits=config.doors,
+                limits=config.listeners,
                 board=self._dispatcher.metrics.board,
             )
-        return OwnDoors(
+        return InProcessListeners(
             config.host,
             ports,
             api_keys=config.api_keys,
             add_inference=partial(add_inference, servicer),
             app=app,
-            limits=config.doors,
+            limits=config.listeners,
         )
 
     def _follow_readiness(self) -> None:

@@ -35,7 +35,7 @@ class VirtualCluster:
             worker = VirtualWorker(spec, self.clock, self.network, self.workers, self.router.hear, jumps=self.jumps)
             self.workers[worker.peer] = worker
             self.router.join(worker)
-            worker.duty.on_change = partial(self._tell_router, worker)
+            worker.assignment.on_change = partial(self._tell_router, worker)
 
     def _tell_router(self, worker: VirtualWorker) -> None:
         """By way of the controller."""
@@ -48,7 +48,7 @@ class VirtualCluster:
         def next_one() -> None:
             request = next(coming, None)
             if request is not None:
-                self.clock.at(request.due_s + self.network.door_s, lambda: arrive(request))
+                self.clock.at(request.due_s + self.network.ingress_s, lambda: arrive(request))
 
         def arrive(request: LoadRequest) -> None:
             next_one()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Network:
     """Seconds, and bytes a second."""
 
-    door_s: float = 1e-3
+    ingress_s: float = 1e-3
     """From a client to the queue."""
     call_s: float = 5e-4
     """A call between two processes, one way."""

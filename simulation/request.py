@@ -52,7 +52,7 @@ class Outcome:
     held_s: float = 0.0
     """How long its first token may wait for the second."""
     turned_away: Verdict | None = None
-    """At the door, at once."""
+    """At the listener, at once."""
 
     def token_s(self, later_s: float) -> Sequence[float]:
         """The moment of each token; `later_s` is how long one takes from a worker to the client."""

@@ -96,7 +96,7 @@ class VirtualRouter:
     # ---- a request's way ----
 
     def arrive(self, asked: LoadRequest) -> None:
-        """A request is at the door."""
+        """A request is on arrival."""
         self._arrivals += 1
         prompt, sampling = asked.prompt, SamplingParams(max_tokens=asked.new_tokens, ignore_eos=True)
         queued = QueuedRequest(

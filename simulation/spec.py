@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from costs.step_cost import CostParameters
 from wire.messages import ModelFacts, PeerRef, WorkerInfo
+from worker.assignment import decode_batch, prompt_step_tokens
 from worker.config import WorkerConfig
-from worker.duty import decode_batch, prompt_step_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class WorkerSpec:
             pages_total=device.pages,
             page_tokens=device.page_tokens,
             max_batch_requests=decode_batch(config.role, config.engine),
-            max_step_tokens=prompt_step_tokens(config.duty, config.engine),
+            max_step_tokens=prompt_step_tokens(config.assignment, config.engine),
             device="virtual",
             transport="virtual",
-            duty=config.duty,
+            assignment=config.assignment,
         )

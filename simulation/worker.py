@@ -12,8 +12,8 @@ from engine.cache.page_pool import PagePool
 from engine.cache.prefix_cache import PrefixCache
 from prefill_worker.half import PrefillHalf
 from prefill_worker.request import PrefillRequest
+from simulation.assignment import VirtualAssignment
 from simulation.clock import VirtualClock
-from simulation.duty import VirtualDuty
 from simulation.loop import VirtualStepLoop
 from simulation.network import Network, Wire
 from simulation.prompt import PageNames
@@ -107,7 +107,7 @@ class VirtualWorker:
             jumps=jumps,
         )
         self.log = self._loop.log
-        self.duty = VirtualDuty(spec.config.role, self._halves, clock, self.visit)
+        self.assignment = VirtualAssignment(spec.config.role, self._halves, clock, self.visit)
 
     # ---- who calls in ----
 
@@ -155,10 +155,12 @@ class VirtualWorker:
     @property
     def info(self) -> WorkerInfo:
         """As it would register now."""
-        role, info = self.duty.role, self.spec.info
-        duty = replace(self.spec.config.duty, role=self.duty.wanted)
+        role, info = self.assignment.role, self.spec.info
+        assignment = replace(self.spec.config.assignment, role=self.assignment.wanted)
         limit = self._halves.batch_limit(role)
-        return replace(info, role=role, duty=duty, closing=self.duty.closing, max_batch_requests=limit)
+        return replace(
+            info, role=role, assignment=assignment, closing=self.assignment.closing, max_batch_requests=limit
+        )
 
     @property
     def idle(self) -> bool:
@@ -206,5 +208,5 @@ class VirtualWorker:
             prefill=self._prefill,
             max_step_tokens=self.spec.config.engine.max_step_tokens,
             cost=lambda: self._told,
-            duty=self.spec.config.duty,
+            assignment=self.spec.config.assignment,
         )

@@ -1,4 +1,4 @@
-"""Every metric of Tandem, in the order of a request: front door, prefill, transfer, decode, and the cluster around.
+"""Every metric of Tandem, in the order of a request: router, prefill, transfer, decode, and the cluster around.
 
 Names and suffixes are those of the field, so that dashboards and autoscalers made for other servers need one rename.
 docs/operations.md says what to read from each.
@@ -247,7 +247,7 @@ EXPIRED_LEASES = counter(
     "kv_transfer_expired_leases_total", "Leases that expired without a heartbeat, at the decode worker."
 )
 OPEN_LEASES = gauge("kv_transfer_open_leases", "Open leases, including quarantined ones.")
-RESTLESS_PAGES = gauge(
+PENDING_TRANSFER_PAGES = gauge(
     "kv_transfer_pending_pages", "KV pages of ended prompts that unfinished writes still read, at the prefill worker."
 )
 CHECKSUM_FAILURES = counter(

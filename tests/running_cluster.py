@@ -41,7 +41,7 @@ class RunningCluster:
         return (self._logs / f"{name}.log").read_text()
 
     @property
-    def doors(self) -> Endpoints:
+    def listeners(self) -> Endpoints:
         """For commands that start a cluster, and shall have this one."""
         return self._cluster.endpoints
 

@@ -1,4 +1,4 @@
-"""Every failure that crosses a room's door, with its gRPC and HTTP status, in one place.
+"""Every failure that crosses a room's listener, with its gRPC and HTTP status, in one place.
 
 Each message is one sentence that says what is wrong and what the reader can do.
 """

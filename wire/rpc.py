@@ -14,7 +14,7 @@ import grpc.aio
 
 from wire.errors import Internal, InvalidArgument, TandemError, Unauthenticated, clipped, from_code, from_status
 from wire.limits.call_guard import CallGuard, public_options
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 from wire.security.credentials import matching_key
 from wire.security.mutual_tls import PART_NAME, credentials_of
 
@@ -30,7 +30,7 @@ ERROR_CODE = "tandem-error-code"
 """Trailing metadata: the code of the typed error, finer than the gRPC status."""
 
 MESSAGE_BYTES_MAX = 16 << 20
-"""Largest message any part accepts; the front door's own limit is lower and answers in words."""
+"""Largest message any part accepts; the router's own limit is lower and answers in words."""
 
 _DETAILS_CHARS = 512
 """Longest sentence of an error. A character takes up to 12 bytes of a header, percent-encoded, and gRPC's peers refuse
@@ -93,7 +93,7 @@ def open_server(
     tokens: frozenset[str] = frozenset(),
     open_methods: tuple[str, ...] = (),
     shared_port: bool = False,
-    limits: DoorLimits | None = None,
+    limits: ListenerLimits | None = None,
 ) -> grpc.aio.Server:
     """A server that maps `TandemError` to its status and, if `tokens` is not empty, lets only bearers of these keys in.
 
@@ -103,7 +103,7 @@ def open_server(
     """
     options = [*(SERVER_OPTIONS if limits is None else public_options(limits)), ("grpc.so_reuseport", int(shared_port))]
     guard = None if limits is None else CallGuard(limits)
-    return grpc.aio.server(interceptors=[_Doorkeeper(tokens, open_methods, guard)], options=options)
+    return grpc.aio.server(interceptors=[_ConnectionGuard(tokens, open_methods, guard)], options=options)
 
 
 def error_of(error: grpc.aio.AioRpcError, peer: str) -> TandemError:
@@ -152,7 +152,7 @@ class _SendKeyStream(grpc.aio.UnaryStreamClientInterceptor):
         return await continuation(_with_key(client_call_details, self._key), request)
 
 
-class _Doorkeeper(grpc.aio.ServerInterceptor):
+class _ConnectionGuard(grpc.aio.ServerInterceptor):
     """Checks the API key before, and turns typed errors into status codes after, every handler."""
 
     def __init__(self, tokens: frozenset[str], open_methods: tuple[str, ...], guard: CallGuard | None = None) -> None:

@@ -85,7 +85,7 @@ class WorkerActor:
     async def describe(self) -> WorkerDescription:
         """What it is and does, for a controller that did not start it."""
         process, config = self._process, self._config
-        return WorkerDescription(self._me, process.duty, process.serves, served_of(config), tuning_of(config))
+        return WorkerDescription(self._me, process.assignment, process.serves, served_of(config), tuning_of(config))
 
     async def follow(self, controller_address: str, outlive_s: float) -> str:
         """See `WorkerProcess.follow`; host:port of its metrics. From now on it lives for `outlive_s` seconds without a

@@ -6,7 +6,7 @@ from costs.roofline import Ceilings
 from decode_worker.config import DecodeConfig
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 
 CPU_STEP_DEADLINE_S, GPU_STEP_DEADLINE_S = 600.0, 60.0
@@ -92,9 +92,9 @@ class WorkerConfig:
         return default if self.step_deadline_s is None else self.step_deadline_s
 
     @property
-    def duty(self) -> Duty:
-        """What it does at first; the controller may change it while it runs (`duty.py`)."""
-        return Duty(self.role, self.step_policy, self.step_budget, self.itl_target_s)
+    def assignment(self) -> Assignment:
+        """What it does at first; the controller may change it while it runs (`assignment.py`)."""
+        return Assignment(self.role, self.step_policy, self.step_budget, self.itl_target_s)
 
     @property
     def prefill(self) -> PrefillConfig:

@@ -10,8 +10,8 @@ from prefill_worker.half import PrefillHalf
 from wire.ending import decode_pages, failure_event, pages_for
 from wire.errors import TandemError, Unavailable
 from wire.messages import ModelFacts, RequestEvent, RequestRef, Role, RoutedEvent
+from worker.assignment import Half, decode_batch
 from worker.config import WorkerConfig
-from worker.duty import Half, decode_batch
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Halves:
         self._longest = pages_for(model.max_context, cache.page_tokens)
         self.resize(config.role)
 
-    def doors(self) -> tuple[Half, Half]:
+    def listeners(self) -> tuple[Half, Half]:
         """What it takes to open and close each of them."""
         prefill, admission = self.prefill, self.admission
         return (

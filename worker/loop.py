@@ -19,7 +19,7 @@ from costs.step_cost import StepWork
 from decode_worker.half import DecodeHalf
 from engine.steps.batch import PendingStep, StepBatch
 from prefill_worker.half import PrefillHalf
-from wire.messages import Duty, RoutedEvent, RoutedTokens
+from wire.messages import Assignment, RoutedEvent, RoutedTokens
 from worker.scheduler import StepScheduler
 from worker.step_meter import StepMeter
 
@@ -56,7 +56,7 @@ class StepLoop:
         decode: DecodeHalf,
         prefill: PrefillHalf,
         max_step_tokens: int,
-        duty: Duty,
+        assignment: Assignment,
         meter: StepMeter,
         deadline_s: float,
         gather_s: float = 0.0,
@@ -72,7 +72,7 @@ class StepLoop:
         self._decode = decode
         self._prefill = prefill
         self._scheduler = StepScheduler(
-            decode=decode, prefill=prefill, max_step_tokens=max_step_tokens, cost=meter.cost, duty=duty
+            decode=decode, prefill=prefill, max_step_tokens=max_step_tokens, cost=meter.cost, assignment=assignment
         )
         self._meter = meter
         self._deadline_s = deadline_s
@@ -95,9 +95,9 @@ class StepLoop:
         """The decode rows of the newest step."""
         return self._scheduler.decoding
 
-    def steer(self, duty: Duty) -> None:
-        """Plan as this duty says from the next step on. From any thread."""
-        self._scheduler.steer(duty)
+    def steer(self, assignment: Assignment) -> None:
+        """Plan as this assignment says from the next step on. From any thread."""
+        self._scheduler.steer(assignment)
 
     def start(self) -> None:
         self._thread.start()

@@ -20,18 +20,18 @@ from engine.cache.paged_cache import PagedCache
 from engine.model_runner import ModelRunner
 from kv_transfer.backends import open_transport
 from kv_transfer.layout import KVLayout
-from telemetry.door import METRICS_PATH, MetricsDoor, metrics_page
 from telemetry.exposition import Exposition
+from telemetry.metrics_server import METRICS_PATH, MetricsServer, metrics_page
 from wire import rpc
 from wire.address import address_of, is_loopback
 from wire.errors import Internal, TandemError, Unavailable
 from wire.generated.tandem.v1 import worker_pb2_grpc
-from wire.messages import Duty, PeerRef, WorkerInfo
+from wire.messages import Assignment, PeerRef, WorkerInfo
 from wire.security.credentials import reading_keys
 from wire.turns import take_short_turns
+from worker.assignment import decode_batch, prompt_step_tokens
 from worker.config import WorkerConfig
 from worker.controller_link import ControllerLink
-from worker.duty import decode_batch, prompt_step_tokens
 from worker.reporting.metrics import engine_facts, worker_facts
 from worker.servicer import WorkerServicer
 from worker.worker import Worker, first_line
@@ -60,7 +60,7 @@ class WorkerProcess:
         self._worker: Worker | None = None
         self._server: grpc.aio.Server | None = None
         self._controller: ControllerLink | None = None
-        self._metrics: MetricsDoor | None = None
+        self._metrics: MetricsServer | None = None
         self._registered = False
         self.metrics_address = ""
         """host:port of the metrics' HTTP server, once it serves."""
@@ -98,12 +98,12 @@ class WorkerProcess:
     def serves(self) -> bool:
         """Whether it takes requests: it has started, does not drain and has not ended."""
         worker = self._worker
-        return worker is not None and self._registered and not worker.duty.draining and not self._ended.done()
+        return worker is not None and self._registered and not worker.assignment.draining and not self._ended.done()
 
     @property
-    def duty(self) -> Duty:
+    def assignment(self) -> Assignment:
         """What it does now."""
-        return self._config.duty if self._worker is None else self._worker.duty.duty
+        return self._config.assignment if self._worker is None else self._worker.assignment.assignment
 
     @property
     def silent_s(self) -> float:
@@ -172,7 +172,7 @@ class WorkerProcess:
                 on_peer_gone=self._worker.peer_gone,
                 on_superseded=self._end,
             )
-            self._worker.duty.on_change = self._controller.refresh
+            self._worker.assignment.on_change = self._controller.refresh
             await self._controller.register()
         self._registered = True
         return describe()
@@ -180,9 +180,9 @@ class WorkerProcess:
     async def _open_metrics(self, worker: Worker, engine: ModelRunner) -> None:
         config, board = self._config, worker.metrics.board
         board.read(partial(worker_facts, worker.report, worker.transport))
-        board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
+        board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         keys = reading_keys(config.metrics_key, (), config.token, loopback=is_loopback(config.host))
-        self._metrics = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, keys)
+        self._metrics = MetricsServer({METRICS_PATH: metrics_page(Exposition(board))}, keys)
         self.metrics_address = await self._metrics.open(config.host, config.metrics_port)
 
     def _listen(self, server: grpc.aio.Server) -> int:
@@ -195,22 +195,22 @@ class WorkerProcess:
             ) from error
 
     def _info(self, engine: ModelRunner, worker: Worker, address: str) -> WorkerInfo:
-        duty, sizes = worker.duty, self._config.engine
+        assignment, sizes = worker.assignment, self._config.engine
         return WorkerInfo(
             peer=self._me,
-            role=duty.role,
+            role=assignment.role,
             address=address,
             model=engine.facts,
             pages_total=engine.cache.pages,
             page_tokens=engine.page_tokens,
-            max_batch_requests=decode_batch(duty.role, sizes),
-            max_step_tokens=prompt_step_tokens(duty.duty, sizes),
+            max_batch_requests=decode_batch(assignment.role, sizes),
+            max_step_tokens=prompt_step_tokens(assignment.assignment, sizes),
             device=engine.device_name,
             transport=worker.transport.transport_name(),
             not_ready=worker.report.not_ready,
             warnings=worker.transport.warnings() + worker.peers.warnings(),
-            duty=duty.duty,
-            closing=duty.closing,
+            assignment=assignment.assignment,
+            closing=assignment.closing,
             started_unix_nanos=self._started_unix_nanos,
             kv_ports=worker.transport.open_ports(),
         )

@@ -12,7 +12,7 @@ from decode_worker.batch_snapshot import StepOutput
 from decode_worker.half import DecodeHalf
 from engine.steps.batch import StepBatch, StepResult
 from prefill_worker.half import PrefillHalf
-from wire.messages import Duty
+from wire.messages import Assignment
 from worker.batch_growth import BatchGrowth
 from worker.step_meter import decode_work, with_prompts
 from worker.step_policy import StepPolicy
@@ -38,7 +38,7 @@ class StepScheduler:
         prefill: PrefillHalf,
         max_step_tokens: int,
         cost: Callable[[], StepCost],
-        duty: Duty,
+        assignment: Assignment,
     ) -> None:
         """`cost` gives the newest fit of what steps take."""
         self._decode = decode
@@ -47,12 +47,12 @@ class StepScheduler:
         self._cost = cost
         self.decoding = NOTHING
         """The decode rows of the newest step."""
-        self.steer(duty)
+        self.steer(assignment)
 
-    def steer(self, duty: Duty) -> None:
-        """Plan as this duty says from the next plan on. From any thread."""
-        self._policy = StepPolicy(duty, self._cost, self._max_step_tokens)
-        self._growth = BatchGrowth(self._cost, duty.itl_target_s)
+    def steer(self, assignment: Assignment) -> None:
+        """Plan as this assignment says from the next plan on. From any thread."""
+        self._policy = StepPolicy(assignment, self._cost, self._max_step_tokens)
+        self._growth = BatchGrowth(self._cost, assignment.itl_target_s)
 
     def plan(self) -> StepPlan | None:
         """The next step over both halves' rows, None if there are none, or prompts alone that the step which runs makes

@@ -1,4 +1,4 @@
-"""The worker's gRPC door: translates and calls; every decision is made elsewhere."""
+"""The worker's gRPC listener: translates and calls; every decision is made elsewhere."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
@@ -49,10 +49,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: worker_pb2.DrainRequest, _context: _Context) -> worker_pb2.DrainResponse:
         return worker_pb2.DrainResponse(remaining=await self._drain(request.grace_s))
 
-    async def SetDuty(self, request: worker_pb2.SetDutyRequest, _context: _Context) -> worker_pb2.SetDutyResponse:
+    async def SetAssignment(
+        self, request: worker_pb2.SetAssignmentRequest, _context: _Context
+    ) -> worker_pb2.SetAssignmentResponse:
         meant = PeerRef(request.worker_id, request.incarnation)
-        self._worker.assume(meant, convert.duty_from_proto(request.duty), request.grace_s)
-        return worker_pb2.SetDutyResponse()
+        self._worker.assume(meant, convert.assignment_from_proto(request.assignment), request.grace_s)
+        return worker_pb2.SetAssignmentResponse()
 
     async def Inspect(self, _request: worker_pb2.InspectRequest, _context: _Context) -> worker_pb2.InspectResponse:
         return convert.inspection_to_proto(self._worker.report.inspect())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from costs.chunks import NO_LIMIT, PATIENCE, PIECE, PROGRESS_TOKENS, Beside, step_limit
 from costs.step_cost import StepCost, StepWork
 from prefill_worker.queue import WaitingPrompts
-from wire.messages import Duty
+from wire.messages import Assignment
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
 _PIECES = 8
@@ -22,16 +22,16 @@ Cost = Callable[[], StepCost]
 
 
 class StepPolicy:
-    """Decides the prompt tokens of each step by the worker's duty. It is asked before each step that could have
+    """Decides the prompt tokens of each step by the worker's assignment. It is asked before each step that could have
     prompts.
     """
 
-    def __init__(self, duty: Duty, cost: Cost, max_step_tokens: int) -> None:
-        self._duty = duty
+    def __init__(self, assignment: Assignment, cost: Cost, max_step_tokens: int) -> None:
+        self._assignment = assignment
         self._cost = cost
         self._most = max_step_tokens
-        if duty.step_policy is PolicyName.CHUNKED:
-            self._most = min(duty.step_budget or CHUNKED_BUDGET, max_step_tokens)
+        if assignment.step_policy is PolicyName.CHUNKED:
+            self._most = min(assignment.step_budget or CHUNKED_BUDGET, max_step_tokens)
         self._progress = _Progress(self._most)
         self.steps_without_prompts = 0
         """Steps since the last call that it was not asked about, as no prompt waited."""
@@ -47,7 +47,7 @@ class StepPolicy:
         if not waiting.prompts:
             return self._progress.at_least(most, waiting)
         cost = self._cost()
-        limit = step_limit(cost, self._duty, Beside(rows, context, targets)) if rows else NO_LIMIT
+        limit = step_limit(cost, self._assignment, Beside(rows, context, targets)) if rows else NO_LIMIT
         tokens = most if limit.tokens is None else min(most, limit.tokens)
         if limit.seconds < math.inf:
             tokens = self._fitting(cost, decode_work, waiting, limit.seconds, tokens)

@@ -1,4 +1,4 @@
-"""What a worker's door lets in: routers validate first, but one bad request must never reach the engine."""
+"""What a worker's listener lets in: routers validate first, but one bad request must never reach the engine."""
 
 import math
 

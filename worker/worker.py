@@ -21,7 +21,7 @@ from kv_transfer.layout import KVLayout
 from prefill_worker.half import PrefillHalf
 from wire.errors import Internal, ResourceExhausted, StaleEpoch
 from wire.messages import (
-    Duty,
+    Assignment,
     GrantedLease,
     PeerRef,
     PrefillTask,
@@ -31,8 +31,8 @@ from wire.messages import (
     WorkerInfo,
     WorkerLoad,
 )
+from worker.assignment import WorkerAssignment, decode_batch
 from worker.config import WorkerConfig
-from worker.duty import WorkerDuty, decode_batch
 from worker.halves import Halves
 from worker.handovers import Handovers
 from worker.loaded_engine import LoadedEngine, engine_facts
@@ -80,9 +80,13 @@ class Worker:
         self._meter = StepMeter(engine.cost_guess, tell=self.metrics.step)
         self._loop = self._make_loop(engine)
         halves, loop, post = self._halves, self._loop, self._outbox.post
-        self.duty = WorkerDuty(me, config.duty, halves.doors(), resize=halves.resize, steer=loop.steer, emit=post)
+        self.assignment = WorkerAssignment(
+            me, config.assignment, halves.listeners(), resize=halves.resize, steer=loop.steer, emit=post
+        )
         """What this worker does now."""
-        self._warm_ups = WarmUps(self.peers, lambda: self.duty.duty.role.prefills and not self.duty.draining)
+        self._warm_ups = WarmUps(
+            self.peers, lambda: self.assignment.assignment.role.prefills and not self.assignment.draining
+        )
         self._watchdog = Watchdog(
             config, loop=loop, halves=halves, cache=self._cache, checks=self._checks, on_stuck=self._die
         )
@@ -92,7 +96,7 @@ class Worker:
             halves=halves,
             loop=loop,
             meter=self._meter,
-            duty=self.duty,
+            assignment=self.assignment,
             watchdog=self._watchdog,
         )
         """What it says of itself."""
@@ -152,11 +156,11 @@ class Worker:
 
     # ---- the controller ----
 
-    def assume(self, meant: PeerRef, duty: Duty, grace_s: float) -> None:
-        """See `WorkerDuty.assume`; StaleEpoch if another run of a worker is meant."""
+    def assume(self, meant: PeerRef, assignment: Assignment, grace_s: float) -> None:
+        """See `WorkerAssignment.assume`; StaleEpoch if another run of a worker is meant."""
         if meant != self.me:
             raise StaleEpoch(f"{meant.worker_id}, incarnation {meant.incarnation}, is not here; look who serves now")
-        self.duty.assume(duty, grace_s)
+        self.assignment.assume(assignment, grace_s)
         self._warm_ups.look()
         self._wake()
 
@@ -167,13 +171,13 @@ class Worker:
     # ---- the end ----
 
     async def drain(self, grace_s: float) -> int:
-        """See `WorkerDuty.drain`."""
-        return await self.duty.drain(grace_s)
+        """See `WorkerAssignment.drain`."""
+        return await self.assignment.drain(grace_s)
 
     async def close(self) -> None:
         """Abort everything, end the loop, the handoffs and the connections, close the transport. Idempotent."""
         self._watchdog.stop()
-        self.duty.stop()
+        self.assignment.stop()
         await self._warm_ups.close()
         self._halves.abort_all()
         await asyncio.to_thread(self._loop.stop)
@@ -247,7 +251,7 @@ class Worker:
             decode=self._halves.decode,
             prefill=self._halves.prefill,
             max_step_tokens=config.engine.max_step_tokens,
-            duty=config.duty,
+            assignment=config.assignment,
             meter=self._meter,
             deadline_s=config.step_deadline,
             gather_s=config.gather_s,

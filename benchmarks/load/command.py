@@ -1,4 +1,4 @@
-"""Open-loop load through the front door: `python -m benchmarks.load --rates 1,2,4 --seconds 30`.
+"""Open-loop load through the router: `python -m benchmarks.load --rates 1,2,4 --seconds 30`.
 
 Requests leave when they are due, from several processes, against a running cluster (`--address`) or one of its own;
 `--trace FILE` replays a trace, otherwise arrivals and lengths are drawn. `--sweep RATE` raises the rate up to the knee.
@@ -158,8 +158,8 @@ def _stage(arguments: argparse.Namespace) -> tuple[AbstractContextManager[str], 
 
 @contextmanager
 def _own_cluster(model: ServedModel, settings: Figures) -> Iterator[str]:
-    with running_cluster(model, settings) as doors:
-        yield doors.grpc
+    with running_cluster(model, settings) as listeners:
+        yield listeners.grpc
 
 
 def measure(arguments: argparse.Namespace) -> Figures:

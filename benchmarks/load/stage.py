@@ -42,7 +42,7 @@ def _kinds() -> dict[str, type]:
 
 @contextmanager
 def running_cluster(model: ServedModel, settings: Settings) -> Iterator[Endpoints]:
-    """A cluster on free ports until the end of the block → its doors."""
+    """A cluster on free ports until the end of the block → its listeners."""
     served = {"model_name": model.name, "random_weights": model.random_weights, "grpc_port": 0, "http_port": 0}
     config = ClusterConfig(model.folder, **(served | dict(settings)))  # type: ignore[arg-type]  # checked by its fields
     cluster = Cluster.start(config)

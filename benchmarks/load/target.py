@@ -1,4 +1,4 @@
-"""The cluster under load, seen through its own door: what it serves, whether it is idle, how fast one request is."""
+"""The cluster under load, seen through its own listener: what it serves, whether it is idle, how fast one request is."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A router's door, and what it says of itself."""
+    """A router's listener, and what it says of itself."""
 
     address: str
     api_key: str

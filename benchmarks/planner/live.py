@@ -94,10 +94,10 @@ class Replay:
     def statics(self) -> tuple[Sizes, Statics]:
         """What each split keeps, of hours that were sized by what workers can do."""
         began = self.table.passed_s
-        with self.cluster(self.splits[0], PlannerConfig()) as doors:
+        with self.cluster(self.splits[0], PlannerConfig()) as listeners:
             self.start_s = self.table.passed_s - began
-            target = find_target(doors.grpc)
-            switch = Switch(doors, target, self.arguments.drain_seconds)
+            target = find_target(listeners.grpc)
+            switch = Switch(listeners, target, self.arguments.drain_seconds)
             statics = Statics(target, switch, self.clients, self.arguments.seed)
             self.table.say("serves")
             sizes, seconds = self.given or self.sized(statics), self.arguments.static_seconds
@@ -124,10 +124,10 @@ class Replay:
         self.beside_s = beside_s + _TAIL * sizes.slo.ttft_s
         return sizes
 
-    def planned(self, doors: Endpoints, sizes: Sizes, day: LiveDay) -> dict[str, Any]:
+    def planned(self, listeners: Endpoints, sizes: Sizes, day: LiveDay) -> dict[str, Any]:
         """The whole day."""
-        target, cell = find_target(doors.grpc), cell_of(sizes.slo)
-        with Watch(doors, self.table.say) as watch:
+        target, cell = find_target(listeners.grpc), cell_of(sizes.slo)
+        with Watch(listeners, self.table.say) as watch:
             report = ask(target, day.workload, cell, self.clients, where="planned", on_start=watch.start)
         met, due = day.met(report, cell)
         changes = [{**each, "at_s": round(each["at_s"] - day.dawn_s, 1)} for each in watch.changes]
@@ -206,11 +206,11 @@ def run(arguments: argparse.Namespace, table: Timetable) -> dict[str, Any]:
         raise InvalidArgument("--workers", f"{arguments.workers} have one split; three or more can be changed")
     replay = Replay(choose_model(arguments.model, arguments.shape), arguments, table, given(arguments))
     sizes, statics = replay.statics()
-    with replay.cluster(replay.splits[-1], PlannerConfig(PlannerMode.ON, sizes.window_s)) as doors:
-        touch(find_target(doors.grpc))
+    with replay.cluster(replay.splits[-1], PlannerConfig(PlannerMode.ON, sizes.window_s)) as listeners:
+        touch(find_target(listeners.grpc))
         day = replay.day(sizes)
         table.say(f"a day of {len(day.hours)} hours of {day.seconds:.1f} s, over in {day.end_s:.0f} s")
-        result = summary(replay, sizes, statics, day, replay.planned(doors, sizes, day))
+        result = summary(replay, sizes, statics, day, replay.planned(listeners, sizes, day))
         result["predicted"] = replay.predicted(sizes, day.seconds, statics.loads[-1].workload.seconds)
         if arguments.save:
             name = f"planner-live-{result['model']}-{arguments.workers}-workers"

@@ -1,4 +1,4 @@
-"""How fast a cluster's workers are: more comes at once than they can take, by the front door, and what they serve is
+"""How fast a cluster's workers are: more comes at once than they can take, by the router, and what they serve is
 counted while all of them are busy. The first burst of a kind only warms them up.
 """
 

@@ -83,7 +83,7 @@ class Run:
     def go(self) -> Tally:
         """Goodput of each hour; answers may end as late as they like, but those that never do are missed."""
         for request in self.day.requests(self.machine.model.max_context):
-            self.cluster.clock.at(request.due_s + NETWORK.door_s, lambda asked=request: self._arrive(asked))  # type: ignore[misc]
+            self.cluster.clock.at(request.due_s + NETWORK.ingress_s, lambda asked=request: self._arrive(asked))  # type: ignore[misc]
         self.cluster.clock.run(self.day.end_s + self.day.seconds)
         return self.tally
 
@@ -144,18 +144,20 @@ class PlannedRun(Run):
     def _apply(self, decision: Decision) -> None:
         """As the controller would: whoever has a role that is needed keeps it."""
         workers = {each.peer.worker_id: each for each in self.cluster.workers.values()}
-        roles = {worker_id: each.duty.wanted for worker_id, each in workers.items()}
-        duties = assign(Sharing(Mode.DISAGGREGATED, decision.split.prefill), roles)
-        flipped = [worker_id for worker_id, duty in duties.items() if duty.role is not roles[worker_id]]
+        roles = {worker_id: each.assignment.wanted for worker_id, each in workers.items()}
+        assignments = assign(Sharing(Mode.DISAGGREGATED, decision.split.prefill), roles)
+        flipped = [
+            worker_id for worker_id, assignment in assignments.items() if assignment.role is not roles[worker_id]
+        ]
         for worker_id in flipped:
-            workers[worker_id].duty.assume(duties[worker_id].role)
+            workers[worker_id].assignment.assume(assignments[worker_id].role)
         now = round(self.cluster.clock.now, 3)
         self.changes.append(Change(now, decision.split.text, len(flipped), decision.change, decision.reason))
 
     def _observe(self) -> Observation:
         workers = list(self.cluster.workers.values())
         loads = [each.load() for each in workers]
-        wanted = Counter(each.duty.wanted for each in workers)
+        wanted = Counter(each.assignment.wanted for each in workers)
         facts = self._facts()
         shed = [each for each in self._verdicts if each.outcome is Kind.SHED]
         offered = Offered(

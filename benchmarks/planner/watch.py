@@ -20,9 +20,9 @@ _LOOK_S = 0.5
 class Watch(AbstractContextManager["Watch"]):
     """Asks the controller twice a second; `changes` has what changed, `at_s` seconds after `start`."""
 
-    def __init__(self, doors: Endpoints, say: Callable[[str], None]) -> None:
+    def __init__(self, listeners: Endpoints, say: Callable[[str], None]) -> None:
         self.changes: list[dict[str, Any]] = []
-        self._controller = ControllerClient(doors.controller, doors.token)
+        self._controller = ControllerClient(listeners.controller, listeners.token)
         self._say = say
         self._over = threading.Event()
         self._began = time.monotonic()

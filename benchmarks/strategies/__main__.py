@@ -68,7 +68,7 @@ class Turn:
 class Cluster:
     """What is measured, where it is reached, and the table's cells on it."""
 
-    doors: Endpoints
+    listeners: Endpoints
     target: Target
     cells: Sequence[SloCell]
 
@@ -138,16 +138,16 @@ class Run:
             self._workload(turn.offer, turn.rate)
         if not self._time_for_a_load(known[0].row):
             return False
-        with running_cluster(self._model, self._settings) as doors:
-            target = find_target(doors.grpc)
-            switch = Switch(doors, target, self._arguments.drain_seconds)
+        with running_cluster(self._model, self._settings) as listeners:
+            target = find_target(listeners.grpc)
+            switch = Switch(listeners, target, self._arguments.drain_seconds)
             step_s = self._unloaded_step(target)
             for turn in self.missing():
                 if not self._time_for_a_load(turn.row):
                     return False
                 switch_s = switch.to(turn.row)
-                found = self._load(turn, Cluster(doors, target, standard_cells(step_s)))
-                self._keep(turn, target, found | {"switch_s": round(switch_s, 3), "costs": fitted_costs(doors)})
+                found = self._load(turn, Cluster(listeners, target, standard_cells(step_s)))
+                self._keep(turn, target, found | {"switch_s": round(switch_s, 3), "costs": fitted_costs(listeners)})
         return True
 
     def _load(self, turn: Turn, at: Cluster) -> Load:
@@ -164,9 +164,9 @@ class Run:
         settings = self._load_settings(slo_class)
         print(f"{turn.offer.name:>14} {turn.row.name:>18} {slo_class:>8} ", end="")
         fresh = replace(workload, seed=self._token_seed(turn, len(turn.part.loads()), place))
-        before = scraped(at.doors)
+        before = scraped(at.listeners)
         load = show(run_load(at.target, fresh, at.cells, settings)).as_result()
-        return load | {"steps": steps_of(Stretch(before, scraped(at.doors)))}
+        return load | {"steps": steps_of(Stretch(before, scraped(at.listeners)))}
 
     def _token_seed(self, turn: Turn, number: int, place: int) -> int:
         """Of load number `number` of a part, class number `place`: all parts share one cluster, and must not find each
@@ -201,16 +201,16 @@ class Run:
         return ends_at < self._ends_at
 
 
-def scraped(doors: Endpoints) -> Scrape:
+def scraped(listeners: Endpoints) -> Scrape:
     """What the cluster's metrics are now."""
-    return asyncio.run(scrape(doors.metrics, doors.metrics_key))
+    return asyncio.run(scrape(listeners.metrics, listeners.metrics_key))
 
 
-def fitted_costs(doors: Endpoints) -> dict[str, float] | None:
+def fitted_costs(listeners: Endpoints) -> dict[str, float] | None:
     """What steps have cost so far, as this cluster's workers have learned it: `CostParameters` by name; None if prompts
     or answers were not measured. What `benchmarks.simulation --fitted` goes by.
     """
-    found = fitted(scraped(doors))
+    found = fitted(scraped(listeners))
     return None if found is None else asdict(found)
 
 

@@ -30,8 +30,8 @@ def settings_for_all(extra: dict[str, object], device: str, workers: int) -> dic
 class Switch:
     """Of one cluster, which nobody else uses."""
 
-    def __init__(self, doors: Endpoints, target: Target, drain_s: float) -> None:
-        self._controller = ControllerClient(doors.controller, doors.token)
+    def __init__(self, listeners: Endpoints, target: Target, drain_s: float) -> None:
+        self._controller = ControllerClient(listeners.controller, listeners.token)
         self._router = RouterClient(target.address, target.api_key)
         self._target = target
         self._drain_s = drain_s

@@ -12,7 +12,7 @@ from benchmarks.load.target import find_target, touch
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
 from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
-from benchmarks.walls.look import Door, Finding, read, under
+from benchmarks.walls.look import Finding, Listener, read, under
 from telemetry import families as f
 from telemetry.scrape import Scrape
 from wire.errors import InvalidArgument
@@ -51,13 +51,13 @@ def measure(
     findings: list[Finding] = []
     limits: Limits = {}
     began = time.monotonic()
-    with running_cluster(model, settings_for(stage, chosen.device, workers)) as doors:
+    with running_cluster(model, settings_for(stage, chosen.device, workers)) as listeners:
         print(f"the cluster serves after {time.monotonic() - began:.0f} s", flush=True)
-        target, door = find_target(doors.grpc), Door(doors.metrics, doors.metrics_key)
+        target, listener = find_target(listeners.grpc), Listener(listeners.metrics, listeners.metrics_key)
         touch(target)
         for number, load in enumerate(loads):
             worker = worker_of(load.half, workers)
-            stretch = under(load, stage, target, door, chosen.seed + number)
+            stretch = under(load, stage, target, listener, chosen.seed + number)
             findings.append(read(load, worker, stretch))
             limits = told(stretch.now, worker)
             print(line(findings[-1]), flush=True)

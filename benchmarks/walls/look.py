@@ -25,7 +25,7 @@ _CUT_OFF_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class Listener:
     """Where all metrics of a cluster are, and the key."""
 
     address: str
@@ -81,29 +81,29 @@ def read(load: Load, worker: str, stretch: Stretch) -> Finding:
     return Finding(load, worker, figures, diagnose(figures), rates)
 
 
-def under(load: Load, stage: Stage, target: Target, door: Door, seed: int) -> Stretch:
+def under(load: Load, stage: Stage, target: Target, listener: Listener, seed: int) -> Stretch:
     """What two scrapes amid the load see. The cluster is idle before. Unavailable if the load does not reach it."""
     wait_until_idle(target, _IDLE_WITHIN_S)
     workload = load.workload(stage.load_s, seed)
     settings = LoadSettings(clients=_CLIENTS, drain_s=_CUT_OFF_S)
     with ThreadPoolExecutor(1, "load") as pool:
         running = pool.submit(run_load, target, workload, (), settings)
-        stretch = asyncio.run(_look(load, stage, door, running))
+        stretch = asyncio.run(_look(load, stage, listener, running))
         running.result()
     return stretch
 
 
-async def _look(load: Load, stage: Stage, door: Door, running: Future[LoadReport]) -> Stretch:
+async def _look(load: Load, stage: Stage, listener: Listener, running: Future[LoadReport]) -> Stretch:
     give_up = time.monotonic() + _BEGINS_WITHIN_S
-    while _requests(await door.scrape()) < load.begun:
+    while _requests(await listener.scrape()) < load.begun:
         if running.done() or time.monotonic() > give_up:
             running.result(timeout=0)  # what ended it says more
             raise Unavailable("the load has not reached the router")
         await asyncio.sleep(_POLL_S)
     await asyncio.sleep(stage.settle_s)
-    before = await door.scrape()
+    before = await listener.scrape()
     await asyncio.sleep(stage.look_s)
-    return Stretch(before, await door.scrape())
+    return Stretch(before, await listener.scrape())
 
 
 def _requests(now: Scrape) -> float:

@@ -143,7 +143,7 @@ def shown_key(api_key: str, api_key_file: str) -> str:
     return first_key("--api-key-file", api_key, api_key_file)
 
 
-def metrics_door(address: str, key: str, key_file: str = "") -> tuple[str, str]:
+def metrics_server(address: str, key: str, key_file: str = "") -> tuple[str, str]:
     """Where the metrics are, and what opens them. Unavailable if neither is given and no cluster runs."""
     from cli.connection.secret_files import one_key
     from cli.connection.state import newest

@@ -163,7 +163,7 @@ def check_port(option: str, host: str, port: int, ours: dict[int, int]) -> Check
     return Check(name, Level.FAIL, problem, f"start with {option} and another port, or 0 for any free one")
 
 
-def check_doors(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
+def check_listeners(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) -> list[Check]:
     """The router's address and, if it can listen there, its ports."""
     if (problem := host_problem(host)) is not None:
         return [Check(f"host {host!r}", Level.FAIL, problem, "give --host an address of this machine, like 127.0.0.1")]
@@ -224,7 +224,7 @@ def all_checks(host: str, grpc_port: int, http_port: int, ours: dict[int, int]) 
         lambda: [check_python(), check_import_names(), check_cores(), check_shared_memory(), check_ray()],
         lambda: [check_torch(), check_gpu()],
         check_transfer,
-        lambda: check_doors(host, grpc_port, http_port, ours),
+        lambda: check_listeners(host, grpc_port, http_port, ours),
         check_command_lines,
         lambda: [check_default_model()],
     ]

@@ -30,7 +30,7 @@ def doctor(
 
     check_ports(grpc_port, http_port)
     clusters = running()
-    ours = {int(door.rpartition(":")[2]): one.pid for one in clusters for door in (one.grpc, one.http)}
+    ours = {int(listener.rpartition(":")[2]): one.pid for one in clusters for listener in (one.grpc, one.http)}
     groups = all_checks(host, grpc_port, http_port, ours)
     groups += [lambda: [check_ucx_environment()], lambda: check_running_clusters(clusters)]
     console, failed = Console(soft_wrap=True, highlight=False), False

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_door
+from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_server
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def top(
     import asyncio
     import contextlib
 
-    address, key = metrics_door(metrics, metrics_key, metrics_key_file)
+    address, key = metrics_server(metrics, metrics_key, metrics_key_file)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_watch(address, key, interval, once=once))
 
@@ -63,7 +63,7 @@ async def scrape(address: str, key: str) -> Scrape:
     """The whole cluster, now."""
     import time
 
-    from telemetry.door import METRICS_PATH, fetch
+    from telemetry.metrics_server import METRICS_PATH, fetch
     from telemetry.scrape import Scrape
 
     return Scrape(await fetch(address, METRICS_PATH, key, timeout_s=5.0), time.monotonic())

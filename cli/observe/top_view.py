@@ -1,4 +1,4 @@
-"""One picture of a cluster for `tandem top`: front door, promises, phases, workers, in the order of a request."""
+"""One picture of a cluster for `tandem top`: router, promises, phases, workers, in the order of a request."""
 
 from rich.console import Group
 from rich.table import Table

@@ -57,7 +57,7 @@ async def _ask(request_id: str, slow: bool, router: str, key: str) -> tuple[list
     from urllib.parse import quote
 
     from cli.connection.state import newest
-    from telemetry.door import TRACES_PATH, fetch
+    from telemetry.metrics_server import TRACES_PATH, fetch
     from wire.convert import traces_from_json
 
     if not router:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_door
+from cli.connection.options import Metrics, MetricsKey, MetricsKeyFile, metrics_server
 from cli.plain_errors import plain_errors
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def why(
     from cli.observe.top import scrape
     from telemetry.scrape import Stretch
 
-    address, key = metrics_door(metrics, metrics_key, metrics_key_file)
+    address, key = metrics_server(metrics, metrics_key, metrics_key_file)
 
     async def look() -> Stretch:
         before = await scrape(address, key)

@@ -56,5 +56,5 @@ def mode(
         )
     )
     for info in workers:
-        print(f"{info.peer.worker_id}: {info.role}, {info.duty.steps if info.duty else 'as started'}")
+        print(f"{info.peer.worker_id}: {info.role}, {info.assignment.steps if info.assignment else 'as started'}")
     print(f"the cluster is {name} now, after {seconds:.1f} s")

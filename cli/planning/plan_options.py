@@ -120,7 +120,7 @@ class CostOptions:
         """None = nobody has fitted any. FailedPrecondition for a cluster that has not yet, Unavailable for none."""
         import asyncio
 
-        from cli.connection.options import metrics_door
+        from cli.connection.options import metrics_server
         from cli.observe.top import scrape
         from planner.reading import fitted
         from simulation.hardware import read_costs
@@ -130,7 +130,7 @@ class CostOptions:
             return read_costs(self.costs, "--from")
         if not self.live:
             return None
-        found = fitted(asyncio.run(scrape(*metrics_door("", ""))))
+        found = fitted(asyncio.run(scrape(*metrics_server("", ""))))
         if found is None:
             raise FailedPrecondition(
                 "the running cluster has not measured prompts and answers yet; send it some requests"

@@ -46,14 +46,14 @@ class LimitOptions:
     def apply(self, config: ClusterConfig) -> ClusterConfig:
         """The same cluster, with these settings. InvalidArgument names an option."""
         from wire.errors import InvalidArgument
-        from wire.limits.listener_limits import DoorLimits
+        from wire.limits.listener_limits import ListenerLimits
 
         if self.max_messages < 1:
             raise InvalidArgument("--max-messages", f"is {self.max_messages}, it must be above 0")
-        values = {each.name: getattr(self, each.name.removesuffix("_s")) for each in fields(DoorLimits)}
+        values = {each.name: getattr(self, each.name.removesuffix("_s")) for each in fields(ListenerLimits)}
         try:
-            doors = DoorLimits(**values)
-            return replace(config, doors=doors, max_messages=self.max_messages)
+            listeners = ListenerLimits(**values)
+            return replace(config, listeners=listeners, max_messages=self.max_messages)
         except InvalidArgument as error:
             option = f"--{error.field.removesuffix('_s').replace('_', '-')}"
             raise InvalidArgument(option, error.message.partition(": ")[2]) from error

@@ -1,4 +1,4 @@
-"""What `tandem up` can tell before anything is started: doors, device, memory. Each refusal names its option."""
+"""What `tandem up` can tell before anything is started: listeners, device, memory. Each refusal names its option."""
 
 import os
 
@@ -16,7 +16,7 @@ from wire.security.credentials import check_guarded
 LOOPBACK = "127.0.0.1"
 
 
-def check_doors(config: ClusterConfig) -> None:
+def check_listeners(config: ClusterConfig) -> None:
     """InvalidArgument that names the option of an address that is not this machine's, or is open to everybody, or of a
     port that is taken.
     """

@@ -18,7 +18,7 @@ from cli.requests.answering import answer_one
 from cli.requests.timeline_table import timeline_table
 from cli.start.preflight import (
     check_device,
-    check_doors,
+    check_listeners,
     check_memory,
     check_network,
     check_page,
@@ -52,7 +52,7 @@ def serve(config: ClusterConfig, model: Path | None, first: FirstPrompt | None, 
     """
     console = Console(highlight=False, soft_wrap=True)
     with _one_interrupt():
-        check_doors(config)
+        check_listeners(config)
         check_network(config)
         check_memory(config)
         warn_if_open(config)

@@ -7,8 +7,8 @@ from cli.plain_errors import plain_errors
 from cli.start.limit_options import LimitOptions
 from cli.start.up_options import (
     ClusterOptions,
-    DoorOptions,
     FirstPromptOptions,
+    ListenerOptions,
     OutlivingOptions,
     PlaceOptions,
     PlannerOptions,
@@ -36,7 +36,7 @@ def up(
     hardware: HardwareOptions,
     places: PlaceOptions,
     planner: PlannerOptions,
-    doors: DoorOptions,
+    listeners: ListenerOptions,
     limits: LimitOptions,
     outliving: OutlivingOptions,
     service: ServiceOptions,
@@ -54,7 +54,7 @@ def up(
     roles, engine = choose_hardware(roles, engine, joined=bool(places.address))
     config = ClusterConfig(Path())
     groups: tuple[ClusterOptions, ...]
-    groups = (model, roles, steps, engine, transfer, hardware, places, planner, doors, limits, outliving, service)
+    groups = (model, roles, steps, engine, transfer, hardware, places, planner, listeners, limits, outliving, service)
     for group in groups:
         config = group.apply(config)
     first = answer.first(sampling)

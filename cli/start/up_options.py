@@ -1,4 +1,4 @@
-"""What `tandem up` may be told of the cluster around its workers: its places, planner, doors and promises."""
+"""What `tandem up` may be told of the cluster around its workers: its places, planner, listeners and promises."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class PlannerOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DoorOptions:
+class ListenerOptions:
     """Where clients, operators and metrics find the cluster, and with which keys."""
 
     host: Annotated[

@@ -50,7 +50,7 @@ class LeaderElection:
         self._stopped = False
         self._heeding: asyncio.Task[None] | None = None
         self.successor = ""
-        """The door of the controller that keeps the workers instead, host:port; empty = it is here, or unknown."""
+        """The listener of the controller that keeps the workers instead, host:port; empty = it is here, or unknown."""
         self.kept_at = ""
         """The same as it was known last; empty = here."""
         self._changed = asyncio.Event()

@@ -41,7 +41,7 @@ async def mirror(address: str, token: str, registry: Registry) -> None:
 class ForwardingServicer(ClusterServicer):
     """Answers itself as long as the workers are its controller's; else the one that keeps them does.
 
-    `elsewhere` waits until that is clear, and gives the door of another controller, or "".
+    `elsewhere` waits until that is clear, and gives the listener of another controller, or "".
     """
 
     def __init__(

@@ -99,12 +99,12 @@ async def _clear() -> Cleared:
 
 async def _who_lives(others: Collection[OtherController]) -> str:
     """In words that say what to do."""
-    doors = await asyncio.gather(*(_door(each) for each in others))
-    where = ", ".join(f"its controller is {door}" for door in doors)
+    listeners = await asyncio.gather(*(_listener(each) for each in others))
+    where = ", ".join(f"its controller is {listener}" for listener in listeners)
     return f"`tandem up` serves with these workers, {where}; stop it there, with Ctrl-C or `tandem down`"
 
 
-async def _door(controller: OtherController) -> str:
+async def _listener(controller: OtherController) -> str:
     try:
         async with asyncio.timeout(ANSWER_S):
             return f"at {await controller.settled()}"

@@ -1,6 +1,6 @@
 """What each worker is to do, and who sees to it that it does.
 
-A worker that registers with another duty than it is to have is told so, whenever that is: after a change, and after a
+A worker that registers with another assignment than it is to have is told so, whenever that is: after a change, and after a
 restart that crossed one. A change of mode goes in three steps, so that at every moment somebody takes every kind of
 work: all halves that are going to be needed open; routers change their mode; what is not needed any more closes. That
 last step may take as long as answers do, and nothing else waits for it: another change, or a worker that leaves, begins
@@ -15,23 +15,23 @@ from dataclasses import replace
 from cluster.supervision.modes import ModeChange, Sharing, assign
 from cluster.supervision.registry import Registry
 from wire.errors import DeadlineExceeded, FailedPrecondition, TandemError
-from wire.messages import Duty, Membership, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, Membership, PeerRef, Role, WorkerInfo
 from wire.mode import Mode
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
-"""Before a worker that did not take its duty is told again."""
+"""Before a worker that did not take its assignment is told again."""
 OPEN_S = 10.0
 """Within which all workers open the halves that a new mode needs, else nothing changes."""
 SETTLE_S = 35.0
 """After the grace, in which halves give up what they still have: a transfer may take 30 s to be over."""
 
-Tell = Callable[[WorkerInfo, Duty, float], Awaitable[None]]
-"""Tell a worker its duty, and how many seconds halves that close have for what they have. TandemError if it fails."""
+Tell = Callable[[WorkerInfo, Assignment, float], Awaitable[None]]
+"""Tell a worker its assignment, and how many seconds halves that close have for what they have. TandemError if it fails."""
 
 
-class Duties:
+class Assignments:
     """The wanted state of all workers. `run` keeps the real one at it."""
 
     def __init__(self, registry: Registry, sharing: Sharing, roles: Mapping[str, Role], tell: Tell) -> None:
@@ -40,11 +40,11 @@ class Duties:
         """How the workers share the work now."""
         self._registry = registry
         self._tell = tell
-        self._wanted = {worker_id: sharing.duty(role) for worker_id, role in roles.items()}
+        self._wanted = {worker_id: sharing.assignment(role) for worker_id, role in roles.items()}
         self._away: dict[str, Role] = {}
         """Who does not serve and is not counted by `sharing`, with the part that it plays when it does."""
         self._grace_s = 0.0
-        self._told: dict[PeerRef, Duty] = {}
+        self._told: dict[PeerRef, Assignment] = {}
         self._telling: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()
         registry.set_mode(sharing.mode)
@@ -53,19 +53,19 @@ class Duties:
         """Begin anew with workers that have these roles now, or start with them; who has one that is needed keeps it.
         Those who are `away` do not serve until they are back.
         """
-        duties = assign(sharing, roles)
-        self._wanted, self._told = duties, {}
-        self._away = {worker_id: duties[worker_id].role for worker_id in away}
+        assignments = assign(sharing, roles)
+        self._wanted, self._told = assignments, {}
+        self._away = {worker_id: assignments[worker_id].role for worker_id in away}
         for part in self._away.values():
             sharing = _counting(sharing, part, -1)
         self.sharing = sharing
         here = self._here()
         if not all(_played(half, here.values()) for half in (Role.PREFILL, Role.DECODE)):
-            self._wanted.update({each: replace(duty, role=Role.BOTH) for each, duty in here.items()})
+            self._wanted.update({each: replace(assignment, role=Role.BOTH) for each, assignment in here.items()})
         self._registry.set_mode(sharing.mode)
         self._look()
 
-    def wanted(self, worker_id: str) -> Duty:
+    def wanted(self, worker_id: str) -> Assignment:
         """What this worker is to do, whether it runs or not: it starts with that."""
         return self._wanted[worker_id]
 
@@ -76,7 +76,7 @@ class Duties:
 
     def expect(self, worker_id: str, role: Role) -> None:
         """A new worker will serve some day; then `is_back`."""
-        self._wanted[worker_id] = self.sharing.duty(role)
+        self._wanted[worker_id] = self.sharing.assignment(role)
         self._away[worker_id] = role
 
     def forget(self, worker_id: str) -> None:
@@ -121,15 +121,15 @@ class Duties:
     async def _share(self, sharing: Sharing, grace_s: float) -> None:
         """Let all who are here share the work so, and the others once they are back; halves may still close then."""
         before = self._here()
-        duties = assign(sharing, {worker_id: duty.role for worker_id, duty in before.items()})
+        assignments = assign(sharing, {worker_id: assignment.role for worker_id, assignment in before.items()})
         self._grace_s = grace_s
-        await self._open(before, duties)
+        await self._open(before, assignments)
         self.sharing = sharing
         self._registry.set_mode(sharing.mode)
         for worker_id, part in self._away.items():
             self._away[worker_id] = _at_home(sharing, part)
-            self._wanted[worker_id] = sharing.duty(self._away[worker_id])
-        self._want(duties)
+            self._wanted[worker_id] = sharing.assignment(self._away[worker_id])
+        self._want(assignments)
 
     async def stand_in_for(self, worker_id: str) -> None:
         """This worker is about to leave: whoever is there opens the halves that nobody else would have open."""
@@ -143,7 +143,9 @@ class Duties:
             missing = [half for half in (Role.PREFILL, Role.DECODE) if not _played(half, before.values())]
             if missing and before:
                 try:
-                    await self._open(before, {each: replace(duty, role=Role.BOTH) for each, duty in before.items()})
+                    await self._open(
+                        before, {each: replace(assignment, role=Role.BOTH) for each, assignment in before.items()}
+                    )
                 except DeadlineExceeded:
                     del self._away[worker_id]
                     self.sharing = sharing
@@ -156,15 +158,15 @@ class Duties:
             if part is None:
                 return
             self.sharing = _counting(self.sharing, part, 1)
-            here = {each: duty.role for each, duty in self._here().items()}
+            here = {each: assignment.role for each, assignment in self._here().items()}
             if not (self.sharing.mode is Mode.DISAGGREGATED and 1 <= self.sharing.prefill < len(here)):
                 return
             self._want(assign(self.sharing, here))
         await self._settle(self._grace_s)
 
-    def _here(self) -> dict[str, Duty]:
+    def _here(self) -> dict[str, Assignment]:
         """What those do who are not away."""
-        return {each: duty for each, duty in self._wanted.items() if each not in self._away}
+        return {each: assignment for each, assignment in self._wanted.items() if each not in self._away}
 
     def _part(self, worker_id: str) -> Role:
         """Of its own, where stand-ins play both: they are there because nobody else plays the other."""
@@ -173,9 +175,14 @@ class Duties:
             return role
         return Role.PREFILL if self.sharing.prefill else Role.DECODE
 
-    async def _open(self, before: Mapping[str, Duty], duties: Mapping[str, Duty]) -> None:
+    async def _open(self, before: Mapping[str, Assignment], assignments: Mapping[str, Assignment]) -> None:
         """Both what workers do and what they are going to do."""
-        self._want({each: replace(duty, role=duty.role | before[each].role) for each, duty in duties.items()})
+        self._want(
+            {
+                each: replace(assignment, role=assignment.role | before[each].role)
+                for each, assignment in assignments.items()
+            }
+        )
         late = await self._late(lambda info: not _opened(info, self._wanted[info.peer.worker_id]), OPEN_S)
         if late:
             self._want(before)
@@ -187,33 +194,33 @@ class Duties:
         if late:
             raise DeadlineExceeded(f"the mode has changed; {late} still finishes what it had, and follows then")
 
-    def _want(self, duties: Mapping[str, Duty]) -> None:
-        self._wanted.update(duties)
+    def _want(self, assignments: Mapping[str, Assignment]) -> None:
+        self._wanted.update(assignments)
         self._look()
 
     def _look(self) -> None:
-        """Tell those who register with another duty than is wanted of them."""
+        """Tell those who register with another assignment than is wanted of them."""
         members = self._registry.membership().workers
         self._told = {info.peer: told for info in members if (told := self._told.get(info.peer)) is not None}
         for info in members:
-            duty = self._wanted.get(info.peer.worker_id)
-            if duty is None or info.open is None or duty == self._told.get(info.peer, info.duty):
+            assignment = self._wanted.get(info.peer.worker_id)
+            if assignment is None or info.open is None or assignment == self._told.get(info.peer, info.assignment):
                 continue
-            self._told[info.peer] = duty
-            task = asyncio.ensure_future(self._tell_until_heard(info, duty))
+            self._told[info.peer] = assignment
+            task = asyncio.ensure_future(self._tell_until_heard(info, assignment))
             self._telling.add(task)
             task.add_done_callback(self._telling.discard)
 
-    async def _tell_until_heard(self, info: WorkerInfo, duty: Duty) -> None:
+    async def _tell_until_heard(self, info: WorkerInfo, assignment: Assignment) -> None:
         """Or until another is wanted, or it is gone."""
-        while self._told.get(info.peer) == duty:
+        while self._told.get(info.peer) == assignment:
             try:
-                await self._tell(info, duty, self._grace_s)
+                await self._tell(info, assignment, self._grace_s)
                 return
             except TandemError as error:
-                log.warning("%s was not told its duty, %s: %s", info.peer.worker_id, duty, error.message)
+                log.warning("%s was not told its assignment, %s: %s", info.peer.worker_id, assignment, error.message)
             except Exception:
-                log.exception("%s was not told its duty, %s", info.peer.worker_id, duty)
+                log.exception("%s was not told its assignment, %s", info.peer.worker_id, assignment)
             await asyncio.sleep(RETRY_S)
 
     async def _late(self, is_late: Callable[[WorkerInfo], bool], within_s: float) -> str:
@@ -248,15 +255,17 @@ def _at_home(sharing: Sharing, role: Role) -> Role:
     return Role.DECODE if role is Role.BOTH else role
 
 
-def _played(half: Role, duties: Iterable[Duty]) -> bool:
-    return any(duty.role | half is duty.role for duty in duties)
+def _played(half: Role, assignments: Iterable[Assignment]) -> bool:
+    return any(assignment.role | half is assignment.role for assignment in assignments)
 
 
-def _opened(info: WorkerInfo, duty: Duty) -> bool:
+def _opened(info: WorkerInfo, assignment: Assignment) -> bool:
     """Whether it takes at least this work, in such steps."""
-    return info.open is not None and info.open | duty.role is info.open and info.duty == duty
+    return info.open is not None and info.open | assignment.role is info.open and info.assignment == assignment
 
 
-def _settled(info: WorkerInfo, duties: Mapping[str, Duty]) -> bool:
-    duty = duties.get(info.peer.worker_id)
-    return duty is None or (info.duty == duty and info.closing is None and info.role is duty.role)
+def _settled(info: WorkerInfo, assignments: Mapping[str, Assignment]) -> bool:
+    assignment = assignments.get(info.peer.worker_id)
+    return assignment is None or (
+        info.assignment == assignment and info.closing is None and info.role is assignment.role
+    )

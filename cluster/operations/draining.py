@@ -3,7 +3,7 @@
 import logging
 from typing import Protocol
 
-from cluster.operations.assignments import Duties
+from cluster.operations.assignments import Assignments
 from cluster.supervision.health import Phase
 from cluster.supervision.process_supervisor import ProcessSupervisor
 from cluster.supervision.registry import Registry
@@ -25,9 +25,9 @@ class Drains(Protocol):
 class Draining:
     """Sees to the drains that run. Belongs to the event loop."""
 
-    def __init__(self, registry: Registry, duties: Duties, workers: Drains) -> None:
+    def __init__(self, registry: Registry, assignments: Assignments, workers: Drains) -> None:
         self._registry = registry
-        self._duties = duties
+        self._assignments = assignments
         self._workers = workers
         self._running: set[ProcessSupervisor] = set()
 
@@ -56,7 +56,7 @@ class Draining:
         """Let it finish what it has, and end it after `grace_s` seconds; returns when its process is gone."""
         self._running.add(keeper)
         try:
-            await self._duties.stand_in_for(keeper.name)
+            await self._assignments.stand_in_for(keeper.name)
             keeper.retire()
             await self._drained(keeper, info, grace_s)
         finally:

@@ -29,7 +29,7 @@ class HandoverState:
     slots: tuple[Slot, ...]
     sharing: Sharing
     roles: Mapping[str, Role]
-    """Of each, as it is now or starts; `Duties` makes of them what `sharing` needs."""
+    """Of each, as it is now or starts; `Assignments` makes of them what `sharing` needs."""
     away: tuple[str, ...] = ()
     """Those that are not to be started for now."""
     surplus: bool = False

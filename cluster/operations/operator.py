@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from cluster.background import begin
-from cluster.operations.assignments import Duties
+from cluster.operations.assignments import Assignments
 from cluster.operations.draining import END_S, Draining, Drains
 from cluster.operations.handover_state import Handover
 from cluster.operations.worker_slots import Fleet
@@ -38,17 +38,17 @@ class Operator:
     def __init__(
         self,
         registry: Registry,
-        duties: Duties,
+        assignments: Assignments,
         fleet: Fleet,
         workers: Drains,
         node_is_up: Callable[[str], Awaitable[bool]],
     ) -> None:
         """`node_is_up` says whether a node, by its address, is in the cluster."""
         self._registry = registry
-        self._duties = duties
+        self._assignments = assignments
         self._fleet = fleet
         self._keepers = fleet.keepers
-        self._draining = Draining(registry, duties, workers)
+        self._draining = Draining(registry, assignments, workers)
         self._node_is_up = node_is_up
         self._awaited: set[ProcessSupervisor] = set()
         """Of workers that do not serve yet, or not again, but will."""
@@ -95,8 +95,8 @@ class Operator:
                 self._go_on_with(self._come_back_elsewhere(keeper, node))
 
     async def set_mode(self, change: ModeChange) -> tuple[WorkerInfo, ...]:
-        """See `Duties.set_mode`; returns the workers as they are now."""
-        await self._to_its_end(self._duties.set_mode(change))
+        """See `Assignments.set_mode`; returns the workers as they are now."""
+        await self._to_its_end(self._assignments.set_mode(change))
         return self._registry.membership().workers
 
     async def drain_worker(
@@ -138,7 +138,7 @@ class Operator:
         async with self._one_size_at_a_time:
             here, awaited = await self._who_counts()
             now = Counter([*here.values(), *awaited.values()])
-            steps = Steps.to(change.over(self._duties.sharing.mode, now), here, awaited)
+            steps = Steps.to(change.over(self._assignments.sharing.mode, now), here, awaited)
             for slot in self._fleet.new_slots(steps.add):
                 self._begin(slot)
             results = await asyncio.gather(
@@ -146,11 +146,11 @@ class Operator:
             )
             for error in filter(None, results):
                 raise error
-            await self._duties.flip(steps.into_prefill, change.grace_s)
+            await self._assignments.flip(steps.into_prefill, change.grace_s)
 
     async def _who_counts(self) -> tuple[dict[str, Role], dict[str, Role]]:
         """Workers with their parts, who should leave first in front: those who served before, and those awaited."""
-        parts = await self._duties.parts()
+        parts = await self._assignments.parts()
         here, awaited = {}, {}
         newest_first = list(self._keepers.items())[::-1]
         for name, keeper in sorted(newest_first, key=lambda each: _worth(each[1])):
@@ -161,7 +161,7 @@ class Operator:
         return here, awaited
 
     def _begin(self, slot: Slot) -> None:
-        self._duties.expect(slot.worker_id, slot.role)
+        self._assignments.expect(slot.worker_id, slot.role)
         keeper = self._fleet.add(slot)
         self._awaited.add(keeper)
         self._go_on_with(self._arrive(keeper))
@@ -176,7 +176,7 @@ class Operator:
         """Until it serves, or has been given up."""
         try:
             await keeper.until(Phase.SERVING)
-            await self._duties.is_back(keeper.name)
+            await self._assignments.is_back(keeper.name)
         except TandemError as error:
             log.info("%s: %s", keeper.name, error.message)
         finally:
@@ -198,9 +198,9 @@ class Operator:
         else:
             if keeper.phase is Phase.DRAINING:
                 await keeper.until(Phase.DRAINED, grace_s + END_S)
-            await self._duties.stand_in_for(worker_id)
+            await self._assignments.stand_in_for(worker_id)
         await self._fleet.remove(worker_id)
-        self._duties.forget(worker_id)
+        self._assignments.forget(worker_id)
         self._awaited.discard(keeper)
 
     async def _drain(self, keeper: ProcessSupervisor, grace_s: float, *, force: bool) -> None:

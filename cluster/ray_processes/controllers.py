@@ -28,7 +28,7 @@ class OtherController(ABC):
 
     @abstractmethod
     async def settled(self) -> str:
-        """Wait until it keeps all workers that it could, or follows another that does; where its door is, host:port."""
+        """Wait until it keeps all workers that it could, or follows another that does; where its listener is, host:port."""
 
     @abstractmethod
     async def ended(self) -> None:

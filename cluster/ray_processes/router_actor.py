@@ -54,7 +54,7 @@ class RouterActor:
         """The event loop that answers this is the one that serves clients."""
 
     async def start(self) -> "RouterEndpoints":
-        """Open both doors and say where they are."""
+        """Open gRPC and HTTP and say where they are."""
         take_short_turns()
         from router.server import RouterServer
 
@@ -66,14 +66,14 @@ class RouterActor:
 
     async def progress(self) -> tuple[str, float]:
         """A router starts in one go."""
-        return "opening the doors", 0.0
+        return "opening the listeners", 0.0
 
     async def run(self) -> None:
         """Pending until `stop`."""
         await self._stopped.wait()
 
     async def stop(self) -> None:
-        """Close both doors; what is still in flight after the grace ends with UNAVAILABLE."""
+        """Close gRPC and HTTP; what is still in flight after the grace ends with UNAVAILABLE."""
         if self._server is not None:
             await self._server.stop(self._stop_grace_s)
         self._stopped.set()
@@ -90,19 +90,19 @@ class RouterProcess:
         self.grpc_address = ""
         self.http_address = ""
         self.on_open: Callable[[str], None] = lambda _: None
-        """Hears the HTTP door's address each time it opened."""
+        """Hears the HTTP listener's address each time it opened."""
 
     async def spawn(self, incarnation: int) -> Process:
-        """A new router process; it keeps the doors of the one before."""
+        """A new router process; it keeps the listeners of the one before."""
         options = {"name": f"router-{incarnation}", "num_cpus": 0, "scheduling_strategy": on_this_node()}
         cluster = self._cluster
         settings = self._config(incarnation), incarnation, cluster.log_of("router"), cluster.stop_grace_s
         actor = actor_class(RouterActor).options(**options).remote(*settings)
         return RayProcess(actor, on_start=self._opened)
 
-    def _opened(self, doors: "RouterEndpoints") -> None:
-        self.grpc_address, self.http_address = doors.grpc_address, doors.http_address
-        self.on_open(doors.http_address)
+    def _opened(self, listeners: "RouterEndpoints") -> None:
+        self.grpc_address, self.http_address = listeners.grpc_address, listeners.http_address
+        self.on_open(listeners.http_address)
 
     def _config(self, incarnation: int) -> "RouterConfig":
         from router.config import RouterConfig
@@ -117,7 +117,7 @@ class RouterProcess:
             api_keys=self._cluster.api_keys,
             allowed_origins=self._cluster.allowed_origins,
             strict_requests=self._cluster.strict_requests,
-            doors=self._cluster.doors,
+            listeners=self._cluster.listeners,
             max_messages=self._cluster.max_messages,
             metrics_key=self._cluster.metrics_key,
             otlp_endpoint=self._cluster.otlp_endpoint,

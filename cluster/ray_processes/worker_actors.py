@@ -10,7 +10,7 @@ from cluster.ray_processes.orphaned_workers import OrphanedWorker, give_back, is
 from cluster.ray_processes.ray_process import RayProcess, actor_class
 from cluster.supervision.process_supervisor import Process
 from cluster.supervision.roles import GPU, Slot, bundle
-from wire.messages import Duty
+from wire.messages import Assignment
 from wire.security.credentials import metrics_key_of
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class WorkerActors:
         self._token = token
         self._groups: dict[str, Any] = {}
 
-    async def spawn(self, slot: Slot, duty: Duty, incarnation: int) -> Process:
-        """A new process for `slot`, which does `duty` until it is told otherwise."""
+    async def spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
+        """A new process for `slot`, which does `assignment` until it is told otherwise."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from worker.actor import WorkerActor
@@ -61,7 +61,7 @@ class WorkerActors:
         }
         if self._cluster.workers_outlive_s:
             options["lifetime"] = "detached"
-        settings = self.config(slot, duty), incarnation, self._cluster.log_of(slot.worker_id)
+        settings = self.config(slot, assignment), incarnation, self._cluster.log_of(slot.worker_id)
         actor = actor_class(WorkerActor).options(**options).remote(*settings)
         return RayProcess(actor, partial(self._on_metrics, slot), partial(self._placed, slot))
 
@@ -104,7 +104,7 @@ class WorkerActors:
         self._groups[slot.worker_id] = group
         return group
 
-    def config(self, slot: Slot, duty: Duty) -> "WorkerConfig":
+    def config(self, slot: Slot, assignment: Assignment) -> "WorkerConfig":
         """What a worker of `slot` is started with."""
         from engine.config import EngineConfig
         from worker.config import WorkerConfig
@@ -124,7 +124,7 @@ class WorkerActors:
         )
         return WorkerConfig(
             worker_id=slot.worker_id,
-            role=duty.role,
+            role=assignment.role,
             engine=engine,
             model_name=cluster.model_name or cluster.model.name,
             controller_address=self.controller_address,
@@ -137,9 +137,9 @@ class WorkerActors:
             lease_s=cluster.kv_lease_s,
             transfer_deadline_s=cluster.kv_transfer_deadline_s,
             quarantine_share_max=cluster.kv_quarantine_share,
-            step_policy=duty.step_policy,
-            step_budget=duty.step_budget,
-            itl_target_s=duty.itl_target_s,
+            step_policy=assignment.step_policy,
+            step_budget=assignment.step_budget,
+            itl_target_s=assignment.itl_target_s,
             ceilings=cluster.ceilings,
             outlive_s=cluster.workers_outlive_s,
             gather_s=_CPU_GATHER_S if slot.device == "cpu" else 0.0,

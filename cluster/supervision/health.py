@@ -45,7 +45,7 @@ class Health:
 
 @dataclass(frozen=True, slots=True)
 class ClusterHealth:
-    """The router, where its doors are (empty until they first opened), and the workers in the order of the plan."""
+    """The router, where its listeners are (empty until they first opened), and the workers in the order of the plan."""
 
     router: Health
     grpc_address: str

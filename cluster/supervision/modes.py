@@ -1,11 +1,11 @@
-"""How the workers of a cluster share the work, and which duty that gives to each."""
+"""How the workers of a cluster share the work, and which assignment that gives to each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cluster.config import ClusterConfig
 from wire.errors import InvalidArgument
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 
@@ -34,9 +34,9 @@ class Sharing:
         prefill = config.prefill if mode is Mode.DISAGGREGATED else 0
         return cls(mode, prefill, PolicyName(config.step_policy), config.step_budget, config.itl_target_s)
 
-    def duty(self, role: Role) -> Duty:
+    def assignment(self, role: Role) -> Assignment:
         """Of a worker with this role."""
-        return Duty(role, self.step_policy, self.step_budget, self.itl_target_s)
+        return Assignment(role, self.step_policy, self.step_budget, self.itl_target_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class ModeChange:
         return prefill
 
 
-def assign(sharing: Sharing, roles: Mapping[str, Role]) -> dict[str, Duty]:
-    """A duty for each worker; who has a role that is needed keeps it. `roles` are those of now, by worker."""
+def assign(sharing: Sharing, roles: Mapping[str, Role]) -> dict[str, Assignment]:
+    """An assignment for each worker; who has a role that is needed keeps it. `roles` are those of now, by worker."""
     if sharing.mode is not Mode.DISAGGREGATED:
-        return {worker_id: sharing.duty(Role.BOTH) for worker_id in roles}
+        return {worker_id: sharing.assignment(Role.BOTH) for worker_id in roles}
     ranked = sorted(roles, key=lambda worker_id: _PREFILLS_FIRST[roles[worker_id]])
     return {
-        worker_id: sharing.duty(Role.PREFILL if number < sharing.prefill else Role.DECODE)
+        worker_id: sharing.assignment(Role.PREFILL if number < sharing.prefill else Role.DECODE)
         for number, worker_id in enumerate(ranked)
     }

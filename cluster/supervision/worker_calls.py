@@ -1,10 +1,10 @@
-"""What the controller asks of workers, through their own doors."""
+"""What the controller asks of workers, through their own listeners."""
 
 import grpc.aio
 
 from wire import convert, rpc
 from wire.generated.tandem.v1 import worker_pb2, worker_pb2_grpc
-from wire.messages import Duty, WorkerInfo
+from wire.messages import Assignment, WorkerInfo
 
 ANSWER_S = 5.0
 """How long a worker may take to answer what it can answer at once."""
@@ -16,15 +16,18 @@ class WorkerCalls:
     def __init__(self, token: str) -> None:
         self._token = token
 
-    async def set_duty(self, info: WorkerInfo, duty: Duty, grace_s: float) -> None:
+    async def set_assignment(self, info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         """Halves that close have `grace_s` seconds for what they have."""
         peer = info.peer
-        request = worker_pb2.SetDutyRequest(
-            worker_id=peer.worker_id, incarnation=peer.incarnation, duty=convert.duty_to_proto(duty), grace_s=grace_s
+        request = worker_pb2.SetAssignmentRequest(
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            assignment=convert.assignment_to_proto(assignment),
+            grace_s=grace_s,
         )
         async with rpc.open_channel(info.address, self._token) as channel:
             try:
-                await worker_pb2_grpc.WorkerStub(channel).SetDuty(request, timeout=ANSWER_S)
+                await worker_pb2_grpc.WorkerStub(channel).SetAssignment(request, timeout=ANSWER_S)
             except grpc.aio.AioRpcError as error:
                 raise rpc.error_of(error, f"worker {peer.worker_id}") from error
 

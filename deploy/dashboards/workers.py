@@ -166,7 +166,7 @@ _KV = Row(
             Unit.NUMBER,
             (
                 Query(total(of_workers(f.KV_PAGES, state="quarantined"), "worker"), "{{worker}} quarantined"),
-                Query(total(of_workers(f.RESTLESS_PAGES), "worker"), "{{worker}} still written"),
+                Query(total(of_workers(f.PENDING_TRANSFER_PAGES), "worker"), "{{worker}} still written"),
             ),
             "In quarantine: a prefill worker that has lost its lease may still write them. Still written: prompts that"
             " are over, to a decode worker that does not take them.",

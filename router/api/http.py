@@ -1,4 +1,4 @@
-"""The HTTP door: OpenAI's chat completions, completions and models, metrics and probes. FastAPI routes, one answer a
+"""The HTTP listener: OpenAI's chat completions, completions and models, metrics and probes. FastAPI routes, one answer a
 call.
 """
 
@@ -33,8 +33,8 @@ from router.requests.request import Admitted
 from router.requests.tenants import tenant_of
 from router.requests.validation import Admission
 from router.text.token_scores import TokenScore
-from telemetry.door import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from telemetry.exposition import Exposition
+from telemetry.metrics_server import METRICS_PATH, TRACES_PATH, Page, metrics_page
 from wire.address import is_loopback
 from wire.convert import traces_to_json
 from wire.errors import InvalidArgument, TandemError, Unauthenticated, clipped
@@ -49,21 +49,21 @@ Parser = Callable[..., OpenAICall]
 
 
 def make_app(config: RouterConfig, admission: Admission, dispatcher: Dispatcher) -> ASGIApp:
-    """The whole door, keys included."""
+    """The whole listener, keys included."""
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     exposition = Exposition(dispatcher.metrics.board)
-    door = _Door(config, admission, dispatcher, metrics_page(exposition), IgnoredLog())
-    app.add_api_route("/v1/chat/completions", door.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
+    listener = _HttpListener(config, admission, dispatcher, metrics_page(exposition), IgnoredLog())
+    app.add_api_route("/v1/chat/completions", listener.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", listener.completions, methods=["POST"])
     add_models(app, config, dispatcher)
     add_probes(app, dispatcher)
-    app.add_api_route(METRICS_PATH, door.metrics, methods=["GET", "HEAD"])
-    app.add_api_route(TRACES_PATH, door.traces, methods=["GET", "HEAD"])
+    app.add_api_route(METRICS_PATH, listener.metrics, methods=["GET", "HEAD"])
+    app.add_api_route(TRACES_PATH, listener.traces, methods=["GET", "HEAD"])
     app.add_exception_handler(TandemError, _on_tandem_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
     metrics_keys = reading_keys(config.metrics_key, config.api_keys, config.token, loopback=is_loopback(config.host))
-    counted = CallLimit(app, config.doors.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
+    counted = CallLimit(app, config.listeners.max_calls, apart=PROBE_PATHS | _OPERATORS_PATHS)
     checked: ASGIApp = _KeyCheck(counted, frozenset(config.api_keys), metrics_keys)
     return _open_to_pages(checked, config.allowed_origins)
 
@@ -84,7 +84,7 @@ def _open_to_pages(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 @dataclass(frozen=True, slots=True)
-class _Door:
+class _HttpListener:
     config: RouterConfig
     admission: Admission
     dispatcher: Dispatcher
@@ -143,7 +143,7 @@ class _Door:
 
     async def _body(self, request: Request) -> bytes:
         try:
-            return await read_body(request, self.config.doors.max_request_bytes)
+            return await read_body(request, self.config.listeners.max_request_bytes)
         except InvalidArgument as error:
             self.dispatcher.metrics.refused("", error)
             raise

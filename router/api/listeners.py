@@ -17,7 +17,7 @@ from wire.address import address_of
 from wire.errors import FailedPrecondition
 from wire.generated.tandem.v1 import inference_pb2
 from wire.http.server import HttpServer, Listener
-from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.rpc import open_server
 
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -28,14 +28,14 @@ _HEALTH_METHODS = "/grpc.health.v1.Health/"
 
 @dataclass(frozen=True, slots=True)
 class RouterEndpoints:
-    """Where the doors are, host:port each."""
+    """Where the listeners are, host:port each."""
 
     grpc_address: str
     http_address: str
 
 
-class Doors(Protocol):
-    """Both doors, wherever they are. `open` once, `leave` once, `gone` behind that."""
+class Listeners(Protocol):
+    """Both listeners, wherever they are. `open` once, `leave` once, `gone` behind that."""
 
     async def open(self) -> RouterEndpoints:
         """Let clients in. FailedPrecondition names the setting of a port that is taken."""
@@ -50,8 +50,8 @@ class Doors(Protocol):
         """Wait for the last call, behind `leave`."""
 
 
-class OwnDoors:
-    """Both doors in this process."""
+class InProcessListeners:
+    """Both listeners in this process."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class OwnDoors:
         api_keys: Collection[str],
         add_inference: Callable[[grpc.aio.Server], None],
         app: ASGIApp,
-        limits: DoorLimits = DEFAULT_LIMITS,
+        limits: ListenerLimits = DEFAULT_LIMITS,
         shared: bool = False,
     ) -> None:
         """`ports`: of gRPC and HTTP, 0 = any free one. `add_inference` adds `tandem.v1.Inference` to a server.
@@ -78,7 +78,7 @@ class OwnDoors:
         self._background: set[asyncio.Task[None]] = set()
 
     async def open(self) -> RouterEndpoints:
-        """See `Doors`."""
+        """See `Listeners`."""
         listener = Listener(self._host, self._http_port, "http_port", shared=self._shared)
         self._grpc = open_server(
             tokens=self._api_keys, open_methods=(_HEALTH_METHODS,), shared_port=self._shared, limits=self._limits
@@ -94,19 +94,19 @@ class OwnDoors:
         return RouterEndpoints(address_of(self._host, grpc_port), listener.address)
 
     def set_serving(self, serving: bool) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         replies = health_pb2.HealthCheckResponse
         self._status = replies.SERVING if serving else replies.NOT_SERVING
         self._spawn(asyncio.create_task(self._health.set(SERVICE, self._status)))
 
     async def leave(self, grace_s: float) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         await self._health.enter_graceful_shutdown()
         self._http.leave(math.ceil(grace_s + GOODBYE_S))
         self._spawn(asyncio.create_task(self._grpc.stop(grace_s + GOODBYE_S)))
 
     async def gone(self) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._http.gone()
 

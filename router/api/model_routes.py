@@ -1,4 +1,4 @@
-"""What the HTTP door tells about itself: `/v1/models` as OpenAI and vLLM have it, and `/version`."""
+"""What the HTTP listener tells about itself: `/v1/models` as OpenAI and vLLM have it, and `/version`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def installed_version() -> str:
 
 
 def _permission(name: str, created: int) -> dict[str, Any]:
-    """Everybody whom the door lets in may use the model, and nobody may change it."""
+    """Everybody whom the listener lets in may use the model, and nobody may change it."""
     return {
         "id": f"modelperm-{name}",
         "object": "model_permission",

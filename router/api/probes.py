@@ -1,4 +1,4 @@
-"""The probes of the HTTP door, open without a key: `/health`, `/ready` and `/ping` say whether a request would be
+"""The probes of the HTTP listener, open without a key: `/health`, `/ready` and `/ping` say whether a request would be
 answered now, `/live` says that this process answers.
 """
 

@@ -1,4 +1,4 @@
-"""The gRPC door: `tandem.v1.Inference`. From messages to an `Ask`, from an answer to messages."""
+"""The gRPC listener: `tandem.v1.Inference`. From messages to an `Ask`, from an answer to messages."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class InferenceServicer:
                     device=link.info.device,
                     not_ready=link.info.not_ready,
                     warnings=link.info.warnings,
-                    step_policy="" if link.info.duty is None else link.info.duty.steps,
+                    step_policy="" if link.info.assignment is None else link.info.assignment.steps,
                     closing="" if link.info.closing is None else link.info.closing.value,
                     draining=link.info.open is None or link.retired,
                     started_unix_nanos=link.info.started_unix_nanos,

@@ -25,19 +25,19 @@ class FrontCalls:
     """All calls of one front process. Belongs to the event loop."""
 
     def __init__(self, stream: RouterStream, inference: InferenceServicer, app: ASGIApp) -> None:
-        """`inference` and `app` answer as they answer clients of this process's own doors."""
+        """`inference` and `app` answer as they answer clients of this process's own listeners."""
         self._stream = stream
         self._methods = methods_of(inference)
         self._app = app
         self.opened = False
-        """Whether that process has opened its doors."""
+        """Whether that process has opened its listeners."""
         self._pulse = Pulse(lambda: stream.send(0, ask=front_pb2.Ask()))
         self._calls: dict[int, GrpcCall | HttpCall] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         stream.on_failed = self._fail
 
     async def run(self, on_opened: Callable[[], None], on_alive: Callable[[int], None]) -> None:
-        """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its doors are open;
+        """Until the process is gone; what its clients still wait for is cancelled. `on_opened`: its listeners are open;
         `on_alive` hears now and then how many connections it holds.
         """
         try:

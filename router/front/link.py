@@ -140,7 +140,7 @@ class RouterLink:
             self._messages_bytes -= size
 
     def opened(self) -> None:
-        """Both doors are open."""
+        """Both listeners are open."""
         self._stream.send(0, opened=front_pb2.Opened())
 
     def alive(self, connections: int) -> None:

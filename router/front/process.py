@@ -1,4 +1,4 @@
-"""A front process: both doors at the router's ports, every call carried to the router. `python -m router.front.process`
+"""A front process: gRPC and HTTP at the router's ports, every call carried to the router. `python -m router.front.process`
 with the router's socket as its standard input: a `FrontConfig` as JSON on one line, then frames. It ends when the
 router does.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import grpc.aio
 
-from router.api.listeners import SERVICE, OwnDoors
+from router.api.listeners import SERVICE, InProcessListeners
 from router.front.connections import count_connections
 from router.front.link import FrontStream, RouterLink
 from router.front.relay import GrpcRelay, HttpRelay
@@ -24,7 +24,7 @@ from wire.errors import TandemError
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.heap import settle_heap
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 from wire.logging.logs import LogConfig, LogFormat, begin_log
 from wire.turns import take_short_turns
 
@@ -45,8 +45,8 @@ class FrontConfig:
     http_port: int
     api_keys: tuple[str, ...]
     log: LogConfig
-    limits: DoorLimits
-    """Of each of its doors."""
+    limits: ListenerLimits
+    """Of each of its listeners."""
 
     def to_json(self) -> str:
         """One line."""
@@ -56,7 +56,7 @@ class FrontConfig:
     def from_json(cls, text: str) -> FrontConfig:
         """What `to_json` made."""
         fields = json.loads(text)
-        keys, limits, log = tuple(fields["api_keys"]), DoorLimits(**fields["limits"]), fields["log"]
+        keys, limits, log = tuple(fields["api_keys"]), ListenerLimits(**fields["limits"]), fields["log"]
         file = None if log["file"] is None else Path(log["file"])
         log = LogConfig(file, LogFormat(log["format"]), log["max_bytes"])
         return cls(**{**fields, "api_keys": keys, "limits": limits, "log": log})
@@ -77,7 +77,7 @@ async def serve(router: socket.socket) -> None:
     def add_inference(server: grpc.aio.Server) -> None:
         server.add_generic_rpc_handlers((GrpcRelay(link, SERVICE),))
 
-    doors = OwnDoors(
+    listeners = InProcessListeners(
         config.host,
         (config.grpc_port, config.http_port),
         api_keys=config.api_keys,
@@ -97,17 +97,17 @@ async def serve(router: socket.socket) -> None:
         telling.add(task)
         task.add_done_callback(telling.discard)
 
-    running = asyncio.create_task(link.run(doors.set_serving, partial(_set_once, leaving), on_ask))
+    running = asyncio.create_task(link.run(listeners.set_serving, partial(_set_once, leaving), on_ask))
     running.add_done_callback(lambda _: _set_once(leaving, 0.0))
     try:
-        await doors.open()
+        await listeners.open()
     except TandemError as error:
         log.error("%s", error)
         sys.exit(1)
     link.opened()
     settle_heap()
-    await doors.leave(await leaving)
-    await doors.gone()
+    await listeners.leave(await leaving)
+    await listeners.gone()
     stream.close()
     running.cancel()
 

@@ -1,4 +1,4 @@
-"""Both doors in processes of their own, so that writing to clients does not take the router's time."""
+"""Both listeners in processes of their own, so that writing to clients does not take the router's time."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from wire.errors import FailedPrecondition, Unavailable
 from wire.frames import FrameStream
 from wire.generated.tandem.v1 import front_pb2
 from wire.http.server import Listener
-from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 from wire.logging.logs import LogConfig
 
 log = logging.getLogger(__name__)
 
 _START_S = 60.0
-"""For the first of them to open its doors."""
+"""For the first of them to open its listeners."""
 _AGAIN_S = 1.0
 """Before one that died is started again."""
 _END_S = 2 * GOODBYE_S
@@ -38,8 +38,8 @@ _PORT_S, _PORT_LOOK_S = 5.0, 0.1
 """How long those of a router that died may keep its ports, and how often that is looked at."""
 
 
-class FrontDoors:
-    """As `router.api.listeners.Doors`, in `count` processes among which the kernel distributes connections. One that
+class FrontListeners:
+    """As `router.api.listeners.Listeners`, in `count` processes among which the kernel distributes connections. One that
     dies takes its connections with it, and another takes its place.
     """
 
@@ -54,7 +54,7 @@ class FrontDoors:
         app: ASGIApp,
         log_config: LogConfig,
         board: Board,
-        limits: DoorLimits = DEFAULT_LIMITS,
+        limits: ListenerLimits = DEFAULT_LIMITS,
     ) -> None:
         """`ports`: of gRPC and HTTP, 0 = any free one; `inference` and `app` answer clients' calls; `board` shows what
         each process carries.
@@ -75,9 +75,9 @@ class FrontDoors:
         self._cleanup = contextlib.ExitStack()
 
     async def open(self) -> RouterEndpoints:
-        """See `Doors`; returns when the first process serves. Unavailable if none does."""
+        """See `Listeners`; returns when the first process serves. Unavailable if none does."""
         if self._ports[0] and self._ports[0] == self._ports[1]:
-            raise FailedPrecondition(f"http_port: {self._ports[1]} is the gRPC door's; choose another port")
+            raise FailedPrecondition(f"http_port: {self._ports[1]} is the gRPC listener's; choose another port")
         try:
             grpc_port = await self._hold(self._ports[0], "grpc_port")
             http_port = await self._hold(self._ports[1], "http_port")
@@ -107,17 +107,17 @@ class FrontDoors:
         except TimeoutError:
             await self.leave(0.0)
             await self.gone()
-            raise Unavailable("no front process opened its doors; the router's log has the details") from None
+            raise Unavailable("no front process opened its listeners; the router's log has the details") from None
         return RouterEndpoints(address_of(self._host, grpc_port), address_of(self._host, http_port))
 
     def set_serving(self, serving: bool) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         self._serving = serving
         for front in self._fronts:
             front.set_serving(serving)
 
     async def leave(self, grace_s: float) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         self._leaving = True
         for front, process in self._fronts.items():
             if front.opened:
@@ -127,7 +127,7 @@ class FrontDoors:
         self._end = asyncio.get_running_loop().call_later(grace_s + _END_S, self._kill_all)
 
     async def gone(self) -> None:
-        """See `Doors`."""
+        """See `Listeners`."""
         await asyncio.gather(*self._keepers, return_exceptions=True)
         if self._end is not None:
             self._end.cancel()

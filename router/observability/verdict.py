@@ -143,7 +143,7 @@ def judge(
 
 
 def turned_away(error: TandemError) -> Verdict:
-    """Of a request that the door answered with this: shed, for what it would have missed, or nobody could take it."""
+    """Of a request that the listener answered with this: shed, for what it would have missed, or nobody could take it."""
     if not isinstance(error, ResourceExhausted):
         return Verdict(Outcome.FAILED, Phase.QUEUE)
     return Verdict(Outcome.SHED, Phase.DECODE if reason_of(error) is Refusal.SLO_ITL else Phase.QUEUE)

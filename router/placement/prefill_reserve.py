@@ -113,7 +113,7 @@ def _shared_prefill_rate(decoding: Sequence[WorkerState], request: QueuedRequest
     rows = 1 + int(share * sum(worker.decode_requests for worker in decoding))
     context = request.decode_context + int(share * sum(worker.decode_context for worker in decoding))
     each, cost = request.prefill_tokens / 2, like.cost
-    tokens, pause = chunks(cost, like.info.duty, like.max_step_tokens, Beside(rows, context, (target_s,)), each)
+    tokens, pause = chunks(cost, like.info.assignment, like.max_step_tokens, Beside(rows, context, (target_s,)), each)
     now_s = sum(worker.step_s for worker in decoding) / len(decoding)
     if times > 1.0 and now_s <= target_s < cost.decode_step_seconds(rows, context):
         # A broken target bounds no steps, but the answers that are there would keep theirs.

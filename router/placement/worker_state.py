@@ -250,7 +250,7 @@ class WorkerState:
         """The bounds of its steps that have both prompt tokens and decode rows."""
         if self._step_limit is None:
             beside = Beside(self.decode_requests, self.decode_context, self.gap_targets)
-            self._step_limit = step_limit(self.cost, self.info.duty, beside) if self.decode_requests else NO_LIMIT
+            self._step_limit = step_limit(self.cost, self.info.assignment, beside) if self.decode_requests else NO_LIMIT
         return self._step_limit
 
     # ---- derived attributes ----

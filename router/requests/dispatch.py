@@ -79,7 +79,7 @@ class Dispatcher:
         self._events = EventStream(config, self._ends)
         self._sweeper = Sweeper(config, self, self._ends, time.monotonic)
 
-    # ---- what the doors call ----
+    # ---- what the listeners call ----
 
     def submit(self, admitted: Admitted) -> Choices:
         """Queue a request and return its answers-to-be; refuses at once when nobody could serve it, the queue is full,

@@ -1,4 +1,4 @@
-"""What a router counts: every request from the door to its end, judged by what its class promises.
+"""What a router counts: every request from the listener to its end, judged by what its class promises.
 
 Belongs to the event loop, as the dispatcher that tells it does; the numbers may be read from any thread.
 """
@@ -58,7 +58,7 @@ class RouterMetrics:
         """Whom to ask how many requests there are."""
         self.board.read(lambda: {f.REQUESTS_RUNNING: running(), f.REQUESTS_WAITING: waiting()})
 
-    # At the door
+    # At the listener
 
     def offered(self, answers: int, prompt_tokens: int, answer_tokens: float) -> None:
         """So many answers are asked for, to one prompt, each of them about so long."""

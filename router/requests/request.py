@@ -88,7 +88,7 @@ Prompt = str | tuple[int, ...] | Conversation
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What either door hands to admission, unchecked. An empty `request_id` lets the router make one."""
+    """What either listener hands to admission, unchecked. An empty `request_id` lets the router make one."""
 
     request_id: str
     model: str

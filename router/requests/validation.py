@@ -1,4 +1,4 @@
-"""The one validator of both doors: from what a client asked to what workers can be told.
+"""The one validator of gRPC and HTTP: from what a client asked to what workers can be told.
 
 Every refusal names the field and its limit. Checks that cost nothing come before the prompt is tokenized.
 """

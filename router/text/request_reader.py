@@ -1,4 +1,4 @@
-"""From the bytes of a request to Python, the same at every door. Large ones are read in the tokenizer's threads, and
+"""From the bytes of a request to Python, the same at every listener. Large ones are read in the tokenizer's threads, and
 what would take long to build is refused before it is built.
 """
 
@@ -58,7 +58,7 @@ class RequestReader:
 
     async def message(self, tenant: str, kind: type[_M], data: bytes, build: Callable[[_M], _T]) -> _T:
         """What `build` makes of an encoded message."""
-        check_size(len(data), self._config.doors.max_request_bytes)
+        check_size(len(data), self._config.listeners.max_request_bytes)
         if len(data) <= _INLINE_BYTES:
             return build(_decoded(kind, data))
         limit = self._items_max()

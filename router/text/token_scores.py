@@ -1,4 +1,4 @@
-"""Log probabilities of an answer's tokens, with the tokens' own bytes: what clients of both doors get to see."""
+"""Log probabilities of an answer's tokens, with the tokens' own bytes: what clients of gRPC and HTTP get to see."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names the field and the limit, at both doors, and the next request works."""
+"""Bad input gets a clear error that names the field and the limit, over gRPC and HTTP, and the next request works."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def environments() -> Path:
 
 @pytest.fixture(scope="module")
 def url(running_cluster: Callable[..., Any]) -> str:
-    """The router's HTTP door."""
+    """The router's HTTP listener."""
     return f"http://{running_cluster(dtype='float32', page_tokens=16, max_step_tokens=512).http_address}"
 
 

@@ -31,7 +31,7 @@ def starts(running_cluster: Callable[..., Any], monkeypatch: pytest.MonkeyPatch)
 
     def start(model: object, settings: object) -> AbstractContextManager[Endpoints]:
         started.append(settings)
-        return nullcontext(cluster.doors)
+        return nullcontext(cluster.listeners)
 
     monkeypatch.setattr("benchmarks.strategies.__main__.running_cluster", start)
     for name, value in FEW_AND_SHORT.items():

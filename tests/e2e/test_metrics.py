@@ -17,8 +17,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from telemetry.door import fetch
 from telemetry.families import FAMILIES
+from telemetry.metrics_server import fetch
 from wire.generated.tandem.v1 import inference_pb2, inference_pb2_grpc
 
 PROMPT = "Zanzibar's lighthouse keeper counted seventeen albatrosses before breakfast, and wrote down every one. " * 2

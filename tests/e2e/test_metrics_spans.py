@@ -45,9 +45,9 @@ async def traced(running_cluster: Callable[..., Any], model_folder: Path) -> Asy
     )
     router = RouterServer(config)
     try:
-        doors = await router.start()
+        listeners = await router.start()
         await until(lambda: router.ready, "the router has workers")
-        yield doors.grpc_address, router, receiver
+        yield listeners.grpc_address, router, receiver
     finally:
         await router.stop(1.0)
         receiver.stop()

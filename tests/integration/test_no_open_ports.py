@@ -59,9 +59,9 @@ def start_pair() -> Iterator[StartPair]:
 
 
 def test_nothing_listens_where_pages_stay_on_the_host(start_pair: StartPair) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as door:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         here = listening_sockets(os.getpid())
-        assert any(address.endswith(f":{door.getsockname()[1]:04X}") for address in here), "what listens is seen"
+        assert any(address.endswith(f":{listener.getsockname()[1]:04X}") for address in here), "what listens is seen"
         prefill, peer = start_pair()
         done = prefill.write(peer, EVERY, EVERY, prefill.notice(1, EVERY, 0)).result(timeout=60)
         assert done.bytes == prefill.pool.nbytes

@@ -88,7 +88,7 @@ class Call(ABC):
         """The client gives up."""
 
     def _arrive(self) -> None:
-        found = self.network.door(self.address)
+        found = self.network.listener(self.address)
         if found is None:
             self._to_client("refused", gone())
             return

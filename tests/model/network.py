@@ -42,7 +42,7 @@ class Network:
         """`report` hears of handlers that failed unexpectedly."""
         self.loop = loop
         self.report = report
-        self.doors: dict[str, tuple[Process, Any]] = {}
+        self.listeners: dict[str, tuple[Process, Any]] = {}
         self.calls: list[OpenCall] = []
         self.streams = 0
         self._lines: dict[Key, deque[Message]] = {}
@@ -50,11 +50,11 @@ class Network:
 
     def listen(self, address: str, process: Process, servicer: Any) -> None:
         """Requests to `address` go to this servicer from now on."""
-        self.doors[address] = (process, servicer)
+        self.listeners[address] = (process, servicer)
 
-    def door(self, address: str) -> tuple[Process, Any] | None:
+    def listener(self, address: str) -> tuple[Process, Any] | None:
         """Who answers at `address` now."""
-        found = self.doors.get(address)
+        found = self.listeners.get(address)
         return found if found is not None and found[0].alive else None
 
     def send(self, key: Key, arrive: Callable[[], None], *, fragile: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The real router without its doors: the dispatcher with its queue, placement, walks, lease keepers and links; and
+"""The real router without its listeners: the dispatcher with its queue, placement, walks, lease keepers and links; and
 clients that read its answers.
 """
 

@@ -136,10 +136,10 @@ class WorkerProcess:
         return True
 
     def info(self) -> WorkerInfo:
-        duty = self.worker.duty
+        assignment = self.worker.assignment
         return WorkerInfo(
-            self.me, duty.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
-            BATCH, STEP_TOKENS, "cpu", "in-memory", duty=duty.duty, closing=duty.closing,
+            self.me, assignment.role, self.address, self.engine.facts, PAGES, self.engine.page_tokens,
+            BATCH, STEP_TOKENS, "cpu", "in-memory", assignment=assignment.assignment, closing=assignment.closing,
         )  # fmt: skip
 
     def check(self) -> None:

@@ -1,7 +1,7 @@
 """A whole cluster in one thread: two prefill workers, two decode workers, a router, and nothing that moves by itself.
 
 What is real: the workers (both halves, admission, lease table, page pool, handoffs, outbox, servicer), the router
-behind its doors (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them. What
+behind its listeners (dispatcher, placement, walks, links, lease keepers, event stream) and the protobuf between them. What
 is played: gRPC (`calls.py`), the transfer (`kv_transfer/in_memory_by_hand.py`), the engine (its KV of a token is the
 token), the threads, the controller and the clock.
 """
@@ -49,7 +49,7 @@ from tests.model.workers import (
     ThreadByHand,
     WorkerProcess,
 )
-from wire.messages import Duty, PeerRef, Role, SamplingParams, WorkerInfo
+from wire.messages import Assignment, PeerRef, Role, SamplingParams, WorkerInfo
 
 LATE_S = 0.9 * QUARANTINE_S
 """How long writes of a dead process may go on to land, those that failed from then on, and those of a process that is
@@ -193,7 +193,7 @@ class World:
         self.seen["flipped"] += 1
         self.roles[worker_id] = role
         one = self.workers[worker_id]
-        one.process.run(one.worker.assume, one.me, Duty(role), grace_s)
+        one.process.run(one.worker.assume, one.me, Assignment(role), grace_s)
 
     def _changed(self, one: WorkerProcess) -> None:
         self.seen["changes told"] += 1
@@ -240,10 +240,10 @@ class World:
 
     def _start(self, worker_id: str, incarnation: int, *, reuse: bool) -> None:
         me = PeerRef(worker_id, incarnation)
-        address = self._addresses.take(again=lambda known: reuse and self.network.door(known) is None)
+        address = self._addresses.take(again=lambda known: reuse and self.network.listener(known) is None)
         made = WorkerProcess(self._parts, me, self.roles[worker_id], address)
         self.workers[worker_id] = made
-        made.worker.duty.on_change = partial(self._changed, made)
+        made.worker.assignment.on_change = partial(self._changed, made)
         self.network.listen(address, made.process, made.servicer)
         if incarnation == 1:
             self._hear_of_start(made)

@@ -7,8 +7,8 @@ whoever receives a message from outside validates it.
 from wire.convert.cluster import (
     absence_from_proto,
     absence_to_proto,
-    duty_from_proto,
-    duty_to_proto,
+    assignment_from_proto,
+    assignment_to_proto,
     membership_from_proto,
     membership_to_proto,
     worker_info_from_proto,
@@ -81,6 +81,8 @@ from wire.convert.work import (
 __all__ = [
     "absence_from_proto",
     "absence_to_proto",
+    "assignment_from_proto",
+    "assignment_to_proto",
     "cost_from_proto",
     "cost_to_proto",
     "decode_notice",
@@ -88,8 +90,6 @@ __all__ = [
     "description_to_proto",
     "destination_from_proto",
     "destination_to_proto",
-    "duty_from_proto",
-    "duty_to_proto",
     "edges_from_proto",
     "edges_to_proto",
     "encode_notice",

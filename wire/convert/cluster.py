@@ -2,12 +2,12 @@
 
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, types_pb2
-from wire.messages import Absence, Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Absence, Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.policy_name import PolicyName
 
 
-def duty_to_proto(value: Duty) -> types_pb2.Duty:
-    return types_pb2.Duty(
+def assignment_to_proto(value: Assignment) -> types_pb2.Assignment:
+    return types_pb2.Assignment(
         role=value.role.value,
         step_policy=value.step_policy.value,
         step_budget=value.step_budget or 0,
@@ -15,12 +15,12 @@ def duty_to_proto(value: Duty) -> types_pb2.Duty:
     )
 
 
-def duty_from_proto(message: types_pb2.Duty) -> Duty:
+def assignment_from_proto(message: types_pb2.Assignment) -> Assignment:
     """InvalidArgument for what no worker does."""
     for field, name, known in (("role", message.role, Role), ("step_policy", message.step_policy, PolicyName)):
         if name not in list(known):
             raise InvalidArgument(field, f"{name!r} is none of {', '.join(known)}")
-    return Duty(
+    return Assignment(
         Role(message.role),
         PolicyName(message.step_policy),
         message.step_budget or None,
@@ -49,7 +49,7 @@ def worker_info_to_proto(value: WorkerInfo) -> cluster_pb2.WorkerInfo:
         transport=value.transport,
         not_ready=value.not_ready,
         warnings=value.warnings,
-        duty=None if value.duty is None else duty_to_proto(value.duty),
+        assignment=None if value.assignment is None else assignment_to_proto(value.assignment),
         closing="" if value.closing is None else value.closing.value,
         started_unix_nanos=value.started_unix_nanos,
         kv_ports=value.kv_ports,
@@ -71,7 +71,7 @@ def worker_info_from_proto(message: cluster_pb2.WorkerInfo) -> WorkerInfo:
         transport=message.transport,
         not_ready=message.not_ready,
         warnings=tuple(message.warnings),
-        duty=duty_from_proto(message.duty) if message.HasField("duty") else None,
+        assignment=assignment_from_proto(message.assignment) if message.HasField("assignment") else None,
         closing=Role(message.closing) if message.closing else None,
         started_unix_nanos=message.started_unix_nanos,
         kv_ports=tuple(message.kv_ports),

@@ -11,7 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 
 _READ_BYTES = 16 << 10
 """What is read of one connection at a time: small chunks take about 15 µs each, and others wait meanwhile."""
@@ -37,7 +37,7 @@ class _Waits(Enum):
 class Connections:
     """All connections of one server that wait for a request, the one that has waited longest first."""
 
-    def __init__(self, limits: DoorLimits) -> None:
+    def __init__(self, limits: ListenerLimits) -> None:
         self.limits = limits
         self._most = limits.connections
         self._waiting: dict[GuardedProtocol, None] = {}
@@ -185,7 +185,7 @@ class _CountedChunks(h11.Connection):
         return event
 
 
-def _probe(connection: Any, limits: DoorLimits) -> None:
+def _probe(connection: Any, limits: ListenerLimits) -> None:
     """Let the kernel find out when the other end is gone: it tells nobody so itself where its host or network fails."""
     if connection is None or connection.family not in {socket.AF_INET, socket.AF_INET6}:
         return

@@ -15,7 +15,7 @@ import uvicorn
 from wire.address import address_of
 from wire.errors import FailedPrecondition
 from wire.http.protocol import Connections, GuardedProtocol
-from wire.limits.listener_limits import DEFAULT_LIMITS, DoorLimits
+from wire.limits.listener_limits import DEFAULT_LIMITS, ListenerLimits
 
 
 class Listener:
@@ -57,7 +57,7 @@ class Listener:
 class HttpServer(uvicorn.Server):
     """Signals stay the process's own. `begin` it once, `end` it once."""
 
-    def __init__(self, app: Any, listener: Listener, limits: DoorLimits = DEFAULT_LIMITS) -> None:
+    def __init__(self, app: Any, listener: Listener, limits: ListenerLimits = DEFAULT_LIMITS) -> None:
         """`app` speaks ASGI 3; the listener is this server's from now on."""
         # A partial makes protocols as the class does, which is all that is asked of it.
         protocol: Any = partial(GuardedProtocol, connections=Connections(limits))

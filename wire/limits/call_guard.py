@@ -12,7 +12,7 @@ import grpc.aio
 
 from wire.errors import DeadlineExceeded, InvalidArgument
 from wire.limits.call_count import CallCount
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Deserialize = Callable[[bytes], Any]
@@ -26,7 +26,7 @@ class CallGuard:
     before; so handlers of such calls are given to it as those of streams, whose first message is awaited here.
     """
 
-    def __init__(self, limits: DoorLimits) -> None:
+    def __init__(self, limits: ListenerLimits) -> None:
         self._timeout_s = limits.body_timeout_s
         self._calls, self._open_calls = CallCount(limits.max_calls), CallCount(limits.max_calls)
 
@@ -80,7 +80,7 @@ class CallGuard:
             raise InvalidArgument("request", "is not what this method takes; encode it as the schema says") from None
 
 
-def public_options(limits: DoorLimits) -> list[tuple[str, int]]:
+def public_options(limits: ListenerLimits) -> list[tuple[str, int]]:
     """gRPC's own settings of a server that clients reach: https://grpc.github.io/grpc/core/group__grpc__arg__keys.html"""
     return [
         ("grpc.max_receive_message_length", limits.max_request_bytes),

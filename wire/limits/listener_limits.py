@@ -8,7 +8,7 @@ _FILES_SHARE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class DoorLimits:
+class ListenerLimits:
     """Limits of each server, HTTP or gRPC, of a process. All times in seconds."""
 
     max_request_bytes: int = 4 << 20
@@ -48,4 +48,4 @@ class DoorLimits:
         return min(self.max_connections, files // _FILES_SHARE)
 
 
-DEFAULT_LIMITS = DoorLimits()
+DEFAULT_LIMITS = ListenerLimits()

@@ -1,10 +1,10 @@
 """What rooms say to each other: frozen dataclasses, one for each message of `proto/` that leaves a servicer.
 
 The schemas in `proto/tandem/v1/` carry the meaning of every field; here stand the types. Along a request: references,
-sampling, leases, work, transfer, events, load; and about the workers: duty, membership. Others import from here.
+sampling, leases, work, transfer, events, load; and about the workers: assignment, membership. Others import from here.
 """
 
-from wire.messages.duty import Duty, Role
+from wire.messages.assignment import Assignment, Role
 from wire.messages.events import (
     ErrorDetail,
     FinishReason,
@@ -39,8 +39,8 @@ __all__ = [
     "REPETITION_MAX",
     "REPETITION_MIN",
     "Absence",
+    "Assignment",
     "Destination",
-    "Duty",
     "ErrorDetail",
     "FinishReason",
     "GrantedLease",

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from wire.messages.duty import Duty, Role
+from wire.messages.assignment import Assignment, Role
 from wire.messages.references import PeerRef
 
 
@@ -37,7 +37,7 @@ class WorkerInfo:
     """Why it takes nothing new for now; empty = it is ready."""
     warnings: tuple[str, ...] = ()
     """What works but should not stay as it is."""
-    duty: Duty | None = None
+    assignment: Assignment | None = None
     """What it was told to do last; None = nobody knows."""
     closing: Role | None = None
     """The halves among `role` that take nothing new and finish what they have."""
@@ -54,7 +54,7 @@ class WorkerInfo:
     @property
     def told(self) -> Role:
         """What it was told to do last, whatever it still finishes."""
-        return self.role if self.duty is None else self.duty.role
+        return self.role if self.assignment is None else self.assignment.role
 
     @property
     def takes_prompts(self) -> bool:

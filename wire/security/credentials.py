@@ -61,7 +61,7 @@ def reading_keys(metrics_key: str, api_keys: Iterable[str], token: str, *, loopb
 
 def matching_key(authorizations: Collection[bytes | str], keys: Iterable[str]) -> str | None:
     """The one of `keys` that a call's `authorization` headers show as "Bearer KEY" (the scheme in any case, one space
-    or more); None if they show none of them. Nothing, or an empty key, opens no door. InvalidArgument if there are
+    or more); None if they show none of them. Nothing, or an empty key, opens no listener. InvalidArgument if there are
     several headers: two readers of one call could each believe another.
     """
     if len(authorizations) > 1:

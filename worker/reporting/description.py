@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from wire.messages import Duty, PeerRef
+from wire.messages import Assignment, PeerRef
 from worker.config import WorkerConfig
 
 Settings = tuple[tuple[str, str], ...]
@@ -29,7 +29,7 @@ class WorkerDescription:
     """One run of a worker as it is now."""
 
     peer: PeerRef
-    duty: Duty
+    assignment: Assignment
     """What it was told to do last."""
     serves: bool
     """Whether it takes requests; else it starts, drains or has ended."""

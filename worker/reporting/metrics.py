@@ -189,7 +189,7 @@ def worker_facts(report: WorkerReport, transport: Transport) -> Facts:
         f.STEP_COST_ERROR: load.cost.error,
         **step_costs(load.cost),
         f.OPEN_LEASES: found.leases,
-        f.RESTLESS_PAGES: report.pending_transfer_pages,
+        f.PENDING_TRANSFER_PAGES: report.pending_transfer_pages,
         f.EXPIRED_LEASES: report.expired_leases,
         f.CHECKSUM_FAILURES: found.checksum_failures,
         f.FENCED: found.fenced,

@@ -4,7 +4,7 @@ from costs.step_cost import CostParameters, StepWork
 from engine.cache.prefix_cache import PrefixCache
 from wire.messages import PeerRef, WorkerInspection, WorkerLoad
 from wire.prefixes import PrefixList
-from worker.duty import WorkerDuty
+from worker.assignment import WorkerAssignment
 from worker.halves import Halves
 from worker.loop import StepLoop
 from worker.reporting.watchdog import Watchdog
@@ -39,7 +39,7 @@ class WorkerReport:
         halves: Halves,
         loop: StepLoop,
         meter: StepMeter,
-        duty: WorkerDuty,
+        assignment: WorkerAssignment,
         watchdog: Watchdog,
     ) -> None:
         self._me = me
@@ -47,7 +47,7 @@ class WorkerReport:
         self._halves = halves
         self._loop = loop
         self._meter = meter
-        self._duty = duty
+        self._assignment = assignment
         self._watchdog = watchdog
 
     def load(self) -> WorkerLoad:
@@ -62,7 +62,7 @@ class WorkerReport:
     @property
     def batch_limit(self) -> int:
         """Most requests that decode in one step, in its present role."""
-        return self._halves.batch_limit(self._duty.role)
+        return self._halves.batch_limit(self._assignment.role)
 
     @property
     def expired_leases(self) -> int:

@@ -202,7 +202,7 @@ def test_a_table_that_does_not_say_what_was_learned_is_named(
     [
         ("--against", "none.json", "--against: none.json cannot be read"),
         ("--network", "none.json", "--network: .*none.json cannot be read"),
-        ("--network", "strange.json", "has way; known are door_s, call_s"),
+        ("--network", "strange.json", "has way; known are ingress_s, call_s"),
         ("--workloads", "nonsense", "--workloads: 'nonsense' is none of balanced"),
         ("--processes", "0", "--processes: 0 is less than 1"),
         ("--kv-gib", "0", "--kv-gib: 0 has room for no page"),

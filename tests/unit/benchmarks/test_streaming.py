@@ -34,10 +34,10 @@ async def test_every_token_of_every_answer_is_read(model: Path) -> None:
         "router-0", model, "tokens", await source.start(), TOKEN, grpc_port=0, http_port=0, chunks_per_s=1e9
     )
     router = RouterServer(config)
-    doors = await router.start()
+    listeners = await router.start()
     await until(lambda: router.ready, "the source is found")
     pipe = Pipe()
-    await _read(pipe, doors.grpc_address, 0, 5, 40)  # type: ignore[arg-type]
+    await _read(pipe, listeners.grpc_address, 0, 5, 40)  # type: ignore[arg-type]
     ((tokens, chunks, cpu_s),) = pipe.told
     assert tokens == 5 * 40
     assert 5 * 2 <= chunks <= tokens
@@ -59,7 +59,7 @@ def test_figures_are_medians_and_their_ratio() -> None:
     own = [{"router_us": each, "fronts_us": 0.0} for each in (80.0, 1000.0, 70.0)]
     fronts = [{"router_us": each, "fronts_us": 44.0} for each in (40.0, 20.0, 41.0)]
     figures = _figures(own, fronts)
-    assert figures["own_doors"] == {"router_us": 80.0, "fronts_us": 0.0}
+    assert figures["own_listeners"] == {"router_us": 80.0, "fronts_us": 0.0}
     assert figures["front_processes"] == {"router_us": 40.0, "fronts_us": 44.0}
     assert figures["router_ratio"] == 0.5
 

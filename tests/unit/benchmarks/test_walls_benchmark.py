@@ -13,7 +13,7 @@ from benchmarks.served_model import ServedModel
 from benchmarks.walls import __main__ as program
 from benchmarks.walls import command
 from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
-from benchmarks.walls.look import Door, Finding, _look, read
+from benchmarks.walls.look import Finding, Listener, _look, read
 from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost
@@ -131,7 +131,7 @@ def looked(
 ) -> Stretch:
     monkeypatch.setattr("benchmarks.walls.look.scrape", cluster.scrape)
     stage = Stage({}, "float32", (), settle_s=0.0, look_s=0.0)
-    return asyncio.run(_look(load, stage, Door("m:1", ""), running))
+    return asyncio.run(_look(load, stage, Listener("m:1", ""), running))
 
 
 def finding(monkeypatch: pytest.MonkeyPatch, load: Load = LOAD) -> Finding:

@@ -88,10 +88,10 @@ def test_ports() -> None:
 
 
 def test_a_host_that_is_none_fails_before_its_ports() -> None:
-    (host,) = checks.check_doors("nosuch.invalid", 0, 0, {})
+    (host,) = checks.check_listeners("nosuch.invalid", 0, 0, {})
     assert (host.level, host.name) == (Level.FAIL, "host 'nosuch.invalid'")
     assert "--host" in host.advice
-    assert [check.level for check in checks.check_doors("127.0.0.1", 0, 0, {})] == [Level.OK, Level.OK]
+    assert [check.level for check in checks.check_listeners("127.0.0.1", 0, 0, {})] == [Level.OK, Level.OK]
 
 
 @pytest.mark.parametrize(

@@ -258,7 +258,7 @@ def test_each_mode_has_workers_of_its_own(options: list[str], message: str) -> N
     [
         (["--grpc-port", "70000"], "--grpc-port: 70000 is not a port (0 to 65535)"),
         (["--http-port", "-1"], "--http-port: -1 is not a port (0 to 65535)"),
-        (["--grpc-port", "8000"], "--http-port: 8000 is --grpc-port too; each door needs a port of its own"),
+        (["--grpc-port", "8000"], "--http-port: 8000 is --grpc-port too; each listener needs a port of its own"),
     ],
 )
 @pytest.mark.parametrize("command", ["up", "doctor"])
@@ -451,7 +451,7 @@ def test_a_host_that_others_reach_needs_keys_or_a_word(host: str, monkeypatch: p
         (["--host", "::1"], False),
     ],
 )
-def test_an_open_door_without_a_key_is_warned_of(options: list[str], *, warned: bool, tmp_path: Path) -> None:
+def test_an_open_listener_without_a_key_is_warned_of(options: list[str], *, warned: bool, tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     result = CliRunner().invoke(app, ["up", "--model", missing, "--grpc-port", "0", "--http-port", "0", *options])
     assert result.exit_code == 3, "it ends at the missing model"

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 from cli.connection import state
 from cli.main import app
 from wire.errors import FailedPrecondition, Unavailable
-from wire.messages import Absence, Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Absence, Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
-WORKER = WorkerInfo(PeerRef("w-0", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=Duty(Role.BOTH))
+WORKER = WorkerInfo(
+    PeerRef("w-0", 1), Role.BOTH, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", assignment=Assignment(Role.BOTH)
+)
 
 
 class Controller:

@@ -1,4 +1,4 @@
-"""`tandem top` over doors that a test opens: one picture, from the figures of several processes."""
+"""`tandem top` over listeners that a test opens: one picture, from the figures of several processes."""
 
 import asyncio
 import io
@@ -12,8 +12,8 @@ from cli.main import app
 from cli.observe.top_view import picture
 from telemetry import families as f
 from telemetry.board import Board
-from telemetry.door import METRICS_PATH, MetricsDoor
 from telemetry.exposition import TEXT, Exposition, merge
+from telemetry.metrics_server import METRICS_PATH, MetricsServer
 from telemetry.scrape import Scrape, Stretch
 
 KEY = "operator"
@@ -94,8 +94,8 @@ def test_a_step_that_began_before_the_stretch_makes_nobody_busier_than_always() 
 
 
 @pytest.fixture
-def door() -> Iterator[str]:
-    """A metrics door in a loop of its own."""
+def listener() -> Iterator[str]:
+    """A metrics listener in a loop of its own."""
     cluster, loop = Cluster(), asyncio.new_event_loop()
 
     async def page(_accept: str) -> tuple[bytes, str]:
@@ -104,7 +104,7 @@ def door() -> Iterator[str]:
 
     import threading
 
-    served = MetricsDoor({METRICS_PATH: page}, frozenset({KEY}))
+    served = MetricsServer({METRICS_PATH: page}, frozenset({KEY}))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield asyncio.run_coroutine_threadsafe(served.open("127.0.0.1"), loop).result()
@@ -114,15 +114,15 @@ def door() -> Iterator[str]:
     loop.close()
 
 
-def test_once_prints_one_picture(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_prints_one_picture(listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cli.observe.top._FIRST_S", 0.01)
-    done = CliRunner().invoke(app, ["top", "--metrics", door, "--metrics-key", KEY, "--once"])
+    done = CliRunner().invoke(app, ["top", "--metrics", listener, "--metrics-key", KEY, "--once"])
     assert done.exit_code == 0, done.output
     assert done.output.count("2 of 3 processes up") == 1
     assert "slow wire" in done.output
 
 
-def test_without_the_key_it_says_so(door: str) -> None:
-    done = CliRunner().invoke(app, ["top", "--metrics", door, "--once"])
+def test_without_the_key_it_says_so(listener: str) -> None:
+    done = CliRunner().invoke(app, ["top", "--metrics", listener, "--once"])
     assert done.exit_code == 4
     assert "401 send 'Authorization: Bearer <metrics key>'" in done.output + done.stderr

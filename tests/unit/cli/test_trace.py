@@ -1,4 +1,4 @@
-"""`tandem trace` over a door that the test opens: a request is drawn, slow ones are listed."""
+"""`tandem trace` over a listener that the test opens: a request is drawn, slow ones are listed."""
 
 import asyncio
 import io
@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cli.main import app
 from cli.observe.trace_view import drawn, listed
-from telemetry.door import TRACES_PATH, MetricsDoor
+from telemetry.metrics_server import TRACES_PATH, MetricsServer
 from wire.convert import traces_to_json
 from wire.tracing.request_trace import RequestTrace, TraceContext
 from wire.tracing.timeline import Edge, EdgeStamp, Timeline, TransferStats
@@ -96,14 +96,14 @@ def test_a_list_has_a_line_for_each() -> None:
 
 
 @pytest.fixture
-def door() -> Iterator[str]:
-    """A router's door in a loop of its own, which knows one request."""
+def listener() -> Iterator[str]:
+    """A router's listener in a loop of its own, which knows one request."""
     loop = asyncio.new_event_loop()
 
     async def page(_accept: str) -> tuple[bytes, str]:
         return traces_to_json([TRACE], 512).encode(), "application/json"
 
-    served = MetricsDoor({TRACES_PATH: page}, frozenset({KEY}))
+    served = MetricsServer({TRACES_PATH: page}, frozenset({KEY}))
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     yield asyncio.run_coroutine_threadsafe(served.open("127.0.0.1"), loop).result()
@@ -113,22 +113,22 @@ def door() -> Iterator[str]:
     loop.close()
 
 
-def test_the_command(door: str) -> None:
-    asked = ["--router", door, "--metrics-key", KEY]
+def test_the_command(listener: str) -> None:
+    asked = ["--router", listener, "--metrics-key", KEY]
     for arguments, words in ((["req[red]-1"], "decode-0"), (["--slow"], "first token ms"), ([], "total ms")):
         done = CliRunner().invoke(app, ["trace", *arguments, *asked])
         assert done.exit_code == 0, done.output
         assert words in done.output
         assert "req[red]-1" in done.output
     assert CliRunner().invoke(app, ["trace", "--slow", "req", *asked]).exit_code == 2
-    assert CliRunner().invoke(app, ["trace", "--slow", "--router", door]).exit_code == 4
+    assert CliRunner().invoke(app, ["trace", "--slow", "--router", listener]).exit_code == 4
 
 
 def test_a_request_that_nobody_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def nothing(*_: object, **__: object) -> str:
         return traces_to_json([], 512)
 
-    monkeypatch.setattr("telemetry.door.fetch", nothing)
+    monkeypatch.setattr("telemetry.metrics_server.fetch", nothing)
     done = CliRunner().invoke(app, ["trace", "gone", "--router", "r:1"])
     assert done.exit_code == 1
     assert "the 512 newest" in " ".join((done.output + done.stderr).split())

@@ -14,7 +14,7 @@ from cluster.planner_config import PlannerConfig, PlannerMode
 from costs.roofline import parse_ceilings
 from planner.decision import Limits, Range
 from router.slo import parse_class, with_defaults
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 
 KEY, SECRET = "k" * 32, "s" * 32
 OPTIONS: dict[str, tuple[str, Any]] = {
@@ -63,7 +63,7 @@ OPTIONS: dict[str, tuple[str, Any]] = {
     "--allowed-origins https://a --allowed-origins http://b:8": ("allowed_origins", ("https://a", "http://b:8")),
     "--max-messages 9": ("max_messages", 9),
     "--max-request-bytes 1 --max-connections 2 --max-calls 3 --header-timeout 4 --body-timeout 5 --idle-timeout 6 "
-    "--unread-timeout 7 --keepalive 8": ("doors", DoorLimits(1, 2, 3, 4.0, 5.0, 6.0, 7.0, 8.0)),
+    "--unread-timeout 7 --keepalive 8": ("listeners", ListenerLimits(1, 2, 3, 4.0, 5.0, 6.0, 7.0, 8.0)),
     "--strict-requests": ("strict_requests", True),
     "--front-processes 2": ("front_processes", 2),
     "--slo-class gold:100:20": ("slo_classes", with_defaults([parse_class("gold:100:20")])),

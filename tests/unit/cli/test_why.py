@@ -1,4 +1,4 @@
-"""`tandem why` over a door that a test opens."""
+"""`tandem why` over a listener that a test opens."""
 
 import io
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.config import ClusterConfig
-from cluster.operations.assignments import Duties
+from cluster.operations.assignments import Assignments
 from cluster.operations.operator import Operator
 from cluster.operations.worker_slots import Fleet
 from cluster.supervision.health import Phase
@@ -17,7 +17,7 @@ from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 from cluster.supervision.registry import Registry
 from cluster.supervision.roles import Slot, another
 from wire.errors import Unavailable
-from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.mode import Mode
 
 P, D, BOTH = Role.PREFILL, Role.DECODE, Role.BOTH
@@ -36,14 +36,14 @@ class Workers:
         self.deaf: set[str] = set()
         self.seen: list[tuple[str, dict[str, Role | None]]] = []
         self.infos: dict[str, WorkerInfo] = {}
-        self.duties = Duties(self.registry, sharing, roles, self._tell)
+        self.assignments = Assignments(self.registry, sharing, roles, self._tell)
         for worker_id, role in roles.items():
-            self.start(worker_id, 1, sharing.duty(role))
-        self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.duties.run())]
+            self.start(worker_id, 1, sharing.assignment(role))
+        self._tasks = [asyncio.ensure_future(self._note()), asyncio.ensure_future(self.assignments.run())]
 
-    def start(self, worker_id: str, incarnation: int, duty: Duty) -> None:
+    def start(self, worker_id: str, incarnation: int, assignment: Assignment) -> None:
         peer = PeerRef(worker_id, incarnation)
-        self._say(WorkerInfo(peer, duty.role, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=duty))
+        self._say(WorkerInfo(peer, assignment.role, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake", assignment=assignment))
 
     def die(self, worker_id: str) -> None:
         self.registry.unregister(self.infos.pop(worker_id).peer)
@@ -52,8 +52,8 @@ class Workers:
         """What it had to finish is over."""
         self.busy.discard(worker_id)
         info = self.infos[worker_id]
-        assert info.duty is not None
-        self._say(replace(info, role=info.duty.role, closing=None))
+        assert info.assignment is not None
+        self._say(replace(info, role=info.assignment.role, closing=None))
 
     @property
     def roles(self) -> dict[str, Role | None]:
@@ -73,13 +73,13 @@ class Workers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _tell(self, info: WorkerInfo, duty: Duty, _grace_s: float) -> None:
+    async def _tell(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
         name = info.peer.worker_id
         if name in self.deaf:
             raise Unavailable(f"{name} does not answer")
         now = self.infos[name]
-        role = now.role | duty.role
-        self._say(replace(now, role=role, closing=role.without(duty.role), duty=duty))
+        role = now.role | assignment.role
+        self._say(replace(now, role=role, closing=role.without(assignment.role), assignment=assignment))
         if name not in self.busy:
             asyncio.get_running_loop().call_soon(self.finish, name)
 
@@ -115,7 +115,7 @@ class ProcessOf(Process):
 
     async def start(self) -> None:
         workers = self._crew.workers
-        workers.start(self._worker_id, self._incarnation, workers.duties.wanted(self._worker_id))
+        workers.start(self._worker_id, self._incarnation, workers.assignments.wanted(self._worker_id))
 
     async def ended(self) -> str:
         await self.over.wait()
@@ -149,7 +149,7 @@ class Crew:
         self.processes: dict[str, ProcessOf] = {}
         self.fleet = Fleet(self._keeper, self._new_slot, self._release)
         self.keepers = self.fleet.keepers
-        self.operator = Operator(workers.registry, workers.duties, self.fleet, self, self._node_is_up)
+        self.operator = Operator(workers.registry, workers.assignments, self.fleet, self, self._node_is_up)
 
     @classmethod
     async def of(cls, workers: Workers) -> Crew:

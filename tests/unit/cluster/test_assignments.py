@@ -1,4 +1,4 @@
-"""The controller's wanted state: modes become duties, workers are told, and at every moment all work is taken."""
+"""The controller's wanted state: modes become assignments, workers are told, and at every moment all work is taken."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from cluster.background import begin, going_on
 from cluster.supervision.health import Phase
 from cluster.supervision.modes import ModeChange, Sharing, assign
 from wire.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
-from wire.messages import Duty, WorkerInfo
+from wire.messages import Assignment, WorkerInfo
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 
@@ -29,19 +29,19 @@ async def test_through_all_modes_somebody_takes_every_kind_of_work() -> None:
         (ModeChange("disaggregated", prefill=1, decode=1), {"a": P, "b": D}),
         (ModeChange("colocated", itl_target_s=-1), {"a": BOTH, "b": BOTH}),
     ):
-        await workers.duties.set_mode(change)
+        await workers.assignments.set_mode(change)
         assert workers.roles == roles
         assert workers.registry.membership().mode == change.mode
         await until(lambda change=change: workers.seen[-1][0] == change.mode)  # type: ignore[misc]
     workers.check()
-    assert workers.infos["b"].duty == Duty(BOTH, PolicyName.CHUNKED, 7, None)
+    assert workers.infos["b"].assignment == Assignment(BOTH, PolicyName.CHUNKED, 7, None)
     await workers.stop()
 
 
 async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     workers = Workers({"a": BOTH, "b": BOTH}, Sharing(Mode.ADAPTIVE))
     workers.busy |= {"a", "b"}
-    changing = asyncio.ensure_future(workers.duties.set_mode(ModeChange("disaggregated")))
+    changing = asyncio.ensure_future(workers.assignments.set_mode(ModeChange("disaggregated")))
     await until(lambda: workers.infos["b"].closing is P)
     assert (workers.infos["a"].role, workers.infos["a"].closing) == (BOTH, D)
     assert workers.registry.membership().mode == "disaggregated"
@@ -54,20 +54,20 @@ async def test_the_answer_comes_when_the_last_half_is_empty() -> None:
     await workers.stop()
 
 
-async def test_duties_are_told_although_something_failed(
+async def test_assignments_are_told_although_something_failed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whether a telling failed in an unforeseen way, or the look at who has to be told."""
     for module in (cluster.operations.assignments, cluster.background):
         monkeypatch.setattr(module, "RETRY_S" if module is cluster.operations.assignments else "AGAIN_S", 0.0)
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
-    tell, look, failures = workers.duties._tell, workers.duties._look, ["tell", "look"]
+    tell, look, failures = workers.assignments._tell, workers.assignments._look, ["tell", "look"]
 
-    async def tell_at_last(info: WorkerInfo, duty: Duty, grace_s: float) -> None:
+    async def tell_at_last(info: WorkerInfo, assignment: Assignment, grace_s: float) -> None:
         if "tell" in failures:
             failures.remove("tell")
             raise KeyError("a defect of telling")
-        await tell(info, duty, grace_s)
+        await tell(info, assignment, grace_s)
 
     def look_at_last() -> None:
         if "look" in failures:
@@ -75,28 +75,28 @@ async def test_duties_are_told_although_something_failed(
             raise KeyError("a defect of looking")
         look()
 
-    workers.duties._tell = tell_at_last
+    workers.assignments._tell = tell_at_last
     await until(lambda: workers.seen)
     workers._tasks[1].cancel()
-    monkeypatch.setattr(workers.duties, "_look", look_at_last)
-    workers._tasks.append(begin(going_on(workers.duties.run, "telling"), "telling"))
+    monkeypatch.setattr(workers.assignments, "_look", look_at_last)
+    workers._tasks.append(begin(going_on(workers.assignments.run, "telling"), "telling"))
     await until(lambda: "look" not in failures)
-    await workers.duties.set_mode(ModeChange("colocated"))
+    await workers.assignments.set_mode(ModeChange("colocated"))
     assert workers.roles == {"a": BOTH, "b": BOTH}
     assert not failures
     assert "telling has failed, and goes on" in caplog.text
-    assert "was not told its duty" in caplog.text
+    assert "was not told its assignment" in caplog.text
     await workers.stop()
 
 
-async def test_who_comes_back_has_the_duty_of_now() -> None:
+async def test_who_comes_back_has_the_assignment_of_now() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
-    await workers.duties.set_mode(ModeChange("colocated", step_policy="decode-priority"))
+    await workers.assignments.set_mode(ModeChange("colocated", step_policy="decode-priority"))
     workers.die("b")
-    assert workers.duties.wanted("b") == Duty(BOTH, PolicyName.DECODE_PRIORITY)
+    assert workers.assignments.wanted("b") == Assignment(BOTH, PolicyName.DECODE_PRIORITY)
     # Made before the change, registered after it: it is told.
-    workers.start("b", 2, Duty(D))
-    await until(lambda: workers.infos["b"].duty == workers.duties.wanted("b"))
+    workers.start("b", 2, Assignment(D))
+    await until(lambda: workers.infos["b"].assignment == workers.assignments.wanted("b"))
     assert workers.roles == {"a": BOTH, "b": BOTH}
     await workers.stop()
 
@@ -104,14 +104,14 @@ async def test_who_comes_back_has_the_duty_of_now() -> None:
 async def test_who_dies_in_a_change_does_not_hold_it_up() -> None:
     workers = Workers({"a": P, "b": D}, DISAGGREGATED)
     workers.deaf.add("b")
-    changing = asyncio.ensure_future(workers.duties.set_mode(ModeChange("adaptive")))
+    changing = asyncio.ensure_future(workers.assignments.set_mode(ModeChange("adaptive")))
     await until(lambda: workers.infos["a"].open is BOTH)
     await asyncio.sleep(0.01)
     assert not changing.done()
     workers.die("b")
     await changing
     workers.deaf.clear()
-    workers.start("b", 2, workers.duties.wanted("b"))
+    workers.start("b", 2, workers.assignments.wanted("b"))
     await until(lambda: workers.roles == {"a": BOTH, "b": BOTH})
     await workers.stop()
 
@@ -121,10 +121,10 @@ async def test_without_what_is_needed_nothing_changes(monkeypatch: pytest.Monkey
     workers.deaf.add("b")
     monkeypatch.setattr(cluster.operations.assignments, "OPEN_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b did not open"):
-        await workers.duties.set_mode(ModeChange("colocated"))
+        await workers.assignments.set_mode(ModeChange("colocated"))
     await until(lambda: workers.roles == {"a": P, "b": D})
     assert workers.registry.membership().mode == "disaggregated"
-    assert workers.duties.sharing == DISAGGREGATED
+    assert workers.assignments.sharing == DISAGGREGATED
     await workers.stop()
 
 
@@ -133,7 +133,7 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
     workers.busy.add("b")
     monkeypatch.setattr(cluster.operations.assignments, "SETTLE_S", 0.05)
     with pytest.raises(DeadlineExceeded, match="b still finishes"):
-        await workers.duties.set_mode(ModeChange("disaggregated"))
+        await workers.assignments.set_mode(ModeChange("disaggregated"))
     workers.finish("b")
     assert workers.roles == {"a": P, "b": D}
     await workers.stop()
@@ -141,7 +141,7 @@ async def test_who_takes_too_long_follows_later(monkeypatch: pytest.MonkeyPatch)
 
 def test_roles_that_are_needed_are_kept() -> None:
     roles = {"a": D, "b": BOTH, "c": P, "d": D}
-    found = {name: duty.role for name, duty in assign(Sharing(Mode.DISAGGREGATED, 2), roles).items()}
+    found = {name: assignment.role for name, assignment in assign(Sharing(Mode.DISAGGREGATED, 2), roles).items()}
     assert found == {"a": D, "b": P, "c": P, "d": D}
 
 
@@ -242,7 +242,7 @@ async def test_a_worker_that_is_away_has_the_mode_of_now_when_it_is_back() -> No
     await stage.operator.drain_worker("c", 1.0, restart=False, force=False)
     assert workers.roles == {"a": P, "b": D}
     await stage.operator.set_mode(ModeChange("adaptive"))
-    assert workers.duties.wanted("c") == Duty(BOTH)
+    assert workers.assignments.wanted("c") == Assignment(BOTH)
     await stage.operator.set_mode(ModeChange("disaggregated", prefill=1, decode=1))
     await stage.operator.drain_worker("c", 1.0, restart=True, force=False)
     assert workers.roles == {"a": P, "b": D, "c": D}
@@ -251,15 +251,15 @@ async def test_a_worker_that_is_away_has_the_mode_of_now_when_it_is_back() -> No
 
 async def test_it_begins_anew_with_workers_as_they_are() -> None:
     workers = Workers({"a": P, "b": D, "c": D}, DISAGGREGATED)
-    workers.duties.inherit(DISAGGREGATED, {"a": D, "b": P, "c": D})
-    assert workers.duties.wanted("b").role is P
+    workers.assignments.inherit(DISAGGREGATED, {"a": D, "b": P, "c": D})
+    assert workers.assignments.wanted("b").role is P
     await until(lambda: workers.roles == {"a": D, "b": P, "c": D})
-    assert workers.duties.sharing.prefill == 1
-    workers.duties.inherit(Sharing(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, away=["b"])
+    assert workers.assignments.sharing.prefill == 1
+    workers.assignments.inherit(Sharing(Mode.DISAGGREGATED, 1), {"a": D, "b": P, "c": D}, away=["b"])
     await until(lambda: workers.roles == {"a": BOTH, "b": P, "c": BOTH})
-    assert workers.duties.sharing.prefill == 0
-    await workers.duties.is_back("b")
+    assert workers.assignments.sharing.prefill == 0
+    await workers.assignments.is_back("b")
     assert workers.roles == {"a": D, "b": P, "c": D}
-    workers.duties.inherit(Sharing(Mode.COLOCATED), {"a": D, "b": P, "c": D})
+    workers.assignments.inherit(Sharing(Mode.COLOCATED), {"a": D, "b": P, "c": D})
     await until(lambda: workers.roles == {"a": BOTH, "b": BOTH, "c": BOTH})
     await workers.stop()

@@ -18,7 +18,7 @@ from worker.config import WorkerConfig
 def worker_config(config: ClusterConfig, slot: Slot) -> WorkerConfig:
     """What a worker of this slot is started with."""
     actors = WorkerActors(config, "")
-    return actors.config(slot, Sharing.of(config).duty(slot.role))
+    return actors.config(slot, Sharing.of(config).assignment(slot.role))
 
 
 @pytest.mark.parametrize(

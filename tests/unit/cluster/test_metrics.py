@@ -14,8 +14,8 @@ from cluster.metrics import ClusterMetrics
 from cluster.supervision.health import Health, Phase
 from telemetry import families as f
 from telemetry.board import Board
-from telemetry.door import DISCOVERY_PATH, METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
+from telemetry.metrics_server import DISCOVERY_PATH, METRICS_PATH, MetricsServer, fetch, metrics_page
 from tests.stranger import Stranger
 from wire.errors import Unavailable
 from wire.security.credentials import metrics_key_of
@@ -25,11 +25,11 @@ TOKEN, KEY = "of the cluster", "of the operator"
 UP = Health("decode-0", Phase.SERVING, 7, 1, 2, "")
 
 
-async def worker(name: str) -> tuple[MetricsDoor, str]:
+async def worker(name: str) -> tuple[MetricsServer, str]:
     board = Board({"model": "m", "worker": name})
     board.count(f.PREEMPTIONS).add()
-    door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({metrics_key_of(TOKEN)}))
-    return door, await door.open("127.0.0.1")
+    listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(board))}, frozenset({metrics_key_of(TOKEN)}))
+    return listener, await listener.open("127.0.0.1")
 
 
 @pytest.fixture
@@ -50,10 +50,10 @@ async def samples(cluster: ClusterMetrics) -> dict[tuple[str, str], tuple[str, f
 
 
 async def test_all_that_answer(cluster: ClusterMetrics) -> None:
-    doors = []
+    listeners = []
     for name in ("decode-0", "decode-1"):
-        door, address = await worker(name)
-        doors.append(door)
+        listener, address = await worker(name)
+        listeners.append(listener)
         cluster.opened(name, "decode", address)
     found = await samples(cluster)
     for name in ("decode-0", "decode-1"):
@@ -65,7 +65,7 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
     assert found["tandem_process_restarts_total", "decode-1"] == ("", 2)
     assert ("tandem_metrics_target_up", "router") not in found
     assert found["process_resident_memory_bytes", "controller"][1] > 0
-    await doors[0].close()
+    await listeners[0].close()
     found = await samples(cluster)
     assert found["tandem_metrics_target_up", "decode-0"][1] == 0
     assert ("tandem_num_preemptions_total", "decode-0") not in found
@@ -73,7 +73,7 @@ async def test_all_that_answer(cluster: ClusterMetrics) -> None:
     cluster.gone("decode-0")
     found = await samples(cluster)
     assert ("tandem_metrics_target_up", "decode-0") not in found
-    await doors[1].close()
+    await listeners[1].close()
 
 
 async def test_who_lives_is_asked_where_that_changes() -> None:
@@ -103,7 +103,7 @@ async def test_whoever_has_a_gone_processs_port_is_not_shown_the_token(cluster: 
 
 
 async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(cluster: ClusterMetrics) -> None:
-    door, address = await worker("decode-0")
+    listener, address = await worker("decode-0")
     cluster.opened("decode-0", "decode", address)
     every = {name for name, _ in await samples(cluster) if name.startswith("tandem_")}
     for file in (
@@ -114,7 +114,7 @@ async def test_who_scrapes_each_process_keeps_what_the_controller_alone_says(clu
         (kept,) = re.findall(r"\[__name__\], regex: (\S+), action: keep", (ROOT / file).read_text())
         dropped = {name for name in every if not re.fullmatch(kept, name)}
         assert dropped == {"tandem_num_preemptions_total"}, file
-    await door.close()
+    await listener.close()
 
 
 async def test_who_is_there(cluster: ClusterMetrics) -> None:

@@ -20,7 +20,7 @@ from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape
 from wire.cost_parameters import CostParameters
 from wire.errors import DeadlineExceeded, InvalidArgument
-from wire.messages import Duty, Membership, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, Membership, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.mode import Mode
 from worker.reporting.metrics import step_costs
 
@@ -53,7 +53,19 @@ class Scene:
     def __init__(self, config: PlannerConfig, roles: list[Role]) -> None:
         self.hand, self.now, self.requests = Hand(), 0.0, 0.0
         self.workers = [
-            WorkerInfo(PeerRef(f"w-{n}", 1), role, "a:1", FACTS, 10**6, 16, 1000, 900, "cpu", "fake", duty=Duty(role))
+            WorkerInfo(
+                PeerRef(f"w-{n}", 1),
+                role,
+                "a:1",
+                FACTS,
+                10**6,
+                16,
+                1000,
+                900,
+                "cpu",
+                "fake",
+                assignment=Assignment(role),
+            )
             for n, role in enumerate(roles)
         ]
         self.router = Board({"model": "m", "role": "router", "worker": "router"})

@@ -1,4 +1,4 @@
-"""The controller's door: it asks for the secret, registers, and pushes changes to watchers."""
+"""The controller's listener: it asks for the secret, registers, and pushes changes to watchers."""
 
 from collections.abc import AsyncIterator
 
@@ -41,7 +41,7 @@ class Asked(Operator):
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[tuple[str, Registry]]:
+async def listener() -> AsyncIterator[tuple[str, Registry]]:
     registry = Registry()
     server = open_server()
     cluster_pb2_grpc.add_ClusterServicer_to_server(ClusterServicer(registry, Asked()), server)
@@ -59,8 +59,8 @@ def registration(worker_id: str, incarnation: int) -> cluster_pb2.RegisterReques
     )
 
 
-async def test_a_watcher_sees_who_comes_and_goes(door: tuple[str, Registry]) -> None:
-    address, registry = door
+async def test_a_watcher_sees_who_comes_and_goes(listener: tuple[str, Registry]) -> None:
+    address, registry = listener
     async with open_channel(address, "secret") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         watch = stub.Watch(cluster_pb2.WatchRequest())
@@ -75,8 +75,8 @@ async def test_a_watcher_sees_who_comes_and_goes(door: tuple[str, Registry]) -> 
         watch.cancel()
 
 
-async def test_unregister_is_for_good(door: tuple[str, Registry]) -> None:
-    address, registry = door
+async def test_unregister_is_for_good(listener: tuple[str, Registry]) -> None:
+    address, registry = listener
     async with open_channel(address, "secret") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         await stub.Register(registration("decode-0", 7))
@@ -84,8 +84,8 @@ async def test_unregister_is_for_good(door: tuple[str, Registry]) -> None:
         assert registry.membership().workers == ()
 
 
-async def test_who_is_absent_is_known_to_those_with_the_secret(door: tuple[str, Registry]) -> None:
-    address, _ = door
+async def test_who_is_absent_is_known_to_those_with_the_secret(listener: tuple[str, Registry]) -> None:
+    address, _ = listener
     assert await ControllerClient(address, "secret").absent() == (ABSENT,)
     with pytest.raises(Unauthenticated, match=r"the TLS handshake .* failed: is --token .* the token of that cluster"):
         await ControllerClient(address, "wrong").absent()
@@ -93,8 +93,8 @@ async def test_who_is_absent_is_known_to_those_with_the_secret(door: tuple[str, 
         await ControllerClient("127.0.0.1:1", "secret").absent()
 
 
-async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
-    address, registry = door
+async def test_strangers_stay_outside(listener: tuple[str, Registry]) -> None:
+    address, registry = listener
     async with open_channel(address, "wrong") as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster_pb2_grpc.ClusterStub(channel).Register(registration("decode-0", 7))
@@ -102,8 +102,8 @@ async def test_strangers_stay_outside(door: tuple[str, Registry]) -> None:
     assert registry.membership().workers == ()
 
 
-async def test_what_an_operator_asks_arrives_as_it_was_asked(door: tuple[str, Registry]) -> None:
-    address, _ = door
+async def test_what_an_operator_asks_arrives_as_it_was_asked(listener: tuple[str, Registry]) -> None:
+    address, _ = listener
     async with open_channel(address, "secret") as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         ask = cluster_pb2.SetModeRequest(

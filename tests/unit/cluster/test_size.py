@@ -92,7 +92,7 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     await crew.operator.resize(SizeChange(prefill=2, decode=2, wait_s=60))
     four = {"prefill-0": P, "prefill-1": P, "decode-0": D, "decode-1": D}
     assert workers.roles == four
-    assert workers.duties.sharing.prefill == 2
+    assert workers.assignments.sharing.prefill == 2
     infos = await crew.operator.resize(SizeChange(prefill=3, decode=1, wait_s=60))
     assert {info.peer.worker_id for info in infos} == set(four)
     assert list(workers.roles.values()).count(P) == 3
@@ -106,7 +106,7 @@ async def test_it_grows_and_shrinks_while_all_work_is_taken() -> None:
     assert "both-0" in workers.roles
     await crew.operator.resize(SizeChange(workers=1))
     assert list(workers.roles) == ["prefill-0"], "the newest leave"
-    assert list(crew.keepers) == list(await workers.duties.parts()) == ["prefill-0"]
+    assert list(crew.keepers) == list(await workers.assignments.parts()) == ["prefill-0"]
     assert sorted(crew.released) == ["both-0", "decode-0", "decode-1", "prefill-1"]
     workers.check()
     await crew.stop()
@@ -131,7 +131,7 @@ async def test_who_finds_no_room_is_awaited_and_counts() -> None:
     assert list(crew.keepers) == ["prefill-0", "decode-0", "prefill-1"], "who never served is given up first"
     crew.room.set()
     await until(lambda: workers.roles == {"prefill-0": P, "decode-0": D, "prefill-1": P})
-    await until(lambda: workers.duties.sharing.prefill == 2)
+    await until(lambda: workers.assignments.sharing.prefill == 2)
     await until(lambda: crew.operator.coming == 0)
     assert not crew.operator.absent()
     await crew.stop()

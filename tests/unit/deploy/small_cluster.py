@@ -14,8 +14,8 @@ from cluster.metrics import ClusterMetrics
 from cluster.supervision.health import Backoff, Phase
 from cluster.supervision.process_supervisor import Process, ProcessSupervisor
 from engine.graph_use import GraphUse
-from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
+from telemetry.metrics_server import METRICS_PATH, MetricsServer, fetch, metrics_page
 from tests.worker_pair import End, WorkerPair, until
 from wire.errors import Unavailable
 from worker.reporting.metrics import engine_facts, worker_facts
@@ -58,15 +58,15 @@ class SmallCluster:
         self.texts: list[str] = []
         """What a scrape found, minute by minute."""
         self._device = device
-        self._doors: dict[str, tuple[End, str]] = {}
-        self._open: list[MetricsDoor] = []
+        self._listeners: dict[str, tuple[End, str]] = {}
+        self._open: list[MetricsServer] = []
         self._lives: dict[str, Living] = {}
 
     async def __aenter__(self) -> SmallCluster:
         await self.pair.__aenter__()
         for end in self.pair.ends:
-            self._doors[end.me.worker_id] = end, await self._open_door(end)
-        names = (ROUTER, *self._doors)
+            self._listeners[end.me.worker_id] = end, await self._open_listener(end)
+        names = (ROUTER, *self._listeners)
         self._keepers = {name: ProcessSupervisor(name, partial(self._spawn, name), partial(self._gone, name), _AT_ONCE)
                          for name in names}  # fmt: skip
         await self.open_controller()
@@ -78,7 +78,7 @@ class SmallCluster:
         for keeper in self._keepers.values():
             keeper.stop()
         await asyncio.gather(*self._runs)
-        await asyncio.gather(self.close_controller(), *(door.close() for door in self._open))
+        await asyncio.gather(self.close_controller(), *(listener.close() for listener in self._open))
         await self.pair.__aexit__(*error)
 
     async def minutes(self, number: int) -> None:
@@ -100,7 +100,7 @@ class SmallCluster:
         """Its metrics can be scraped, after what it hears of those that serve."""
         self._metrics = ClusterMetrics("fake", "", frozenset(), self._health, dict)
         self._address = await self._metrics.open("127.0.0.1", 0)
-        for name in self._doors:
+        for name in self._listeners:
             self._opened(name)
 
     async def close_controller(self) -> None:
@@ -110,30 +110,30 @@ class SmallCluster:
     async def _serving(self) -> None:
         await until(lambda: all(keeper.phase is Phase.SERVING for keeper in self._keepers.values()))
 
-    async def _open_door(self, end: End) -> str:
+    async def _open_listener(self, end: End) -> str:
         """As a worker's process does."""
         worker = end.worker
         engine: Any = SimpleNamespace(device_name=self._device, facts=worker.facts, graph_use=GraphUse())
         worker.metrics.board.read(partial(worker_facts, worker.report, worker.transport))
-        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
-        door = MetricsDoor({METRICS_PATH: metrics_page(Exposition(worker.metrics.board))}, frozenset())
-        self._open.append(door)
-        return await door.open("127.0.0.1")
+        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
+        listener = MetricsServer({METRICS_PATH: metrics_page(Exposition(worker.metrics.board))}, frozenset())
+        self._open.append(listener)
+        return await listener.open("127.0.0.1")
 
     async def _spawn(self, name: str, _incarnation: int) -> Process:
         self._lives[name] = Living(partial(self._opened, name))
         return self._lives[name]
 
     def _opened(self, name: str) -> None:
-        if name in self._doors:
-            end, address = self._doors[name]
+        if name in self._listeners:
+            end, address = self._listeners[name]
             self._metrics.opened(name, end.config.role.value, address)
 
     def _gone(self, name: str, _incarnation: int) -> None:
         self._metrics.gone(name)
 
     def _health(self) -> list[tuple[str, Any]]:
-        roles = {name: end.config.role.value for name, (end, _) in self._doors.items()}
+        roles = {name: end.config.role.value for name, (end, _) in self._listeners.items()}
         return [(roles.get(name, ROUTER), keeper.health()) for name, keeper in self._keepers.items()]
 
 

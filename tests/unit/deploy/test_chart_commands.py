@@ -114,17 +114,17 @@ def test_two_routers_stand_beside_each_other(chart: Chart) -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_services_and_probes_meet_the_doors(chart: Chart, example: str) -> None:
+def test_services_and_probes_meet_the_listeners(chart: Chart, example: str) -> None:
     manifests = chart.example(example)
     _, options = parsed(driver(manifests)["command"])
     router = driver(manifests)
-    doors = {port["name"]: port["containerPort"] for port in router["ports"]}
-    assert doors == {name: options[f"{name}_port"] for name in ("grpc", "http", "metrics", "controller")}
+    listeners = {port["name"]: port["containerPort"] for port in router["ports"]}
+    assert listeners == {name: options[f"{name}_port"] for name in ("grpc", "http", "metrics", "controller")}
     for service in ("grpc", "http", "controller"):
         spec = one(manifests, "Service", f"-{service}")["spec"]
-        assert all(port["targetPort"] in doors for port in spec["ports"])
+        assert all(port["targetPort"] in listeners for port in spec["ports"])
         assert spec["selector"].items() <= pods(manifests)["router"]["template"]["metadata"]["labels"].items()
-    assert router["readinessProbe"]["grpc"] == {"port": doors["grpc"], "service": "tandem.v1.Inference"}
+    assert router["readinessProbe"]["grpc"] == {"port": listeners["grpc"], "service": "tandem.v1.Inference"}
     assert router["startupProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
     assert router["livenessProbe"]["httpGet"] == {"path": "/live", "port": "http"}
     assert router["startupProbe"]["periodSeconds"] * router["startupProbe"]["failureThreshold"] == 3600

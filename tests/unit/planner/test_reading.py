@@ -18,7 +18,7 @@ from telemetry.family import Family
 from telemetry.scrape import Scrape, Stretch
 from wire.cost_parameters import UNMEASURED, CostParameters
 from wire.errors import InvalidArgument
-from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from wire.tracing.spans import Phase
 from worker.reporting.metrics import step_costs
 
@@ -27,10 +27,10 @@ COST = CostParameters(1e-2, 2e-3, 3e-4, 4e-8, 5e-4, 6e-7, 150, 0.01, 99)
 PROMISES = {"strict": Promise(2.0, 0.02), "quick": Promise(0.3, 0.06)}
 
 
-def info(name: str, role: Role, duty: Role | None = None, closing: Role | None = None) -> WorkerInfo:
-    told = None if duty is None else Duty(duty)
+def info(name: str, role: Role, assignment: Role | None = None, closing: Role | None = None) -> WorkerInfo:
+    told = None if assignment is None else Assignment(assignment)
     return WorkerInfo(
-        PeerRef(name, 1), role, "a:1", FACTS, 100, 16, 64, 2048, "cpu", "fake", duty=told, closing=closing
+        PeerRef(name, 1), role, "a:1", FACTS, 100, 16, 64, 2048, "cpu", "fake", assignment=told, closing=closing
     )
 
 

@@ -136,6 +136,6 @@ async def cluster(model: Path, settings: dict[str, Any]) -> AsyncIterator[Cluste
 
 @pytest.fixture
 async def stub(cluster: Cluster) -> AsyncIterator[inference_pb2_grpc.InferenceStub]:
-    """The cluster's front door."""
+    """The cluster's router."""
     async with channel_to(cluster.endpoints.grpc_address) as channel:
         yield inference_pb2_grpc.InferenceStub(channel)

@@ -1,4 +1,4 @@
-"""Several answers to one request, at both doors."""
+"""Several answers to one request, over gRPC and HTTP."""
 
 import asyncio
 from collections import defaultdict

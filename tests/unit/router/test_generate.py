@@ -1,4 +1,4 @@
-"""The gRPC door over fake workers: answers, limits, cancellation, and what happens when workers misbehave."""
+"""The gRPC listener over fake workers: answers, limits, cancellation, and what happens when workers misbehave."""
 
 import asyncio
 import gc
@@ -776,13 +776,13 @@ async def test_health_may_be_watched(cluster: Cluster) -> None:
 
 
 async def test_a_taken_port_is_told_in_words(cluster: Cluster) -> None:
-    for door in ("grpc", "http"):
-        port = int(getattr(cluster.endpoints, f"{door}_address").split(":")[1])
-        with pytest.raises(FailedPrecondition, match=f"{door}_port: .*{port}"):
-            await RouterServer(replace(cluster.config, **{f"{door}_port": port})).start()
+    for listener in ("grpc", "http"):
+        port = int(getattr(cluster.endpoints, f"{listener}_address").split(":")[1])
+        with pytest.raises(FailedPrecondition, match=f"{listener}_port: .*{port}"):
+            await RouterServer(replace(cluster.config, **{f"{listener}_port": port})).start()
 
 
-async def test_one_port_for_both_doors_is_told_in_words(cluster: Cluster) -> None:
+async def test_one_port_for_both_listeners_is_told_in_words(cluster: Cluster) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     router = RouterServer(replace(cluster.config, router_id="router-1", grpc_port=port, http_port=port))
@@ -792,18 +792,18 @@ async def test_one_port_for_both_doors_is_told_in_words(cluster: Cluster) -> Non
         pass  # nothing of the router listens any more
 
 
-async def test_an_http_door_that_cannot_open_is_told_in_words(
+async def test_an_http_listener_that_cannot_open_is_told_in_words(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_door(*_: object) -> None:
-        raise OSError("no door")
+    async def no_listener(*_: object) -> None:
+        raise OSError("no listener")
 
-    monkeypatch.setattr("uvicorn.Server.startup", no_door)
-    with pytest.raises(FailedPrecondition, match=r"http_port: .*no door"):
+    monkeypatch.setattr("uvicorn.Server.startup", no_listener)
+    with pytest.raises(FailedPrecondition, match=r"http_port: .*no listener"):
         await asyncio.wait_for(RouterServer(replace(cluster.config, router_id="router-1")).start(), 60)
 
 
-async def test_ipv6_doors_open_at_the_address_they_name(cluster: Cluster) -> None:
+async def test_ipv6_listeners_open_at_the_address_they_name(cluster: Cluster) -> None:
     router = RouterServer(replace(cluster.config, router_id="router-6", host="::1"))
     endpoints = await router.start()
     assert endpoints.grpc_address.startswith("[::1]:")
@@ -816,7 +816,7 @@ async def test_ipv6_doors_open_at_the_address_they_name(cluster: Cluster) -> Non
     await router.stop(1.0)
 
 
-async def test_open_doors_without_a_key_are_warned_of(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+async def test_open_listeners_without_a_key_are_warned_of(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     assert "no API key" not in caplog.text
     for keys in (("key",), ()):
         router = RouterServer(

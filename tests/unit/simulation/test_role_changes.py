@@ -21,15 +21,20 @@ def test_roles_change_amid_a_load_and_every_answer_is_whole() -> None:
     seen: list[tuple[VirtualWorker, Role, Role | None]] = []
 
     def assume(worker: VirtualWorker, role: Role) -> None:
-        worker.duty.assume(role)
-        seen.append((worker, worker.duty.role, worker.duty.closing))
+        worker.assignment.assume(role)
+        seen.append((worker, worker.assignment.role, worker.assignment.closing))
 
     stage.clock.at(FIRST_S, lambda: assume(decode, Role.PREFILL))
     stage.clock.at(BACK_S, lambda: assume(prefill, Role.DECODE))
     asked = load(1, count=120, rate=80.0)
     outcomes = stage.run(asked)
     assert seen[0][1:] == (Role.BOTH, Role.DECODE)  # it decodes what it has
-    assert [each.duty.role for each in stage.workers.values()] == [Role.PREFILL, Role.DECODE, Role.PREFILL, Role.DECODE]
+    assert [each.assignment.role for each in stage.workers.values()] == [
+        Role.PREFILL,
+        Role.DECODE,
+        Role.PREFILL,
+        Role.DECODE,
+    ]
     assert len(outcomes) == len(asked)
     for outcome in outcomes:
         assert not outcome.error
@@ -44,7 +49,7 @@ def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> N
     """A decode worker that prefills, too, promises less: what was promised before may not be had."""
     stage = cluster(Mode.DISAGGREGATED, [Role.PREFILL, Role.DECODE], jumps=jumps, pages=64)
     decode = list(stage.workers.values())[1]
-    stage.clock.at(FIRST_S, lambda: decode.duty.assume(Role.BOTH))
+    stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.BOTH))
     asked = [LoadRequest(0.0, VirtualPrompt(number, 100, ()), 300, BEST_EFFORT) for number in range(16)]
     outcomes = stage.run(asked)
     assert decode.admission.running.preemptions
@@ -58,10 +63,10 @@ def test_answers_give_way_where_prompts_take_room_and_go_on(*, jumps: bool) -> N
 def test_a_change_of_mind_opens_what_was_closing() -> None:
     stage = cluster(Mode.DISAGGREGATED, ROLES)
     decode = list(stage.workers.values())[2]
-    stage.clock.at(FIRST_S, lambda: decode.duty.assume(Role.PREFILL))
-    stage.clock.at(FIRST_S + 1e-3, lambda: decode.duty.assume(Role.DECODE))
+    stage.clock.at(FIRST_S, lambda: decode.assignment.assume(Role.PREFILL))
+    stage.clock.at(FIRST_S + 1e-3, lambda: decode.assignment.assume(Role.DECODE))
     outcomes = stage.run(load(2, count=100, rate=80.0))
-    assert decode.duty.role is Role.DECODE
-    assert decode.duty.closing is None
+    assert decode.assignment.role is Role.DECODE
+    assert decode.assignment.closing is None
     assert {each.error for each in outcomes} == {""}
     assert "decode-2" in {each.decode_worker for each in outcomes if each.asked.due_s > 2 * FIRST_S}

@@ -122,7 +122,7 @@ def test_who_cannot_be_served_in_time_is_told_so() -> None:
     outcomes = cluster(*TOGETHER).run(flood)
     refused = [outcome for outcome in outcomes if outcome.error]
     assert {outcome.error for outcome in refused} == {"RESOURCE_EXHAUSTED"}
-    assert all(outcome.ended_s == 10.0 + NETWORK.door_s for outcome in refused)
+    assert all(outcome.ended_s == 10.0 + NETWORK.ingress_s for outcome in refused)
     assert 0 < len(refused) < 20
 
 

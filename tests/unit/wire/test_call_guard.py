@@ -15,7 +15,7 @@ from tests.unit.router.fake_cluster import until
 from wire import rpc
 from wire.errors import InvalidArgument
 from wire.generated.tandem.v1 import cluster_pb2, cluster_pb2_grpc
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 
 SHORT = 0.1
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -41,7 +41,7 @@ class Held(cluster_pb2_grpc.ClusterServicer):
 
 
 @contextlib.asynccontextmanager
-async def serving(servicer: Held, limits: DoorLimits, keys: frozenset[str] = frozenset()) -> AsyncIterator[int]:
+async def serving(servicer: Held, limits: ListenerLimits, keys: frozenset[str] = frozenset()) -> AsyncIterator[int]:
     server = rpc.open_server(limits=limits, tokens=keys, open_methods=("/grpc.health.v1.Health/",))
     cluster_pb2_grpc.add_ClusterServicer_to_server(servicer, server)
     health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
@@ -66,7 +66,7 @@ async def status_of(call: Any) -> grpc.StatusCode:
 
 async def test_calls_whose_message_does_not_come_are_ended() -> None:
     """A stream of requests looks the same to the server; here nothing is ever sent in it."""
-    async with serving(Held(), DoorLimits(body_timeout_s=SHORT)) as port, channel_to(port) as channel:
+    async with serving(Held(), ListenerLimits(body_timeout_s=SHORT)) as port, channel_to(port) as channel:
         one = channel.stream_unary(REGISTER)()
         many = channel.stream_stream("/tandem.v1.Cluster/Watch")()
         open_to_all = channel.stream_unary("/grpc.health.v1.Health/Check")()
@@ -76,12 +76,12 @@ async def test_calls_whose_message_does_not_come_are_ended() -> None:
 
 
 async def test_a_call_without_a_key_is_refused_before_its_message() -> None:
-    async with serving(Held(), DoorLimits(), frozenset({"key"})) as port, channel_to(port) as channel:
+    async with serving(Held(), ListenerLimits(), frozenset({"key"})) as port, channel_to(port) as channel:
         assert await status_of(channel.stream_unary(REGISTER)()) is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_no_message_and_no_proper_one_are_the_client_s_fault() -> None:
-    async with serving(Held(), DoorLimits()) as port, channel_to(port) as channel:
+    async with serving(Held(), ListenerLimits()) as port, channel_to(port) as channel:
         for sent in ([], [b"\xff"]):
             call = channel.stream_unary(REGISTER)(iter(sent))
             assert await status_of(call) is grpc.StatusCode.INVALID_ARGUMENT
@@ -90,7 +90,7 @@ async def test_no_message_and_no_proper_one_are_the_client_s_fault() -> None:
 async def test_calls_in_progress_are_bounded_and_health_answers_all_the_same() -> None:
     servicer = Held()
     async with (
-        serving(servicer, DoorLimits(max_calls=2)) as port,
+        serving(servicer, ListenerLimits(max_calls=2)) as port,
         channel_to(port) as channel,
         channel_to(port) as other,
     ):
@@ -115,7 +115,7 @@ async def test_calls_in_progress_are_bounded_and_health_answers_all_the_same() -
 
 
 async def test_a_message_over_the_limit_is_refused_by_grpc_itself() -> None:
-    async with serving(Held(), DoorLimits(max_request_bytes=1000)) as port, channel_to(port) as channel:
+    async with serving(Held(), ListenerLimits(max_request_bytes=1000)) as port, channel_to(port) as channel:
         call = channel.unary_unary(REGISTER)(b"x" * 1001)
         assert await status_of(call) is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "1000" in str(await call.details())
@@ -130,14 +130,14 @@ async def until_closed(reader: asyncio.StreamReader) -> None:
 @pytest.mark.parametrize(
     ("limits", "sent"),
     [
-        (DoorLimits(header_timeout_s=SHORT), b""),
-        (DoorLimits(header_timeout_s=SHORT), PREFACE[:10]),
-        (DoorLimits(keepalive_s=SHORT), PREFACE + SETTINGS),
-        (DoorLimits(idle_timeout_s=SHORT), PREFACE + SETTINGS),
+        (ListenerLimits(header_timeout_s=SHORT), b""),
+        (ListenerLimits(header_timeout_s=SHORT), PREFACE[:10]),
+        (ListenerLimits(keepalive_s=SHORT), PREFACE + SETTINGS),
+        (ListenerLimits(idle_timeout_s=SHORT), PREFACE + SETTINGS),
     ],
     ids=["silent", "half a handshake", "no answer to pings", "idle"],
 )
-async def test_connections_that_do_not_go_on_are_ended(limits: DoorLimits, sent: bytes) -> None:
+async def test_connections_that_do_not_go_on_are_ended(limits: ListenerLimits, sent: bytes) -> None:
     async with serving(Held(), replace(limits)) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(sent)
@@ -145,8 +145,8 @@ async def test_connections_that_do_not_go_on_are_ended(limits: DoorLimits, sent:
         writer.close()
 
 
-@pytest.mark.parametrize("name", list(DoorLimits.__slots__))
+@pytest.mark.parametrize("name", list(ListenerLimits.__slots__))
 def test_limits_are_above_0(name: str) -> None:
     with pytest.raises(InvalidArgument) as refusal:
-        replace(DoorLimits(), **{name: 0})
+        replace(ListenerLimits(), **{name: 0})
     assert refusal.value.field == name

@@ -91,8 +91,8 @@ descriptions = st.builds(
     text,
 )
 destinations = st.builds(messages.Destination, peers, text, leases)
-duties = st.builds(
-    messages.Duty,
+assignments = st.builds(
+    messages.Assignment,
     st.sampled_from(messages.Role),
     st.sampled_from(PolicyName),
     st.none() | st.integers(1, 2**32 - 1),
@@ -112,7 +112,7 @@ workers = st.builds(
     text,
     text,
     st.lists(text, max_size=2).map(tuple),
-    st.none() | duties,
+    st.none() | assignments,
     st.none() | st.sampled_from(messages.Role),
     st.integers(0, 2**62),
 )
@@ -197,7 +197,7 @@ CASES: dict[str, tuple[Any, type]] = {
     "description": (descriptions, worker_pb2.PeerDescription),
     "handshake": (st.builds(messages.Handshake, uint32, text, facts, descriptions), worker_pb2.ConnectPeerRequest),
     "notice": (notices, worker_pb2.TransferNotice),
-    "duty": (duties, types_pb2.Duty),
+    "assignment": (assignments, types_pb2.Assignment),
     "worker_info": (workers, cluster_pb2.WorkerInfo),
     "absence": (st.builds(messages.Absence, text, text, st.booleans()), cluster_pb2.Absence),
     "membership": (

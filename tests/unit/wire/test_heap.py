@@ -45,7 +45,7 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
 
         async def start(self) -> str:
             done.append("router")
-            return "doors"
+            return "listeners"
 
     monkeypatch.setattr(router_server, "RouterServer", Server)
     for module in (router_actor, worker_actor):
@@ -54,6 +54,6 @@ async def test_a_router_and_a_worker_settle_when_they_have_started(monkeypatch: 
     router._config = None  # type: ignore[assignment]
     worker = worker_actor.WorkerActor.__new__(worker_actor.WorkerActor)
     worker._process = SimpleNamespace(start=lambda _note: done.append("worker"), metrics_address="")  # type: ignore[assignment]
-    assert await router.start() == "doors"
+    assert await router.start() == "listeners"
     await worker.start()
     assert done == ["router", "settled", "worker", "settled"]

@@ -12,10 +12,10 @@ import pytest
 
 from tests.unit.router.fake_cluster import until
 from wire.http.server import HttpServer, Listener
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 
 LONG = 1000.0
-PATIENT = DoorLimits(header_timeout_s=LONG, body_timeout_s=LONG, idle_timeout_s=LONG, unread_timeout_s=LONG)
+PATIENT = ListenerLimits(header_timeout_s=LONG, body_timeout_s=LONG, idle_timeout_s=LONG, unread_timeout_s=LONG)
 SHORT = 0.05
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n"
@@ -48,7 +48,7 @@ class App:
 
 
 @contextlib.asynccontextmanager
-async def serving(app: App, limits: DoorLimits) -> AsyncIterator[tuple[str, int]]:
+async def serving(app: App, limits: ListenerLimits) -> AsyncIterator[tuple[str, int]]:
     listener = Listener("127.0.0.1", 0, "http_port")
     server = HttpServer(app, listener, limits)
     await server.begin()
@@ -126,7 +126,7 @@ async def test_between_two_requests_there_is_a_deadline_too() -> None:
 async def test_an_answer_may_take_its_time() -> None:
     app = App()
     app.go.clear()
-    short = DoorLimits(header_timeout_s=SHORT, body_timeout_s=SHORT, idle_timeout_s=SHORT, unread_timeout_s=SHORT)
+    short = ListenerLimits(header_timeout_s=SHORT, body_timeout_s=SHORT, idle_timeout_s=SHORT, unread_timeout_s=SHORT)
     async with serving(app, short) as address:
         reader, writer = await connect(address, POST + b"x" * 100)
         await asyncio.sleep(4 * SHORT)

@@ -91,7 +91,7 @@ async def test_key(key: str, enters: bool) -> None:
 
 
 @pytest.mark.parametrize("header", [None, "", "right", "Bearer ", "Basic right"])
-async def test_a_key_without_its_scheme_or_none_at_all_opens_no_door(header: str | None) -> None:
+async def test_a_key_without_its_scheme_or_none_at_all_opens_no_listener(header: str | None) -> None:
     for keys in (frozenset({"right", ""}), frozenset({""})):
         async with Serving(errors.NotFound("inside"), keys) as stub:
             metadata = None if header is None else ((rpc.AUTHORIZATION, header),)

@@ -1,4 +1,4 @@
-"""What a duty means for the next step."""
+"""What an assignment means for the next step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from costs.step_cost import CostParameters, StepCost, StepWork
 from engine.steps.batch import TokenRows
 from prefill_worker.queue import WaitingPrompts
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 from worker.scheduler import StepScheduler
 
@@ -18,10 +18,10 @@ MS = CostParameters(
 DECODING = StepWork(decode_rows=32, decode_context_tokens=32_000)
 """Takes 5.28 ms."""
 STEP = 2048
-SHARED = Duty(Role.BOTH)
-BOUND = Duty(Role.BOTH, itl_target_s=5e-3)
-CHUNKED = Duty(Role.BOTH, PolicyName.CHUNKED, step_budget=300)
-PRIORITY = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.01e-3)
+SHARED = Assignment(Role.BOTH)
+BOUND = Assignment(Role.BOTH, itl_target_s=5e-3)
+CHUNKED = Assignment(Role.BOTH, PolicyName.CHUNKED, step_budget=300)
+PRIORITY = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=9.01e-3)
 
 
 class Halves:
@@ -42,15 +42,15 @@ class Halves:
         return TokenRows.of(()) if len(self.asked) % 2 else ()
 
 
-def rows_of_step(duty: Duty, *, steered: bool) -> tuple[int, int]:
+def rows_of_step(assignment: Assignment, *, steered: bool) -> tuple[int, int]:
     """Rows that may decode beside DECODING, and prompt tokens beside nobody."""
     halves: Any = Halves()
-    first = SHARED if steered else duty
+    first = SHARED if steered else assignment
     scheduler = StepScheduler(
-        decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), duty=first
+        decode=halves, prefill=halves, max_step_tokens=STEP, cost=lambda: StepCost(MS), assignment=first
     )
     if steered:
-        scheduler.steer(duty)
+        scheduler.steer(assignment)
     scheduler.decoding = DECODING
     assert scheduler.plan() is None
     rows, tokens = halves.asked
@@ -59,11 +59,11 @@ def rows_of_step(duty: Duty, *, steered: bool) -> tuple[int, int]:
 
 @pytest.mark.parametrize("steered", [False, True])
 @pytest.mark.parametrize(
-    ("duty", "rows", "tokens"),
+    ("assignment", "rows", "tokens"),
     [(SHARED, STEP, STEP), (BOUND, 32, STEP), (CHUNKED, STEP, 300), (PRIORITY, 125, STEP)],
     ids=["shared", "bound", "chunked", "priority"],
 )
-def test_a_duty_says_who_decodes_and_how_much_of_a_step_is_prompts(
-    duty: Duty, rows: int, tokens: int, steered: bool
+def test_an_assignment_says_who_decodes_and_how_much_of_a_step_is_prompts(
+    assignment: Assignment, rows: int, tokens: int, steered: bool
 ) -> None:
-    assert rows_of_step(duty, steered=steered) == (rows, tokens)
+    assert rows_of_step(assignment, steered=steered) == (rows, tokens)

@@ -11,11 +11,11 @@ from costs.step_grid import TILE_TOKENS
 from engine.config import EngineConfig
 from prefill_worker.queue import WaitingPrompts
 from wire.errors import InvalidArgument
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
+from worker.assignment import prompt_step_tokens
 from worker.batch_growth import BatchGrowth
 from worker.config import WorkerConfig
-from worker.duty import prompt_step_tokens
 from worker.step_policy import (
     PATIENCE,
     PIECE,
@@ -39,7 +39,7 @@ def cost() -> StepCost:
 
 
 def policy_of(name: PolicyName, budget: int | None = None, target_s: float | None = None) -> StepPolicy:
-    return StepPolicy(Duty(Role.BOTH, name, budget, target_s), cost, STEP)
+    return StepPolicy(Assignment(Role.BOTH, name, budget, target_s), cost, STEP)
 
 
 def priority(target_s: float | None) -> StepPolicy:
@@ -110,11 +110,11 @@ def test_no_policy_breaks_the_target_of_an_answer(name: PolicyName) -> None:
 
 def test_chunks_end_with_a_tile_of_the_matrix_units() -> None:
     tiled = StepCost(replace(MS, tile_tokens=TILE_TOKENS))
-    policy = StepPolicy(Duty(Role.BOTH, PolicyName.CHUNKED, 512), lambda: tiled, STEP)
+    policy = StepPolicy(Assignment(Role.BOTH, PolicyName.CHUNKED, 512), lambda: tiled, STEP)
     assert policy.prefill_tokens(DECODING, MANY) == 512 - 32
     assert policy.prefill_tokens(StepWork(decode_rows=33), MANY) == 512 - 64, "places for 64 answers"
     assert policy.prefill_tokens(NOTHING, MANY) == 512
-    asked = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.012)
+    asked = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY, itl_target_s=0.012)
     granted = StepPolicy(asked, lambda: tiled, STEP).prefill_tokens(DECODING, MANY)
     assert (granted + 32) % TILE_TOKENS == 0
 
@@ -215,4 +215,4 @@ def test_routers_hear_of_the_chunks_that_prompts_are_cut_to(
 ) -> None:
     engine = EngineConfig(Path("m"), max_step_tokens=STEP)
     config = WorkerConfig("w", Role.BOTH, engine, step_policy=policy, step_budget=budget)
-    assert prompt_step_tokens(config.duty, config.engine) == tokens
+    assert prompt_step_tokens(config.assignment, config.engine) == tokens

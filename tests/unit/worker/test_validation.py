@@ -1,4 +1,4 @@
-"""The worker's own door: one bad request never reaches the engine."""
+"""The worker's own listener: one bad request never reaches the engine."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from tests.fake_engine import FACTS
 from wire.errors import InvalidArgument
 from wire.messages import PeerRef, PrefillTask, RequestRef, Reservation, Role, SamplingParams
-from worker.duty import decode_batch
+from worker.assignment import decode_batch
 from worker.validation import check_prefill, check_reservation
 
 GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens=4), PeerRef("p", 1))
@@ -47,7 +47,7 @@ GOOD = Reservation("r", RequestRef("q", 1), (1, 2, 3), SamplingParams(max_tokens
         ({"sampling": SamplingParams(1, stop_token_ids=(FACTS.vocab_size,))}, "stop_token_ids"),
     ],
 )
-def test_both_doors_name_the_field(change: dict[str, Any], field: str) -> None:
+def test_both_listeners_name_the_field(change: dict[str, Any], field: str) -> None:
     bad = replace(GOOD, **change)
     task = PrefillTask(
         bad.router_id,

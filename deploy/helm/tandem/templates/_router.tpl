@@ -82,7 +82,7 @@ containers:
     securityContext: {{- include "tandem.containerSecurity" (dict "root" . "worker" false) | nindent 6 }}
     {{- include "tandem.rayProbes" (dict "root" . "port" 6380) | nindent 4 }}
     # The router lives here: this container stays until `tandem up` beside it has let what runs end, and shut the
-    # controller's door.
+    # controller's listener.
     lifecycle:
       preStop:
         exec:
@@ -112,7 +112,7 @@ containers:
       - {name: http, containerPort: 8000}
       - {name: metrics, containerPort: 9464}
       - {name: controller, containerPort: 50052}
-    # The doors open before workers do; ready means that a request would be answered now. None of the probes asks for a
+    # The listeners open before workers do; ready means that a request would be answered now. None of the probes asks for a
     # key. /live says only that the router's event loop answers, so that lost workers never restart a router.
     startupProbe: {{- merge (dict "httpGet" (dict "path" "/ready" "port" "http")) .Values.probes.startup | toYaml | nindent 6 }}
     livenessProbe: {{- merge (dict "httpGet" (dict "path" "/live" "port" "http")) .Values.probes.liveness | toYaml | nindent 6 }}

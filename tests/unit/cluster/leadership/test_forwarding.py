@@ -27,7 +27,7 @@ class Nobody(Asked):
         raise AssertionError(name)
 
 
-class Doors:
+class Listeners:
     def __init__(self) -> None:
         self.servers: list[Any] = []
         self.registry = Registry()
@@ -52,8 +52,8 @@ class Doors:
 
 
 @pytest.fixture
-async def doors() -> AsyncIterator[Doors]:
-    made = Doors()
+async def listeners() -> AsyncIterator[Listeners]:
+    made = Listeners()
     yield made
     for server in made.servers:
         await server.stop(None)
@@ -76,11 +76,11 @@ async def failures(client: ControllerClient) -> list[TandemError]:
     return found
 
 
-async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(doors: Doors) -> None:
-    doors.keeper = await doors.open(Asked(), doors.here)
-    asked_there = await failures(ControllerClient(doors.keeper, "secret"))
-    doors.clear.set()
-    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(listeners: Listeners) -> None:
+    listeners.keeper = await listeners.open(Asked(), listeners.here)
+    asked_there = await failures(ControllerClient(listeners.keeper, "secret"))
+    listeners.clear.set()
+    client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asked_here = await failures(client)
     assert [type(error) for error in asked_here] == [InvalidArgument, InvalidArgument, NotFound]
     for here, there in zip(asked_here, asked_there, strict=True):
@@ -88,28 +88,30 @@ async def test_what_operators_ask_reaches_who_keeps_the_workers_as_it_was_asked(
     assert await client.absent() == (ABSENT,)
 
 
-async def test_until_it_is_clear_who_keeps_them_operators_wait(doors: Doors) -> None:
-    doors.keeper = await doors.open(Asked(), doors.here)
-    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+async def test_until_it_is_clear_who_keeps_them_operators_wait(listeners: Listeners) -> None:
+    listeners.keeper = await listeners.open(Asked(), listeners.here)
+    client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     asking = asyncio.ensure_future(client.absent())
     await asyncio.sleep(0.02)
     assert not asking.done()
-    doors.clear.set()
+    listeners.clear.set()
     assert await asking == (ABSENT,)
 
 
-async def test_one_that_does_not_answer_is_told(doors: Doors) -> None:
-    doors.keeper = "127.0.0.1:1"
-    doors.clear.set()
-    client = ControllerClient(await doors.open(Nobody(), doors.there), "secret")
+async def test_one_that_does_not_answer_is_told(listeners: Listeners) -> None:
+    listeners.keeper = "127.0.0.1:1"
+    listeners.clear.set()
+    client = ControllerClient(await listeners.open(Nobody(), listeners.there), "secret")
     with pytest.raises(Unavailable, match=r"the controller at 127\.0\.0\.1:1"):
         await client.resize(workers=3)
 
 
-async def test_its_membership_is_the_others_word_for_word(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_its_membership_is_the_others_word_for_word(
+    listeners: Listeners, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(elsewhere, "RECONNECT_S", 0.01)
-    address = await doors.open(Asked(), doors.here)
-    there, here = doors.registry, Registry()
+    address = await listeners.open(Asked(), listeners.here)
+    there, here = listeners.registry, Registry()
     here.set_mode("disaggregated")
     stale = WorkerInfo(PeerRef("decode-9", 1), Role.DECODE, "a:1", FACTS, 8, 4, 8, 16, "cpu", "fake")
     here.register(stale)
@@ -123,19 +125,19 @@ async def test_its_membership_is_the_others_word_for_word(doors: Doors, monkeypa
     assert here.membership().revision > before
     there.unregister(peer)
     await until(lambda: not here.membership().workers)
-    await doors.servers[0].stop(None)
+    await listeners.servers[0].stop(None)
     await asyncio.sleep(0.05)
     assert not following.done()
     following.cancel()
 
 
 async def test_a_membership_that_cannot_be_followed_is_followed_by_the_next(
-    doors: Doors, monkeypatch: pytest.MonkeyPatch
+    listeners: Listeners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elsewhere, "RECONNECT_S", 0.01)
-    address = await doors.open(Asked(), doors.here)
+    address = await listeners.open(Asked(), listeners.here)
     here = Registry()
-    doors.registry.set_mode("colocated")
+    listeners.registry.set_mode("colocated")
     real, failures = here.mirror, [OSError("it is full")]
 
     def fails_once(membership: Membership) -> None:

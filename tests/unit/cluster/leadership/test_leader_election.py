@@ -60,7 +60,7 @@ class Seen(OtherController):
 
     async def settled(self) -> str:
         await self._answer(self._one.election.settled())
-        return f"door-{self.number}"
+        return f"listener-{self.number}"
 
     async def ended(self) -> None:
         await self._one.over.wait()
@@ -144,9 +144,9 @@ async def test_a_younger_one_takes_over_when_the_olders_start_is_over() -> None:
     await taking
     assert keepers(group) == [2]
     assert second.workers.got == [Handover(("away-1",))]
-    await until(lambda: first.workers.follows == "door-2")
-    assert await first.election.decided() == "door-2"
-    assert first.election.successor == "door-2"
+    await until(lambda: first.workers.follows == "listener-2")
+    assert await first.election.decided() == "listener-2"
+    assert first.election.successor == "listener-2"
     assert not await second.election.alone()
 
 
@@ -156,7 +156,7 @@ async def test_who_finds_a_younger_one_when_it_begins_follows_it() -> None:
     young = await One(group, 5).start()
     old = await One(group, 3).start()
     assert (young.workers.did, old.workers.did) == (["take over"], [])
-    assert (old.election.successor, old.workers.follows) == ("door-5", "door-5")
+    assert (old.election.successor, old.workers.follows) == ("listener-5", "listener-5")
     young.die()
     await until(lambda: old.election.keeps)
     assert old.workers.got == [Handover()]
@@ -172,7 +172,7 @@ async def test_who_follows_from_the_beginning_is_no_obstacle_between_two_others(
     assert oldest.workers.did == ["take over", "let go"]
     assert young.workers.got == [Handover(("away-1",))]
     await starting
-    assert between.workers.follows == "door-5"
+    assert between.workers.follows == "listener-5"
     assert keepers(group) == [5]
 
 
@@ -183,8 +183,8 @@ async def test_who_follows_one_that_follows_says_what_the_last_one_says() -> Non
     await some_turns(20)
     youngest = One(group, 7)
     await asyncio.gather(young.start(), youngest.start(), following)
-    assert first.workers.follows == "door-5"
-    assert young.workers.follows == "door-7"
+    assert first.workers.follows == "listener-5"
+    assert young.workers.follows == "listener-7"
     assert keepers(group) == [7]
 
 
@@ -209,7 +209,7 @@ async def test_a_look_that_is_old_when_it_is_told_makes_nobody_a_second_keeper()
     await some_turns(20)
     told.set()
     await starting
-    await until(lambda: first.workers.follows == "door-3")
+    await until(lambda: first.workers.follows == "listener-3")
     assert keepers(group) == [3]
     assert first.workers.did == ["take over", "let go"] * 2
 
@@ -286,11 +286,11 @@ async def test_who_let_go_follows_the_youngest_when_one_between_them_ends() -> N
     first = await One(group, 1).start()
     second = await One(group, 2).start()
     await One(group, 3).start()
-    await until(lambda: first.workers.follows == "door-2")
+    await until(lambda: first.workers.follows == "listener-2")
     first_heard = first.election.kept_at
     second.die()
-    await until(lambda: first.workers.follows == "door-3" or not first.election.kept_at)
-    assert (first_heard, first.election.kept_at) == ("door-2", "door-3"), "at no time they were said to be here"
+    await until(lambda: first.workers.follows == "listener-3" or not first.election.kept_at)
+    assert (first_heard, first.election.kept_at) == ("listener-2", "listener-3"), "at no time they were said to be here"
     assert keepers(group) == [3]
     assert first.workers.did == ["take over", "let go"]
 
@@ -333,7 +333,7 @@ async def test_one_that_fails_to_let_go_is_no_obstacle_and_heeds_the_younger() -
     first.workers.let_go = fail  # type: ignore[method-assign]
     await One(group, 2).start()
     assert keepers(group) == [2]
-    await until(lambda: first.workers.follows == "door-2")
+    await until(lambda: first.workers.follows == "listener-2")
 
 
 async def test_taking_over_again_is_tried_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:

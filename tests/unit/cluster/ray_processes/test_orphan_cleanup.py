@@ -21,18 +21,18 @@ from worker.reporting.description import WorkerDescription
 class Other(OtherController):
     """One that says where it is, or why not."""
 
-    def __init__(self, door: Callable[[], str] | None) -> None:
+    def __init__(self, listener: Callable[[], str] | None) -> None:
         super().__init__(1)
-        self._door = door
+        self._listener = listener
 
     async def let_go(self) -> Handover:
         raise AssertionError("nothing is taken from it")
 
     async def settled(self) -> str:
-        if self._door is None:
+        if self._listener is None:
             await asyncio.Event().wait()
-        assert self._door is not None
-        return self._door()
+        assert self._listener is not None
+        return self._listener()
 
     async def ended(self) -> None:
         raise AssertionError("nobody waits for it")
@@ -107,7 +107,7 @@ async def test_where_nothing_was_left_the_name_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("door", "said"),
+    ("listener", "said"),
     [
         (lambda: "10.0.0.1:5", "its controller is at 10.0.0.1:5; stop it there"),
         (failing, "its controller is one that ends"),
@@ -115,11 +115,11 @@ async def test_where_nothing_was_left_the_name_is_asked_for() -> None:
     ],
 )
 async def test_whom_a_start_serves_with_is_left_alone(
-    door: Callable[[], str] | None, said: str, monkeypatch: pytest.MonkeyPatch
+    listener: Callable[[], str] | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(clearing, "ANSWER_S", 0.01)
     left = Left(["decode-0"], ["decode-0"])
-    clear = Clearing(9, Others(Other(door)), left)
+    clear = Clearing(9, Others(Other(listener)), left)
     with pytest.raises(FailedPrecondition, match=said):
         await clear.clear()
     assert left.workers == left.places == ["decode-0"]

@@ -5,7 +5,7 @@ import pytest
 from cluster.supervision.worker_calls import WorkerCalls
 from tests.stranger import Stranger
 from wire.errors import Unavailable
-from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 
 TOKEN = "of-the-cluster"
 
@@ -14,9 +14,22 @@ async def test_whoever_has_a_departed_workers_port_is_not_shown_the_token() -> N
     stranger = await Stranger().start()
     facts = ModelFacts("m", 10, 10, (), "float32")
     info = WorkerInfo(
-        PeerRef("decode-0", 1), Role.DECODE, stranger.address, facts, 1, 1, 1, 1, "cpu", "fake", duty=Duty(Role.DECODE)
+        PeerRef("decode-0", 1),
+        Role.DECODE,
+        stranger.address,
+        facts,
+        1,
+        1,
+        1,
+        1,
+        "cpu",
+        "fake",
+        assignment=Assignment(Role.DECODE),
     )
-    for call in (WorkerCalls(TOKEN).set_duty(info, Duty(Role.BOTH), 0.1), WorkerCalls(TOKEN).drain(info, 0.1)):
+    for call in (
+        WorkerCalls(TOKEN).set_assignment(info, Assignment(Role.BOTH), 0.1),
+        WorkerCalls(TOKEN).drain(info, 0.1),
+    ):
         with pytest.raises(Unavailable, match="worker decode-0: the TLS handshake failed"):
             await call
     stranger.assert_learned_nothing(TOKEN)

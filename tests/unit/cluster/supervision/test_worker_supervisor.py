@@ -25,7 +25,7 @@ from cluster.supervision.size import SizeChange
 from cluster.worker_supervisor import ControllerConfig, WorkerSupervisor
 from kv_transfer.departed import Departed
 from tests.unit.cluster.crew import until
-from wire.messages import Duty, ModelFacts, PeerRef, Role, WorkerInfo
+from wire.messages import Assignment, ModelFacts, PeerRef, Role, WorkerInfo
 from worker.reporting.description import WorkerDescription, served_of, tuning_of
 
 FACTS = ModelFacts("m", 10, 10, (), "float32")
@@ -38,7 +38,7 @@ class Running:
     def __init__(self, world: World, peer: PeerRef, role: Role) -> None:
         self.world = world
         self.peer = peer
-        self.duty = Duty(role)
+        self.assignment = Assignment(role)
         self.serves = True
         self.answers = True
         self.follows = asyncio.Event()
@@ -47,15 +47,27 @@ class Running:
         self.config = ClusterConfig(Path("m"), ray_address="auto", token="t", workers_outlive_s=9.0)
 
     def describe(self) -> WorkerDescription | None:
-        slot = Slot(self.peer.worker_id, self.duty.role, "cpu")
+        slot = Slot(self.peer.worker_id, self.assignment.role, "cpu")
         config = self.world.supervisor._workers
-        mine = type(config)(self.config, "t").config(slot, self.duty)
-        description = WorkerDescription(self.peer, self.duty, self.serves, served_of(mine), tuning_of(mine))
+        mine = type(config)(self.config, "t").config(slot, self.assignment)
+        description = WorkerDescription(self.peer, self.assignment, self.serves, served_of(mine), tuning_of(mine))
         return description if self.answers else None
 
     def register(self) -> None:
         self.world.registry.register(
-            WorkerInfo(self.peer, self.duty.role, "127.0.0.1:1", FACTS, 8, 4, 8, 16, "cpu", "fake", duty=self.duty)
+            WorkerInfo(
+                self.peer,
+                self.assignment.role,
+                "127.0.0.1:1",
+                FACTS,
+                8,
+                4,
+                8,
+                16,
+                "cpu",
+                "fake",
+                assignment=self.assignment,
+            )
         )
 
 
@@ -125,7 +137,7 @@ class World(OrphanedWorkers):
         self.metrics = metrics
         self.supervisor._workers.spawn = self._spawn  # type: ignore[method-assign]
         self.supervisor.fleet._release = self._release
-        self.supervisor._duties._tell = self._tell
+        self.supervisor._assignments._tell = self._tell
         self.supervisor.operator._draining._workers = self
         return self.supervisor
 
@@ -139,9 +151,9 @@ class World(OrphanedWorkers):
         self.registry.unregister(info.peer)
         self.of(info.peer.worker_id).ended.set()
 
-    async def _tell(self, info: WorkerInfo, duty: Duty, _grace_s: float) -> None:
+    async def _tell(self, info: WorkerInfo, assignment: Assignment, _grace_s: float) -> None:
         running = self.of(info.peer.worker_id)
-        running.duty = duty
+        running.assignment = assignment
         running.register()
 
     def add(self, worker_id: str, role: Role, incarnation: int = 7) -> Running:
@@ -149,8 +161,8 @@ class World(OrphanedWorkers):
         self.running.append(running)
         return running
 
-    async def _spawn(self, slot: Slot, duty: Duty, incarnation: int) -> Process:
-        running = self.add(slot.worker_id, duty.role, incarnation)
+    async def _spawn(self, slot: Slot, assignment: Assignment, incarnation: int) -> Process:
+        running = self.add(slot.worker_id, assignment.role, incarnation)
         return OneProcess(running, lambda address: self.metrics.opened(slot.worker_id, "worker", address))
 
     async def _release(self, slot: Slot) -> None:
@@ -319,13 +331,13 @@ async def test_what_fails_once_the_cluster_serves_is_told_and_the_rest_goes_on(
     await world.supervisor.stop(end_workers=True)
 
 
-async def test_workers_are_told_their_duties_although_that_failed_once(
+async def test_workers_are_told_their_assignments_although_that_failed_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "AGAIN_S", 0.0)
     world = World()
-    duties, began = world.supervisor._duties, []
-    run = duties.run
+    assignments, began = world.supervisor._assignments, []
+    run = assignments.run
 
     async def fail_once() -> None:
         began.append(1)
@@ -333,10 +345,10 @@ async def test_workers_are_told_their_duties_although_that_failed_once(
             raise KeyError("a defect")
         await run()
 
-    monkeypatch.setattr(duties, "run", fail_once)
+    monkeypatch.setattr(assignments, "run", fail_once)
     await world.supervisor.take_over(Handover())
     await until(lambda: len(began) == 2)
-    assert "telling workers their duties has failed, and goes on" in caplog.text
+    assert "telling workers their assignments has failed, and goes on" in caplog.text
     await world.supervisor.stop(end_workers=True)
     assert len(began) == 2
 

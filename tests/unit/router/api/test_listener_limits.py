@@ -1,4 +1,4 @@
-"""Both doors grant so many calls at once, and none to clients that are gone without a word."""
+"""Both listeners grant so many calls at once, and none to clients that are gone without a word."""
 
 import asyncio
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask
-from wire.limits.listener_limits import DoorLimits
+from wire.limits.listener_limits import ListenerLimits
 from wire.rpc import RETRY_AFTER
 
 BODY = {"model": "fake", "prompt": [5, 6, 7, 8], "max_tokens": 4}
@@ -21,7 +21,7 @@ END_STREAM, END_HEADERS = 1, 4
 
 @pytest.fixture
 def settings() -> dict[str, Any]:
-    return {"doors": DoorLimits(max_calls=1, keepalive_s=0.2)}
+    return {"listeners": ListenerLimits(max_calls=1, keepalive_s=0.2)}
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -1,4 +1,4 @@
-"""Log probabilities and penalties through both doors, over fake workers."""
+"""Log probabilities and penalties through gRPC and HTTP, over fake workers."""
 
 import itertools
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def run(cluster: Cluster, **options: Any) -> tuple[str, list[int], list[pb.TokenScore]]:
-    """Text, token ids and log probabilities of one answer at the gRPC door."""
+    """Text, token ids and log probabilities of one answer at the gRPC listener."""
     text, ids, scores = "", [], []
     request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), options=pb.GenerationOptions(**options))
     async with channel_to(cluster.endpoints.grpc_address) as channel:

@@ -1,4 +1,4 @@
-"""The HTTP door over fake workers, through the official client and by hand."""
+"""The HTTP listener over fake workers, through the official client and by hand."""
 
 import asyncio
 import json

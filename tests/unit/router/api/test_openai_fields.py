@@ -1,4 +1,4 @@
-"""Fields that clients send beside OpenAI's: refused by name, accepted in silence, or ignored; through the HTTP door."""
+"""Fields that clients send beside OpenAI's: refused by name, accepted in silence, or ignored; through the HTTP listener."""
 
 import json
 import logging

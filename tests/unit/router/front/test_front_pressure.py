@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from router.front.link import MESSAGES_BYTES_MAX
-from router.front.processes import FrontDoors
+from router.front.processes import FrontListeners
 from tests.unit.router.conftest import Cluster
 from tests.unit.router.fake_cluster import channel_to, until
 from tests.unit.router.test_generate import Client, ask, expected
@@ -33,15 +33,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"router.front.pulse.{looks}", 10**9)
 
 
-def doors(cluster: Cluster) -> FrontDoors:
+def listeners(cluster: Cluster) -> FrontListeners:
     opened = cluster.router._opened
-    assert isinstance(opened, FrontDoors)
+    assert isinstance(opened, FrontListeners)
     return opened
 
 
 def router_reads(cluster: Cluster, reads: bool) -> None:
     """Whether the router reads what front processes send it."""
-    for front in doors(cluster)._fronts:
+    for front in listeners(cluster)._fronts:
         transport: Any = front._stream._writer.transport
         transport.resume_reading() if reads else transport.pause_reading()
 
@@ -77,7 +77,7 @@ async def test_messages_of_one_client_that_the_router_does_not_read_end_nothing(
     assert outcomes.pop(grpc.StatusCode.RESOURCE_EXHAUSTED) >= MESSAGES - fit
     assert hints == {"1"}
     assert outcomes.total() <= fit
-    assert [figures.restarts for figures in doors(cluster)._figures] == [0]
+    assert [figures.restarts for figures in listeners(cluster)._figures] == [0]
 
 
 async def test_bodies_of_one_client_that_the_router_does_not_read_end_nothing(cluster: Cluster) -> None:
@@ -98,4 +98,4 @@ async def test_bodies_of_one_client_that_the_router_does_not_read_end_nothing(cl
         cluster.decode.go.set()
         assert (await answering)[1] == expected(40)
         assert {(await answer).status_code for answer in sending} <= {400, 404, 429}
-    assert [figures.restarts for figures in doors(cluster)._figures] == [0]
+    assert [figures.restarts for figures in listeners(cluster)._figures] == [0]

@@ -1,4 +1,4 @@
-"""Doors in processes of their own: the same answers, errors and cancellations, and what happens when one dies."""
+"""Listeners in processes of their own: the same answers, errors and cancellations, and what happens when one dies."""
 
 import asyncio
 import signal
@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.front.processes import FrontDoors, _spawn
+from router.front.processes import FrontListeners, _spawn
 from router.server import RouterServer
 from router.text.tokenizer import Tokenizer
 from tests.unit.router.conftest import Cluster
@@ -56,18 +56,18 @@ async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
         yield opened
 
 
-def doors(cluster: Cluster) -> FrontDoors:
+def listeners(cluster: Cluster) -> FrontListeners:
     opened = cluster.router._opened
-    assert isinstance(opened, FrontDoors)
+    assert isinstance(opened, FrontListeners)
     return opened
 
 
 def alive(cluster: Cluster) -> set[asyncio.subprocess.Process]:
-    """Those that have opened their doors and not ended."""
-    return {process for front, process in doors(cluster)._fronts.items() if front.opened}
+    """Those that have opened their listeners and not ended."""
+    return {process for front, process in listeners(cluster)._fronts.items() if front.opened}
 
 
-async def test_both_doors_answer_as_the_router_s_own(
+async def test_both_listeners_answer_as_the_router_s_own(
     cluster: Cluster, client: Client, http: httpx.AsyncClient, tokenizer: Tokenizer
 ) -> None:
     text, ids, complete = await client.run(ask(40))
@@ -135,7 +135,7 @@ async def test_clients_that_leave_cancel_their_requests(
 
 
 async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster: Cluster) -> None:
-    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
     cluster.decode.switches.held_at = 20
     outcomes: list[list[int] | grpc.StatusCode] = []
 
@@ -151,7 +151,7 @@ async def test_one_that_dies_takes_its_own_clients_along_and_comes_back(cluster:
     dispatcher = cluster.router._dispatcher
     await until(lambda: dispatcher.running == 16, "all of them run")
     await until(lambda: len(cluster.decode.tasks) == 16, "all of them decode")
-    victim = next(iter(doors(cluster)._fronts.values()))
+    victim = next(iter(listeners(cluster)._fronts.values()))
     victim.send_signal(signal.SIGKILL)
     await until(lambda: dispatcher.running < 16, "the router knows who has left")
     cluster.decode.go.set()
@@ -169,7 +169,7 @@ async def test_when_the_router_is_gone_clients_hear_so(cluster: Cluster, client:
     answering = asyncio.create_task(client.error(ask(1000)))
     await until(lambda: cluster.router._dispatcher.running == 1, "it runs")
     before = alive(cluster)
-    for front in doors(cluster)._fronts:
+    for front in listeners(cluster)._fronts:
         front._stream.close()  # as at the end of the router's process
     error = await answering
     assert (error.code(), error.details()) == (
@@ -193,10 +193,10 @@ async def test_stopping_lets_answers_end(cluster: Cluster, client: Client) -> No
 
 async def test_a_taken_port_is_told_in_words(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.front.processes._PORT_S", 0.0)
-    for door in ("grpc", "http"):
-        port = int(getattr(cluster.endpoints, f"{door}_address").split(":")[1])
-        with pytest.raises(FailedPrecondition, match=f"{door}_port: .*{port}"):
-            await RouterServer(replace(cluster.config, **{f"{door}_port": port})).start()
+    for listener in ("grpc", "http"):
+        port = int(getattr(cluster.endpoints, f"{listener}_address").split(":")[1])
+        with pytest.raises(FailedPrecondition, match=f"{listener}_port: .*{port}"):
+            await RouterServer(replace(cluster.config, **{f"{listener}_port": port})).start()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(FailedPrecondition, match=f"_port: .*{port}"):
@@ -225,8 +225,8 @@ async def test_clients_that_left_keep_no_stop_waiting(cluster: Cluster) -> None:
 async def test_a_stop_waits_for_no_process_that_starts(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody told it to leave: it let clients of a router in that leaves, and was killed behind the grace."""
     monkeypatch.setattr("router.front.processes._AGAIN_S", 0.0)
-    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
-    fronts = doors(cluster)._fronts
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
+    fronts = listeners(cluster)._fronts
     victim = next(iter(alive(cluster)))
     victim.kill()
     await until(lambda: victim not in fronts.values() and len(fronts) == 2, "another starts")
@@ -241,7 +241,7 @@ async def test_a_stop_waits_for_no_process_that_starts(cluster: Cluster, monkeyp
 async def test_one_that_hangs_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was left as it was, and every second connection came to nothing."""
     monkeypatch.setattr("router.front.processes._END_S", 0.2)
-    front, process = next(iter(doors(cluster)._fronts.items()))
+    front, process = next(iter(listeners(cluster)._fronts.items()))
     process.send_signal(signal.SIGSTOP)
     front._stream._writer.transport.abort()  # as behind too much that it does not read
     await until(lambda: process.returncode == -signal.SIGKILL, "it ended")
@@ -250,7 +250,7 @@ async def test_one_that_hangs_is_replaced(cluster: Cluster, monkeypatch: pytest.
 
 async def test_one_that_stands_still_is_replaced(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stream was open, so nobody looked, and its share of the connections came to nothing for ever."""
-    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
     victim = next(iter(alive(cluster)))
     victim.send_signal(signal.SIGSTOP)
     monkeypatch.setattr("router.front.pulse.SILENT_LOOKS", 20)
@@ -262,13 +262,13 @@ async def test_one_that_stands_still_is_replaced(cluster: Cluster, monkeypatch: 
 async def test_operators_see_what_each_of_them_carries(
     cluster: Cluster, client: Client, http: httpx.AsyncClient
 ) -> None:
-    await until(lambda: len(alive(cluster)) == 2, "both have opened their doors")
+    await until(lambda: len(alive(cluster)) == 2, "both have opened their listeners")
     host, port = cluster.endpoints.http_address.split(":")
     idle = [await asyncio.open_connection(host, int(port)) for _ in range(4)]
     before = await figures(http)
     await client.run(ask(40))
     # These four, that of this client's metrics and that of its answers.
-    await until(lambda: sum(each.connections for each in doors(cluster)._figures) == 6, "6 connections")
+    await until(lambda: sum(each.connections for each in listeners(cluster)._figures) == 6, "6 connections")
     now = await figures(http)
     assert set(now["tandem_front_connections"]) == {"0", "1"}
     assert sum(now["tandem_front_connections"].values()) == 6
@@ -277,14 +277,14 @@ async def test_operators_see_what_each_of_them_carries(
     assert sum((await figures(http))["tandem_front_bytes_total"].values()) > 300_000
     for _, writer in idle:
         writer.close()
-    await until(lambda: sum(each.connections for each in doors(cluster)._figures) == 2, "2 connections")
+    await until(lambda: sum(each.connections for each in listeners(cluster)._figures) == 2, "2 connections")
     now = await figures(http)
     assert sum(now["tandem_front_restarts_total"].values()) == 0
     carried = sum(now["tandem_front_messages_total"].values())
     for process in alive(cluster):
         process.kill()
     async with httpx.AsyncClient(base_url=str(http.base_url), headers=http.headers) as again:
-        await until(lambda: [each.restarts for each in doors(cluster)._figures] == [1, 1], "the router knows")
+        await until(lambda: [each.restarts for each in listeners(cluster)._figures] == [1, 1], "the router knows")
         await until(lambda: len(alive(cluster)) == 2, "others take their places")
         now = await figures(again)
     assert now["tandem_front_restarts_total"] == {"0": 1, "1": 1}

@@ -51,8 +51,8 @@ class FuzzedRouter:
         )
         self.http_address, self.grpc_address = self._ask(json.dumps([str(model), front_processes]))
         host, port = self.http_address.split(":")
-        self.http_door = host, int(port)
-        self._http = http.client.HTTPConnection(*self.http_door, timeout=60)
+        self.http_listener = host, int(port)
+        self._http = http.client.HTTPConnection(*self.http_listener, timeout=60)
         self._asked = 0
         self.channel = grpc.insecure_channel(self.grpc_address)
         self._stub = inference_pb2_grpc.InferenceStub(self.channel)
@@ -129,9 +129,9 @@ def start_router(model: Path) -> Iterator[Callable[[int], FuzzedRouter]]:
         router.close()
 
 
-@pytest.fixture(params=[0, 1], ids=["own-doors", "front-process"])
+@pytest.fixture(params=[0, 1], ids=["own-listeners", "front-process"])
 def router(request: pytest.FixtureRequest, start_router: Callable[[int], FuzzedRouter]) -> Iterator[FuzzedRouter]:
-    """With its doors in its own process, and in a front process; at the end it must work and hold nothing."""
+    """With its listeners in its own process, and in a front process; at the end it must work and hold nothing."""
     router = start_router(request.param)
     yield router
     router.assert_next_one_works()

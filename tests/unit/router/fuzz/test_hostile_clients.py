@@ -74,7 +74,7 @@ _BODIES = {
 
 def post(router: FuzzedRouter, body: bytes) -> int:
     """The status of a body that is posted over a connection of its own."""
-    connection = http.client.HTTPConnection(*router.http_door, timeout=60)
+    connection = http.client.HTTPConnection(*router.http_listener, timeout=60)
     with contextlib.closing(connection):
         path = "/v1/chat/completions" if b"messages" in body[:20] else "/v1/completions"
         connection.request("POST", path, body, {"Authorization": HOSTILE_AUTHORIZATION})
@@ -87,7 +87,7 @@ def large_bodies(router: FuzzedRouter) -> None:
 
 
 def pipelined(router: FuzzedRouter) -> None:
-    with socket.create_connection(router.http_door, timeout=60) as connection:
+    with socket.create_connection(router.http_listener, timeout=60) as connection:
         connection.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n" * 500)
         received = b""
         while received.count(b"HTTP/1.1 200") < 500:
@@ -98,7 +98,7 @@ def pipelined(router: FuzzedRouter) -> None:
 def resets(router: FuzzedRouter) -> None:
     body = json.dumps({"prompt": [5, 6, 7, 8], "max_tokens": 200, "stream": True}).encode()
     for _ in range(100):
-        replies(router.http_door, [whole(body, HOSTILE_AUTHORIZATION)], "reset")
+        replies(router.http_listener, [whole(body, HOSTILE_AUTHORIZATION)], "reset")
 
 
 HOSTILE: list[Callable[[FuzzedRouter], None]] = [
@@ -114,17 +114,17 @@ HOSTILE: list[Callable[[FuzzedRouter], None]] = [
 
 @contextlib.contextmanager
 def silent_connections(router: FuzzedRouter) -> Iterator[None]:
-    """Many that send half a header or half a body and then nothing, at both doors."""
+    """Many that send half a header or half a body and then nothing, over gRPC and HTTP."""
     host, port = router.grpc_address.split(":")
     halves = [
-        (router.http_door, b"POST /v1/completions HTTP/1.1\r\nHost:"),
-        (router.http_door, whole(b"x" * 1000)[:-900]),
-        (router.http_door, b""),
+        (router.http_listener, b"POST /v1/completions HTTP/1.1\r\nHost:"),
+        (router.http_listener, whole(b"x" * 1000)[:-900]),
+        (router.http_listener, b""),
         ((host, int(port)), b"PRI * HTTP/2.0\r\n"),
     ]
     with contextlib.ExitStack() as stack:
-        for door, half in halves * 25:
-            stack.enter_context(socket.create_connection(door, timeout=60)).sendall(half)
+        for listener, half in halves * 25:
+            stack.enter_context(socket.create_connection(listener, timeout=60)).sendall(half)
         yield
 
 

@@ -69,9 +69,9 @@ _PIECES = st.one_of(
 _ENDS = st.sampled_from(["reset", "close", "half"])
 
 
-def replies(door: tuple[str, int], pieces: Sequence[bytes], end: str) -> bytes:
+def replies(listener: tuple[str, int], pieces: Sequence[bytes], end: str) -> bytes:
     """What comes back until the connection is over. `end`: leave with a reset, leave, or send no more and read on."""
-    with socket.create_connection(door, timeout=_REPLY_S) as connection:
+    with socket.create_connection(listener, timeout=_REPLY_S) as connection:
         try:
             for piece in pieces:
                 connection.sendall(piece)
@@ -88,5 +88,5 @@ def replies(door: tuple[str, int], pieces: Sequence[bytes], end: str) -> bytes:
 @cases(0.15)
 @given(pieces=st.lists(_PIECES, min_size=1, max_size=6), end=_ENDS)
 def test_any_bytes_and_any_end(router: FuzzedRouter, pieces: list[bytes], end: str) -> None:
-    assert not _SERVERS_FAULT.search(replies(router.http_door, pieces, end))
+    assert not _SERVERS_FAULT.search(replies(router.http_listener, pieces, end))
     router.assert_next_one_works(every=10)

@@ -1,4 +1,4 @@
-"""Service classes, tenants and prefix caches, through both doors of a router over fake workers."""
+"""Service classes, tenants and prefix caches, through gRPC and HTTP of a router over fake workers."""
 
 import asyncio
 from dataclasses import replace
@@ -48,7 +48,7 @@ class TestClasses:
     def settings(self) -> dict[str, Any]:
         return {"slo_classes": (*DEFAULT_CLASSES, HOPELESS, KIND)}
 
-    async def test_both_doors_take_configured_names(self, cluster: Cluster, client: Client) -> None:
+    async def test_both_listeners_take_configured_names(self, cluster: Cluster, client: Client) -> None:
         await measured(cluster)
         for name in ("", "best_effort", "strict", "kind"):
             _, ids, _ = await client.run(ask(4, slo_class=name))
@@ -147,7 +147,7 @@ class TestTenants:
         return {"api_keys": ("one", "two")}
 
     async def test_no_two_tenants_share_a_cache(self, cluster: Cluster) -> None:
-        """By key, at either door, and whatever salt they choose."""
+        """By key, at either listener, and whatever salt they choose."""
         for key in ("one", "two"):
             async with channel_to(cluster.endpoints.grpc_address, key) as channel:
                 for salt in ("", "x"):

@@ -54,7 +54,7 @@ async def test_where_nobody_fits_the_client_hears_why_until_a_new_run_does(
     assert RETRY_AFTER in dict(first.trailing_metadata() or ())
     assert not cluster.router.ready
     assert (await error(stub)).details() == first.details()
-    assert len(cluster.prefill.prefills) == 1, "the second was turned away at the door"
+    assert len(cluster.prefill.prefills) == 1, "the second was turned away on arrival"
 
     updated = await FakeWorker("decode-0", Role.DECODE, incarnation=2, token="secret").start()
     cluster.prefill.switches.incompatible = frozenset()

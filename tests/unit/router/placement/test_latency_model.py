@@ -8,14 +8,14 @@ from costs.step_cost import chunk_pairs
 from router.placement.latency_model import MISS_S, AnswerPrediction, PromptPrediction, exposed_transfer_s, prefill_time
 from router.slo import SloClass
 from tests.unit.router.fleets import H200, TestFleet, need
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 from wire.tracing.timeline import TransferStats
 
 STRICT = SloClass("strict", ttft_s=2.0, itl_s=0.010)
 LOOSE = SloClass("loose", itl_s=0.040)
 BIG = {"pages_total": 10_000, "max_step_tokens": 2048, "max_batch_requests": 256}
-PRIORITY = Duty(Role.BOTH, PolicyName.DECODE_PRIORITY)
+PRIORITY = Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_without_answers_prompts_have_whole_steps(at: TestFleet) -> None:
 
 def test_steps_are_as_long_as_the_answers_there_tolerate(at: TestFleet) -> None:
     """The tightest class decides; an answer without a target has the token budget."""
-    worker = at.add("w", Role.BOTH, duty=PRIORITY, **BIG)
+    worker = at.add("w", Role.BOTH, assignment=PRIORITY, **BIG)
     at.answers("w", 4, slo=LOOSE)
     assert step_s(at) == pytest.approx(0.040 / worker.cost.margin, rel=0.02)
     at.answers("w", 1, slo=STRICT)
@@ -54,13 +54,13 @@ def test_steps_are_as_long_as_the_answers_there_tolerate(at: TestFleet) -> None:
 
 
 def test_a_worst_gap_bounds_steps_as_well(at: TestFleet) -> None:
-    worker = at.add("w", Role.BOTH, duty=PRIORITY, **BIG)
+    worker = at.add("w", Role.BOTH, assignment=PRIORITY, **BIG)
     at.answers("w", 4, slo=replace(LOOSE, worst_gap_s=0.020))
     assert step_s(at) == pytest.approx(0.020 / worker.cost.margin, rel=0.02)
 
 
 def test_where_answers_tolerate_no_prompts_these_have_rare_steps(at: TestFleet) -> None:
-    worker = at.add("w", Role.BOTH, duty=PRIORITY, **BIG)
+    worker = at.add("w", Role.BOTH, assignment=PRIORITY, **BIG)
     at.answers("w", 60, slo=replace(STRICT, itl_s=1.02 * worker.cost.decode_step_seconds(60, 60 * 64)))
     seconds, steps = prefill_time(worker, 1000, 0.0)
     assert steps == 1

@@ -13,7 +13,7 @@ from router.placement.prefill_reserve import PrefillReserve
 from router.placement.queued_request import QueuedRequest
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, names, need
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.mode import Mode
 from wire.policy_name import PolicyName
 
@@ -27,7 +27,7 @@ FACTS = {
     "pages_total": 100_000,
     "max_step_tokens": 2048,
     "max_batch_requests": 256,
-    "duty": Duty(Role.BOTH, step_policy=PolicyName.DECODE_PRIORITY),
+    "assignment": Assignment(Role.BOTH, step_policy=PolicyName.DECODE_PRIORITY),
 }
 
 

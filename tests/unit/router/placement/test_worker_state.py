@@ -10,7 +10,7 @@ from costs.step_cost import StepCost, chunk_pairs
 from router.placement.worker_state import LOAD_FRESH_S, AnswerWork, PromptWork, WorkerState
 from router.slo import BEST_EFFORT, SloClass
 from tests.unit.router.fleets import H200, TestFleet, load
-from wire.messages import Duty, Role
+from wire.messages import Assignment, Role
 from wire.policy_name import PolicyName
 
 
@@ -21,7 +21,7 @@ def at() -> TestFleet:
 
 @pytest.fixture
 def worker(at: TestFleet) -> WorkerState:
-    return at.add("w", Role.BOTH, duty=Duty(Role.BOTH, PolicyName.DECODE_PRIORITY), max_batch_requests=64)
+    return at.add("w", Role.BOTH, assignment=Assignment(Role.BOTH, PolicyName.DECODE_PRIORITY), max_batch_requests=64)
 
 
 class TestPrompts:

@@ -156,7 +156,7 @@ async def test_writes_that_do_not_rest_are_loud_and_end(caplog: pytest.LogCaptur
             prefill.abort("router-1", refs[:-1])
             await until(lambda: prefill.report.pending_transfer_pages == 2 * (LOST - 1))
             assert not prefill.report.not_ready, "half of the pool is daily life"
-            assert worker_facts(prefill.report, prefill.transport)[f.RESTLESS_PAGES] == 2 * (LOST - 1)
+            assert worker_facts(prefill.report, prefill.transport)[f.PENDING_TRANSFER_PAGES] == 2 * (LOST - 1)
             prefill.abort("router-1", refs[-1:])
             await until(lambda: prefill.report.not_ready)
         assert "too many of its 16 KV pages are still being written to decode-0" in prefill.report.not_ready

@@ -13,8 +13,10 @@ TEN = SamplingParams(max_tokens=10)
 
 def info(end: End) -> WorkerInfo:
     """As the controller names it."""
-    duty, pages = end.worker.duty, end.engine.pool.counts().total
-    return WorkerInfo(end.me, duty.role, end.address, end.engine.facts, pages, PAGE_TOKENS, 8, 16, "cpu", "in-memory")
+    assignment, pages = end.worker.assignment, end.engine.pool.counts().total
+    return WorkerInfo(
+        end.me, assignment.role, end.address, end.engine.facts, pages, PAGE_TOKENS, 8, 16, "cpu", "in-memory"
+    )
 
 
 @pytest.mark.parametrize("introduced", [False, True])

@@ -20,7 +20,7 @@ from telemetry.worker_figures import figures_of
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
 from wire.errors import ResourceExhausted
-from wire.messages import Duty, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
+from wire.messages import Assignment, FinishReason, RequestEvent, RequestRef, Role, RoutedEvent, SamplingParams
 from wire.tracing.timeline import TransferStats
 from worker.reporting.metrics import Utilization, WorkerMetrics, engine_facts, worker_facts
 from worker.step_meter import StepMeter
@@ -184,10 +184,10 @@ async def test_a_change_of_role_is_a_change_of_one_series() -> None:
     async with WorkerPair() as pair:
         worker = pair.prefill.worker
         engine: Any = SimpleNamespace(device_name="cpu", facts=worker.facts, graph_use=GraphUse())
-        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.duty.role.value))
+        worker.metrics.board.read(partial(engine_facts, engine, lambda: worker.assignment.role.value))
         seen = []
         for role in (Role.PREFILL, Role.BOTH):
-            worker.duty.assume(Duty(role), grace_s=0)
+            worker.assignment.assume(Assignment(role), grace_s=0)
             text = Exposition(worker.metrics.board).render()[0].decode()
             series = {line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")}
             seen.append(series)

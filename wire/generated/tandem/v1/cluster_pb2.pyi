@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "duty", "closing", "started_unix_nanos", "kv_ports")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "pages_total", "page_tokens", "max_batch_requests", "max_step_tokens", "device", "transport", "not_ready", "warnings", "assignment", "closing", "started_unix_nanos", "kv_ports")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -22,7 +22,7 @@ class WorkerInfo(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_FIELD_NUMBER: _ClassVar[int]
     WARNINGS_FIELD_NUMBER: _ClassVar[int]
-    DUTY_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     CLOSING_FIELD_NUMBER: _ClassVar[int]
     STARTED_UNIX_NANOS_FIELD_NUMBER: _ClassVar[int]
     KV_PORTS_FIELD_NUMBER: _ClassVar[int]
@@ -39,11 +39,11 @@ class WorkerInfo(_message.Message):
     transport: str
     not_ready: str
     warnings: _containers.RepeatedScalarFieldContainer[str]
-    duty: _types_pb2.Duty
+    assignment: _types_pb2.Assignment
     closing: str
     started_unix_nanos: int
     kv_ports: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., model: _Optional[_Union[ModelFacts, _Mapping]] = ..., pages_total: _Optional[int] = ..., page_tokens: _Optional[int] = ..., max_batch_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., device: _Optional[str] = ..., transport: _Optional[str] = ..., not_ready: _Optional[str] = ..., warnings: _Optional[_Iterable[str]] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., closing: _Optional[str] = ..., started_unix_nanos: _Optional[int] = ..., kv_ports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ModelFacts(_message.Message):
     __slots__ = ("name", "vocab_size", "max_context", "eos_token_ids", "dtype")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """The controller's door: workers register, routers watch, operators change what workers do.
+    """The controller's listener: workers register, routers watch, operators change what workers do.
     """
 
     def __init__(self, channel):
@@ -73,7 +73,7 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """The controller's door: workers register, routers watch, operators change what workers do.
+    """The controller's listener: workers register, routers watch, operators change what workers do.
     """
 
     def Register(self, request, context):
@@ -173,7 +173,7 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """The controller's door: workers register, routers watch, operators change what workers do.
+    """The controller's listener: workers register, routers watch, operators change what workers do.
     """
 
     @staticmethod

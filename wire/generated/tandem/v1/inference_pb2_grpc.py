@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """The client's door: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
+    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
     cancelling the call cancels the request everywhere.
     """
 
@@ -69,7 +69,7 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """The client's door: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
+    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
     cancelling the call cancels the request everywhere.
     """
 
@@ -157,7 +157,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """The client's door: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
+    """The client's listener: text or token ids in, a stream of text and token ids out. Errors are gRPC status codes;
     cancelling the call cancels the request everywhere.
     """
 

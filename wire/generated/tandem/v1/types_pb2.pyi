@@ -127,7 +127,7 @@ class ErrorDetail(_message.Message):
     retry_after_s: float
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
-class Duty(_message.Message):
+class Assignment(_message.Message):
     __slots__ = ("role", "step_policy", "step_budget", "itl_target_s")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     STEP_POLICY_FIELD_NUMBER: _ClassVar[int]

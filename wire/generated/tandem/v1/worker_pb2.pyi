@@ -283,19 +283,19 @@ class DrainResponse(_message.Message):
     remaining: int
     def __init__(self, remaining: _Optional[int] = ...) -> None: ...
 
-class SetDutyRequest(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "duty", "grace_s")
+class SetAssignmentRequest(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "assignment", "grace_s")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    DUTY_FIELD_NUMBER: _ClassVar[int]
+    ASSIGNMENT_FIELD_NUMBER: _ClassVar[int]
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: int
-    duty: _types_pb2.Duty
+    assignment: _types_pb2.Assignment
     grace_s: float
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., duty: _Optional[_Union[_types_pb2.Duty, _Mapping]] = ..., grace_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., assignment: _Optional[_Union[_types_pb2.Assignment, _Mapping]] = ..., grace_s: _Optional[float] = ...) -> None: ...
 
-class SetDutyResponse(_message.Message):
+class SetAssignmentResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """A worker's door, for routers and for other workers; never for clients. Workers speak token ids only.
+    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
     """
 
     def __init__(self, channel):
@@ -65,10 +65,10 @@ class WorkerStub:
                 request_serializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
-        self.SetDuty = channel.unary_unary(
-                '/tandem.v1.Worker/SetDuty',
-                request_serializer=tandem_dot_v1_dot_worker__pb2.SetDutyRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_worker__pb2.SetDutyResponse.FromString,
+        self.SetAssignment = channel.unary_unary(
+                '/tandem.v1.Worker/SetAssignment',
+                request_serializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.FromString,
                 _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/tandem.v1.Worker/Inspect',
@@ -108,7 +108,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """A worker's door, for routers and for other workers; never for clients. Workers speak token ids only.
+    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
     """
 
     def Attach(self, request, context):
@@ -154,7 +154,7 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetDuty(self, request, context):
+    def SetAssignment(self, request, context):
         """Controller: take this kind of work from now on. Answers at once: halves that open are open, those that close finish
         what they have, and the role that the worker registers with follows.
         """
@@ -244,10 +244,10 @@ def add_WorkerServicer_to_server(servicer, server):
                     request_deserializer=tandem_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
             ),
-            'SetDuty': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetDuty,
-                    request_deserializer=tandem_dot_v1_dot_worker__pb2.SetDutyRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_worker__pb2.SetDutyResponse.SerializeToString,
+            'SetAssignment': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAssignment,
+                    request_deserializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -293,7 +293,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """A worker's door, for routers and for other workers; never for clients. Workers speak token ids only.
+    """A worker's listener, for routers and for other workers; never for clients. Workers speak token ids only.
     """
 
     @staticmethod
@@ -459,7 +459,7 @@ class Worker:
             _registered_method=True)
 
     @staticmethod
-    def SetDuty(request,
+    def SetAssignment(request,
             target,
             options=(),
             channel_credentials=None,
@@ -472,9 +472,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/tandem.v1.Worker/SetDuty',
-            tandem_dot_v1_dot_worker__pb2.SetDutyRequest.SerializeToString,
-            tandem_dot_v1_dot_worker__pb2.SetDutyResponse.FromString,
+            '/tandem.v1.Worker/SetAssignment',
+            tandem_dot_v1_dot_worker__pb2.SetAssignmentRequest.SerializeToString,
+            tandem_dot_v1_dot_worker__pb2.SetAssignmentResponse.FromString,
             options,
             channel_credentials,
             insecure,

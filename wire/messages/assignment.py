@@ -36,7 +36,7 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Duty:
+class Assignment:
     """What a worker does until it is told otherwise: which halves take work, and what its steps are made of.
 
     `step_budget` in tokens, None = 512; `itl_target_s` in seconds, None = no limit.

@@ -1,4 +1,4 @@
-"""An HTTP door for scrapers, and a scraper of Tandem's own."""
+"""An HTTP listener for scrapers, and a scraper of Tandem's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def metrics_page(exposition: Exposition) -> Page:
     return page
 
 
-class MetricsDoor:
+class MetricsServer:
     """Pages for those who may read them. `open` it once, `close` it once, on the same event loop."""
 
     def __init__(self, pages: Mapping[str, Page], keys: frozenset[str]) -> None:
@@ -76,7 +76,7 @@ class MetricsDoor:
 
 
 async def fetch(address: str, path: str, key: str = "", timeout_s: float = 2.0) -> str:
-    """What a door of Tandem's at host:port answers. Unavailable if it does not, or with anything but 200."""
+    """What a listener of Tandem's at host:port answers. Unavailable if it does not, or with anything but 200."""
     bearer = f"Authorization: Bearer {key}\r\n" if key else ""
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,4 +1,4 @@
-"""The HTTP door for scrapers: who may come in, and what Tandem's own scraper makes of what it hears."""
+"""The HTTP listener for scrapers: who may come in, and what Tandem's own scraper makes of what it hears."""
 
 import socket
 
@@ -6,8 +6,8 @@ import pytest
 
 from telemetry import families as f
 from telemetry.board import Board
-from telemetry.door import METRICS_PATH, MetricsDoor, fetch, metrics_page
 from telemetry.exposition import Exposition
+from telemetry.metrics_server import METRICS_PATH, MetricsServer, fetch, metrics_page
 from wire.errors import FailedPrecondition, Unavailable
 from wire.security.credentials import metrics_key_of, reading_keys, shows_key
 
@@ -19,8 +19,8 @@ def pages() -> dict[str, object]:
 
 
 async def test_who_shows_the_key_reads() -> None:
-    door = MetricsDoor(pages(), frozenset({"right", "token"}))
-    address = await door.open("127.0.0.1")
+    listener = MetricsServer(pages(), frozenset({"right", "token"}))
+    address = await listener.open("127.0.0.1")
     try:
         for key in ("right", "token"):
             assert 'tandem_num_preemptions_total{worker="w"} 3.0' in await fetch(
@@ -32,21 +32,21 @@ async def test_who_shows_the_key_reads() -> None:
         with pytest.raises(Unavailable, match="404 GET one of /metrics"):
             await fetch(address, "/else", "right", timeout_s=60.0)
         with pytest.raises(FailedPrecondition, match="metrics_port"):
-            await MetricsDoor(pages(), frozenset()).open("127.0.0.1", int(address.rpartition(":")[2]))
+            await MetricsServer(pages(), frozenset()).open("127.0.0.1", int(address.rpartition(":")[2]))
     finally:
-        await door.close()
-    await door.close()
+        await listener.close()
+    await listener.close()
     with pytest.raises(Unavailable, match="no metrics from"):
         await fetch(address, METRICS_PATH, "right", timeout_s=60.0)
 
 
 async def test_nobody_is_asked_without_keys() -> None:
-    door = MetricsDoor(pages(), frozenset())
-    address = await door.open("::1")
+    listener = MetricsServer(pages(), frozenset())
+    address = await listener.open("::1")
     try:
         assert await fetch(address, METRICS_PATH, timeout_s=60.0)
     finally:
-        await door.close()
+        await listener.close()
 
 
 async def test_a_silent_process_is_not_waited_for() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.fake_engine import FakeEngine, answer_to
 from tests.worker_pair import End, Heard, WorkerPair, until
 from wire.errors import InvalidArgument, RoleClosed, StaleEpoch, Unavailable
-from wire.messages import Duty, PeerRef, Role, SamplingParams
+from wire.messages import Assignment, PeerRef, Role, SamplingParams
 from wire.policy_name import PolicyName
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17]
@@ -23,11 +23,11 @@ def _engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def become(end: End, role: Role, grace_s: float = LONG_S) -> None:
-    end.worker.assume(end.me, Duty(role), grace_s)
+    end.worker.assume(end.me, Assignment(role), grace_s)
 
 
 def state(end: End) -> tuple[Role, Role | None]:
-    return end.worker.duty.role, end.worker.duty.closing
+    return end.worker.assignment.role, end.worker.assignment.closing
 
 
 async def waits_in_line(pair: WorkerPair) -> Heard:
@@ -76,7 +76,7 @@ async def test_both_swap_roles_and_a_request_ends_where_it_began(queue: object) 
     async with WorkerPair() as pair:
         heard = await queue(pair)  # type: ignore[operator]
         told: list[tuple[Role, Role | None]] = []
-        pair.decode.worker.duty.on_change = lambda: told.append(state(pair.decode))
+        pair.decode.worker.assignment.on_change = lambda: told.append(state(pair.decode))
         become(pair.prefill, Role.DECODE)
         become(pair.decode, Role.PREFILL)
         assert state(pair.decode) == (Role.BOTH, Role.DECODE)
@@ -140,7 +140,7 @@ async def test_what_takes_too_long_goes_on_elsewhere(queue: object) -> None:
 async def test_a_half_whose_pages_are_still_read_says_so_and_closes_once_they_rest(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("worker.duty.REST_S", 0.05)
+    monkeypatch.setattr("worker.assignment.REST_S", 0.05)
     async with WorkerPair() as pair:
         heard = await is_on_its_way(pair)
         become(pair.prefill, Role.DECODE, grace_s=0.01)
@@ -188,7 +188,7 @@ async def test_steps_follow_the_policy() -> None:
     async with WorkerPair(both=True, pages=200) as pair:
         engine = pair.decode.engine
         heard = await decodes(pair)
-        pair.decode.worker.assume(pair.decode.me, Duty(Role.BOTH, PolicyName.CHUNKED, step_budget=3), LONG_S)
+        pair.decode.worker.assume(pair.decode.me, Assignment(Role.BOTH, PolicyName.CHUNKED, step_budget=3), LONG_S)
         late = pair.send("late", [7] * 12, TEN)
         await until(lambda: pair.decode.worker.report.load().prefill_requests)
         begun = len(engine.batches)
@@ -203,9 +203,9 @@ async def test_who_is_told_is_who_is_meant() -> None:
     async with WorkerPair() as pair:
         worker = pair.decode.worker
         with pytest.raises(StaleEpoch):
-            worker.assume(PeerRef("decode-0", 2), Duty(Role.BOTH), LONG_S)
+            worker.assume(PeerRef("decode-0", 2), Assignment(Role.BOTH), LONG_S)
         with pytest.raises(InvalidArgument):
-            Duty(Role.BOTH, step_budget=0)
+            Assignment(Role.BOTH, step_budget=0)
         assert state(pair.decode) == (Role.DECODE, None)
         assert await worker.drain(1.0) == 0
         with pytest.raises(Unavailable, match="drains"):
@@ -219,7 +219,7 @@ async def test_a_drain_finishes_or_hands_over_what_it_has(queue: object, grace_s
         heard = await queue(pair)  # type: ignore[operator]
         end = pair.decode if queue is decodes else pair.prefill
         draining = asyncio.ensure_future(end.worker.drain(grace_s))
-        await until(partial(getattr, end.worker.duty, "draining"))
+        await until(partial(getattr, end.worker.assignment, "draining"))
         assert state(end)[1] is end.config.role
         if grace_s == LONG_S:
             let_go(pair)

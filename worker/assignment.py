@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from wire.ending import failure_event
 from wire.errors import RoleClosed, Unavailable
-from wire.messages import Duty, PeerRef, RequestRef, Role, RoutedEvent
+from wire.messages import Assignment, PeerRef, RequestRef, Role, RoutedEvent
 from wire.policy_name import CHUNKED_BUDGET, PolicyName
 
 log = logging.getLogger(__name__)
@@ -40,25 +40,25 @@ class Half:
     """How many are not over."""
 
 
-class WorkerDuty:
-    """The state of both halves' doors. Lives on the event loop; `stop` ends what waits."""
+class WorkerAssignment:
+    """The state of both halves' listeners. Lives on the event loop; `stop` ends what waits."""
 
     def __init__(
         self,
         me: PeerRef,
-        duty: Duty,
+        assignment: Assignment,
         halves: Sequence[Half],
         *,
         resize: Callable[[Role], None],
-        steer: Callable[[Duty], None],
+        steer: Callable[[Assignment], None],
         emit: Callable[[RoutedEvent], None],
     ) -> None:
         """`resize` fits the halves' limits to the role, `steer` hands a new policy to the steps, `emit` tells routers
-        of what is given up. Sizes and steps are `duty`'s already.
+        of what is given up. Sizes and steps are `assignment`'s already.
         """
-        self.duty = duty
+        self.assignment = assignment
         """What it was told to do last."""
-        self.role = duty.role
+        self.role = assignment.role
         """The halves that are open or still finish what they have."""
         self.draining = False
         self.on_change: Callable[[], None] = lambda: None
@@ -70,7 +70,7 @@ class WorkerDuty:
         self._emit = emit
         self._closing: dict[Role, asyncio.Task[None]] = {}
         for half in halves:
-            if duty.role | half.role is not duty.role:
+            if assignment.role | half.role is not assignment.role:
                 half.close(OTHER_ROLE)
 
     @property
@@ -81,20 +81,20 @@ class WorkerDuty:
         closing = list(self._closing)
         return None if not closing else closing[0] if len(closing) == 1 else Role.BOTH
 
-    def assume(self, duty: Duty, grace_s: float) -> None:
+    def assume(self, assignment: Assignment, grace_s: float) -> None:
         """Do this from now on. Halves that close have `grace_s` seconds before others get what they still have.
 
         Unavailable while draining: the worker ends.
         """
         if self.draining:
-            raise Unavailable(f"worker {self._me.worker_id} drains and takes no other duty; start it again")
-        log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, duty.role, duty.steps)
+            raise Unavailable(f"worker {self._me.worker_id} drains and takes no other assignment; start it again")
+        log.info("%s: from %s to %s, %s", self._me.worker_id, self.role, assignment.role, assignment.steps)
         before = self.role
-        self.duty, self.role = duty, before | duty.role
-        self._steer(duty)
+        self.assignment, self.role = assignment, before | assignment.role
+        self._steer(assignment)
         self._resize(self.role)
         for half in self._halves:
-            if duty.role | half.role is duty.role:
+            if assignment.role | half.role is assignment.role:
                 self._cancel(half)
                 half.open()
             elif before | half.role is before:
@@ -129,7 +129,7 @@ class WorkerDuty:
             log.info("%s gives up %d requests of its %s half", self._me.worker_id, len(left), half.role)
             await self._come_to_rest(half)
         del self._closing[half.role]
-        self.role = self.role.without(half.role) or self.duty.role
+        self.role = self.role.without(half.role) or self.assignment.role
         self._resize(self.role)
         self.on_change()
 
@@ -176,8 +176,8 @@ def decode_batch(role: Role, engine: EngineConfig) -> int:
     return min(engine.max_batch_requests, room)
 
 
-def prompt_step_tokens(duty: Duty, engine: EngineConfig) -> int:
+def prompt_step_tokens(assignment: Assignment, engine: EngineConfig) -> int:
     """Most prompt tokens of one step: what a long prompt's chunks are cut to."""
-    if duty.step_policy is not PolicyName.CHUNKED:
+    if assignment.step_policy is not PolicyName.CHUNKED:
         return engine.max_step_tokens
-    return min(duty.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)
+    return min(assignment.step_budget or CHUNKED_BUDGET, engine.max_step_tokens)

@@ -1,4 +1,4 @@
-"""A simulated worker changes its role as `worker/duty.py` does: one half opens at once, the other gets empty first."""
+"""A simulated worker changes its role as `worker/assignment.py` does: one half opens at once, the other gets empty first."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from contextlib import AbstractContextManager
 
 from simulation.clock import VirtualClock
 from wire.messages import Role
-from worker.duty import OTHER_ROLE, Half
+from worker.assignment import OTHER_ROLE, Half
 from worker.halves import Halves
 
 LOOK_S = 0.1
 """How often a half that closes is looked at."""
 
 
-class VirtualDuty:
+class VirtualAssignment:
     """Which halves are open. What a half that closes still has it finishes, however long that takes."""
 
     def __init__(
@@ -29,7 +29,7 @@ class VirtualDuty:
         self._halves, self._clock, self._visit = halves, clock, visit
         self._closing: dict[Role, int] = {}
         self._changes = 0
-        for half in halves.doors():
+        for half in halves.listeners():
             if role | half.role is not role:
                 half.close(OTHER_ROLE)
 
@@ -45,7 +45,7 @@ class VirtualDuty:
             before, self._changes = self.role, self._changes + 1
             self.wanted, self.role = role, before | role
             self._halves.resize(self.role)
-            for half in self._halves.doors():
+            for half in self._halves.listeners():
                 if role | half.role is role:
                     self._closing.pop(half.role, None)
                     half.open()
