@@ -1,9 +1,9 @@
 """A worker's figures for its diagnosis, read from two scrapes of the cluster."""
 
 from telemetry import families as f
+from telemetry.bottlenecks import Figures
 from telemetry.family import Family
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import Figures
 
 _ROUTER = "router"
 

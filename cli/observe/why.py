@@ -23,7 +23,7 @@ def why(
     metrics_key_file: MetricsKeyFile = "",
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to look.")] = 5.0,
 ) -> None:
-    """Name each worker's binding wall under the present load, and the change that would help most."""
+    """Name each worker's bottleneck under the present load, and the change that would help most."""
     import asyncio
     import sys
 
@@ -45,17 +45,17 @@ def why(
 
 
 def findings(stretch: Stretch) -> Table:
-    """One worker a row: its wall, the figures that say so, the change."""
+    """One worker a row: its bottleneck, the figures that say so, the change."""
     from rich.table import Table
     from rich.text import Text
 
     from telemetry import families as f
-    from telemetry.walls import diagnose
+    from telemetry.bottlenecks import diagnose
     from telemetry.worker_figures import figures_of
 
     table = Table(box=None, pad_edge=False)
-    for column in ("worker", "wall", "because", "what would help"):
-        table.add_column(column, no_wrap=column in ("worker", "wall"))
+    for column in ("worker", "bottleneck", "because", "what would help"):
+        table.add_column(column, no_wrap=column in ("worker", "bottleneck"))
     now = stretch.now
     heard = set(now.values(f.WORKER_READY, "worker"))
     for name in _workers(now):
@@ -67,7 +67,7 @@ def findings(stretch: Stretch) -> Table:
             table.add_row(name, "not ready", "it takes nothing new", "`tandem status` and its log say why")
             continue
         found = diagnose(figures_of(stretch, name))
-        table.add_row(name, Text(found.wall, style="bold"), found.because, found.change)
+        table.add_row(name, Text(found.bottleneck, style="bold"), found.because, found.change)
     return table
 
 

@@ -39,7 +39,7 @@ def plan(
         Path | None, typer.Option(help="Compare knees with a measured table of benchmarks.strategies, and do no more.")
     ] = None,
 ) -> None:
-    """Size a cluster: prefill:decode ratio, memory, latencies, and which wall binds first."""
+    """Size a cluster: prefill:decode ratio, memory, latencies, and which bottleneck binds first."""
     from cli.planning.plan_question import Question
 
     promise, demand = promised.promise(), asked.demand()

@@ -17,7 +17,7 @@ _FULL = 1.0
 
 
 def lines(question: Question, split: Split) -> Iterator[str]:
-    """Memory, size, and which wall binds first."""
+    """Memory, size, and which bottleneck binds first."""
     memory, demand, costs = question.memory, question.demand, question.costs
     prefill, decode = question.sizing.strains(split)
     alone_s = demand.lone_prompt_seconds(costs, question.facts.chunk_tokens)
@@ -35,10 +35,10 @@ def lines(question: Question, split: Split) -> Iterator[str]:
     )
     if split.shared:
         yield "size      1 worker, which computes prompts and decodes"
-        yield f"wall      it has {worse.text}"
+        yield f"bottleneck      it has {worse.text}"
     else:
         yield f"size      {split.workers} workers, prefill:decode {split.prefill}:{split.decode}"
-        yield f"wall      {first} binds first, by its {worse.text}; {other} has {better.text}"
+        yield f"bottleneck      {first} binds first, by its {worse.text}; {other} has {better.text}"
     if worse.value > _FULL:
         yield f"          too few for {demand.per_s:g} requests/s: {demand.per_s / worse.value:.3g} can be promised"
 

@@ -83,7 +83,7 @@ def check(root: Any, receiver: Receiver) -> None:
     assert "albatross" not in str(phases.values()) + str(root)
 
 
-def test_the_terminal_draws_a_real_request_and_names_walls(running_cluster: Callable[..., Any]) -> None:
+def test_the_terminal_draws_a_real_request_and_names_bottlenecks(running_cluster: Callable[..., Any]) -> None:
     cluster = running_cluster(dtype="float32", page_tokens=16, max_step_tokens=512)
     request = inference_pb2.GenerateRequest(
         request_id="to be drawn".replace(" ", "-"), text=PROMPT, options=inference_pb2.GenerationOptions(max_tokens=5)

@@ -65,7 +65,7 @@ def test_workers_that_do_both_keep_room_for_a_prompt() -> None:
     assert tight > loose, "the planner sees it"
 
 
-def test_rows_are_as_many_as_the_tightest_wall_leaves() -> None:
+def test_rows_are_as_many_as_the_tightest_bottleneck_leaves() -> None:
     """100 rows in 20 ms; a hundred of 1,000 tokens in 100,000; a batch of 50."""
     demand = Demand(1.0, 500, 500)
     assert rows_that_fit(demand, PROMISE, FACTS).count == pytest.approx(HEADROOM * 100)

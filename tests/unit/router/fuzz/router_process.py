@@ -63,9 +63,9 @@ class _Pulse:
 
     async def _tick(self) -> None:
         while True:
-            wall, cpu = time.monotonic(), time.thread_time()
+            bottleneck, cpu = time.monotonic(), time.thread_time()
             await asyncio.sleep(_TICK_S)
-            self.lag_s = max(self.lag_s, time.monotonic() - wall - _TICK_S)
+            self.lag_s = max(self.lag_s, time.monotonic() - bottleneck - _TICK_S)
             self.cpu_s = max(self.cpu_s, time.thread_time() - cpu)
 
     def take(self) -> tuple[float, float]:

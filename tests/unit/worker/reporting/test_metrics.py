@@ -13,9 +13,9 @@ from costs.step_cost import StepCost, StepWork, chunk_pairs
 from engine.graph_use import GraphUse
 from telemetry import families as f
 from telemetry.board import Board
+from telemetry.bottlenecks import Bottleneck, diagnose
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import Wall, diagnose
 from telemetry.worker_figures import figures_of
 from tests.worker_pair import WorkerPair, until
 from wire.cost_parameters import UNMEASURED
@@ -166,7 +166,7 @@ async def test_hand_overs_that_do_not_end_are_the_wire() -> None:
         prefill, decode = (figures_of(stretch, end.me.worker_id) for end in pair.ends)
         assert prefill.transferring == decode.others_transferring == pytest.approx(3, rel=0.1)
         assert (prefill.kv_used, decode.arriving, decode.kv_used) == (12 / 16, 12 / 16, 15 / 16)
-        assert diagnose(prefill).wall is diagnose(decode).wall is Wall.TRANSFER
+        assert diagnose(prefill).bottleneck is diagnose(decode).bottleneck is Bottleneck.TRANSFER
         pair.fabric.let_go()
         await until(lambda: all(each.finish is not None for each in heard))
         await pair.empty()

@@ -5,14 +5,14 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from benchmarks.bottlenecks.loads import Load, Stage
 from benchmarks.load.report import LoadReport
 from benchmarks.load.run import LoadSettings, run_load
 from benchmarks.load.target import Target, wait_until_idle
-from benchmarks.walls.loads import Load, Stage
 from cli.observe.top import scrape
 from telemetry import families as f
+from telemetry.bottlenecks import Diagnosis, Figures, diagnose
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import Diagnosis, Figures, diagnose
 from telemetry.worker_figures import figures_of
 from wire.errors import Unavailable
 
@@ -37,7 +37,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was said of the worker whose wall `load` was built for."""
+    """What was said of the worker whose bottleneck `load` was built for."""
 
     load: Load
     worker: str
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def right(self) -> bool:
-        return self.diagnosis.wall is self.load.wall
+        return self.diagnosis.bottleneck is self.load.bottleneck
 
     def as_result(self) -> dict[str, object]:
         """Ready for JSON."""
@@ -59,8 +59,8 @@ class Finding:
             "prompt_tokens": self.load.prompt,
             "new_tokens": self.load.answer,
             "worker": self.worker,
-            "expected": self.load.wall.value,
-            "named": self.diagnosis.wall.value,
+            "expected": self.load.bottleneck.value,
+            "named": self.diagnosis.bottleneck.value,
             "mbu": round(it.bandwidth, 4),
             "mfu": round(it.compute, 4),
             "busy": round(it.busy, 4),

@@ -1,4 +1,4 @@
-"""The command of `benchmarks.walls`."""
+"""The command of `benchmarks.bottlenecks`."""
 
 import argparse
 import json
@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Sequence
 
+from benchmarks.bottlenecks.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.bottlenecks.look import Finding, Listener, read, under
 from benchmarks.command_line import errors_in_words, need_gpu
 from benchmarks.load.stage import running_cluster
 from benchmarks.load.target import find_target, touch
 from benchmarks.results import run_facts, save_result
 from benchmarks.served_model import ServedModel, add_model_options, choose_model
-from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
-from benchmarks.walls.look import Finding, Listener, read, under
 from telemetry import families as f
 from telemetry.scrape import Scrape
 from wire.errors import InvalidArgument
@@ -22,7 +22,7 @@ Limits = dict[str, float]
 
 
 def run(arguments: Sequence[str] | None = None) -> bool:
-    """Whether every wall was named right."""
+    """Whether every bottleneck was named right."""
     chosen = parse_arguments(arguments)
     on_cpu = chosen.device == "cpu"
     if not on_cpu:
@@ -35,11 +35,11 @@ def run(arguments: Sequence[str] | None = None) -> bool:
         model = choose_model(chosen.model, chosen.shape)
         reference = {} if on_cpu else measured_at_length()
         findings, limits = measure(chosen, workers, stage, loads, model)
-    result = {"model": model.name, "dtype": stage.dtype, "walls_workers": workers, **figures(findings)}
+    result = {"model": model.name, "dtype": stage.dtype, "bottlenecks_workers": workers, **figures(findings)}
     result |= {**limits, **compared(limits, reference), **run_facts(chosen.device)}
     if chosen.save:
         kind = f"-narrow-{chosen.narrow}" if chosen.narrow else ""
-        print("saved", save_result(f"walls-{model.name}-{workers}-workers{kind}", result))
+        print("saved", save_result(f"bottlenecks-{model.name}-{workers}-workers{kind}", result))
     print(json.dumps(result))
     return all(each.right for each in findings)
 
@@ -91,26 +91,26 @@ def compared(limits: Limits, reference: Limits) -> dict[str, float]:
 def figures(findings: Sequence[Finding]) -> dict[str, object]:
     """Ready for JSON: how many were right, a line for the table of each, and all of it."""
     right = sum(each.right for each in findings)
-    lines = {f"wall_{each.load.name.replace(' ', '_')}": in_short(each) for each in findings}
+    lines = {f"bottleneck_{each.load.name.replace(' ', '_')}": in_short(each) for each in findings}
     return {
-        "walls_named_right": f"{right} of {len(findings)}",
+        "bottlenecks_named_right": f"{right} of {len(findings)}",
         **lines,
         "loads": [each.as_result() for each in findings],
     }
 
 
 def in_short(found: Finding) -> str:
-    """The wall, and how much of the device was used."""
-    wrong = "" if found.right else f" (wrong: {found.load.wall})"
-    return f"{found.diagnosis.wall}{wrong}, MBU {found.figures.bandwidth:.2f}, MFU {found.figures.compute:.2f}"
+    """The bottleneck, and how much of the device was used."""
+    wrong = "" if found.right else f" (wrong: {found.load.bottleneck})"
+    return f"{found.diagnosis.bottleneck}{wrong}, MBU {found.figures.bandwidth:.2f}, MFU {found.figures.compute:.2f}"
 
 
 def line(found: Finding) -> str:
     """For people."""
-    verdict = "right" if found.right else f"WRONG, it should be {found.load.wall}"
+    verdict = "right" if found.right else f"WRONG, it should be {found.load.bottleneck}"
     it = found.figures
     return (
-        f"{found.load.name:>24}: {found.worker} {found.diagnosis.wall} ({verdict});"
+        f"{found.load.name:>24}: {found.worker} {found.diagnosis.bottleneck} ({verdict});"
         f" MBU {it.bandwidth:.2f}, MFU {it.compute:.2f}; {found.diagnosis.because}"
     )
 
@@ -127,7 +127,7 @@ def chosen_loads(stage: Stage, only: str) -> list[Load]:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.walls", description="Is `tandem why` right?")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.bottlenecks", description="Is `tandem why` right?")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     add_model_options(parser)
     parser.add_argument("--workers", type=int, choices=(1, 2), default=1, help="1 does everything; 2: one of each role")

@@ -2,7 +2,7 @@
 
 A step reads bytes and does operations, and each takes its part of the step's time at the device's ceilings (the
 roofline: Williams, Waterman and Patterson, CACM 2009). What neither explains is the host's: launches, planning, kernels
-that fall short. The largest of the three parts binds a worker that computes most of the time. Before that come walls
+that fall short. The largest of the three parts binds a worker that computes most of the time. Before that come bottlenecks
 that keep it from computing: pages that leave more slowly than they are made, no KV pages, no room in the batch.
 """
 
@@ -27,7 +27,7 @@ COMPUTING = 0.5
 """Part of the time in steps from which on what is in them binds."""
 
 
-class Wall(StrEnum):
+class Bottleneck(StrEnum):
     """What binds."""
 
     COMPUTE = "compute"
@@ -104,21 +104,21 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """`wall` binds, `because` of these figures; `change` would help most."""
+    """`bottleneck` binds, `because` of these figures; `change` would help most."""
 
-    wall: Wall
+    bottleneck: Bottleneck
     because: str
     change: str
 
 
 _CHANGES = {
-    Wall.COMPUTE: "one more worker that computes prompts; or less to compute: cached prefixes, a smaller dtype",
-    Wall.BANDWIDTH: "larger batches, which read the weights once for more answers; or a smaller dtype",
-    Wall.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more worker that decodes",
-    Wall.TRANSFER: "a faster wire (`tandem doctor` names what is there); or --mode adaptive, which sends fewer prompts",
-    Wall.QUEUE: "a larger --max-batch-requests: a step costs little more for each request in it",
-    Wall.HOST: "less work beside the device: CPU cores of its own, CUDA graphs that fit its batches, larger steps",
-    Wall.NONE: "nothing: it can take more",
+    Bottleneck.COMPUTE: "one more worker that computes prompts; or less to compute: cached prefixes, a smaller dtype",
+    Bottleneck.BANDWIDTH: "larger batches, which read the weights once for more answers; or a smaller dtype",
+    Bottleneck.KV_CAPACITY: "more KV pages: a larger --kv-cache-gib or --memory-fraction, or one more worker that decodes",
+    Bottleneck.TRANSFER: "a faster wire (`tandem doctor` names what is there); or --mode adaptive, which sends fewer prompts",
+    Bottleneck.QUEUE: "a larger --max-batch-requests: a step costs little more for each request in it",
+    Bottleneck.HOST: "less work beside the device: CPU cores of its own, CUDA graphs that fit its batches, larger steps",
+    Bottleneck.NONE: "nothing: it can take more",
 }
 _LOOK_LONGER = "a longer look (--seconds): a step of this device takes longer than that"
 _NOT_TAKEN = (
@@ -130,43 +130,43 @@ def diagnose(it: Figures) -> Diagnosis:
     """Of one worker. What holds pages, a slow wire for one, comes before the pages that it holds."""
     if it.wire_is_narrow:
         on_the_wire = f"hand-overs write {it.transferring:.2f} s in each second"
-        return _found(Wall.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
+        return _found(Bottleneck.TRANSFER, f"{on_the_wire}, and it computes {it.busy:.0%} of the time")
     if it.pages_missing and it.wires_hold_pages and not it.preempted:
         held = f"{it.arriving:.0%} of its KV pages wait for hand-overs to it, {_waiting(it)}"
-        return _found(Wall.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
+        return _found(Bottleneck.TRANSFER, f"{held}; they write {it.others_transferring:.2f} s in each second")
     if it.pages_missing:
-        return _found(Wall.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
+        return _found(Bottleneck.KV_CAPACITY, f"{it.kv_used:.0%} of its KV pages are taken, {_waiting(it)}{_lost(it)}")
     if not it.steps and it.prompts_waiting > 0:
-        return Diagnosis(Wall.NONE, f"no step of its has ended, though {_waiting(it)}", _LOOK_LONGER)
+        return Diagnosis(Bottleneck.NONE, f"no step of its has ended, though {_waiting(it)}", _LOOK_LONGER)
     return _of_engine(it)
 
 
 def _of_engine(it: Figures) -> Diagnosis:
     """Whose pages suffice."""
-    wall = _in_steps(it) if it.busy >= COMPUTING else Wall.NONE
+    bottleneck = _in_steps(it) if it.busy >= COMPUTING else Bottleneck.NONE
     full = it.batch_limit > 0 and it.decoding >= BATCH_FULL * it.batch_limit
-    if full and it.requests_waiting > 0 and wall is not Wall.COMPUTE:
+    if full and it.requests_waiting > 0 and bottleneck is not Bottleneck.COMPUTE:
         rows = f"its batch is full, {it.decoding:.0f} of {it.batch_limit:.0f} requests"
-        return _found(Wall.QUEUE, f"{rows}, {_waiting(it)}, and KV pages are left ({it.kv_used:.0%} taken)")
-    if wall is not Wall.NONE:
-        return _found(wall, f"it computes {it.busy:.0%} of the time, {_parts(it)}")
+        return _found(Bottleneck.QUEUE, f"{rows}, {_waiting(it)}, and KV pages are left ({it.kv_used:.0%} taken)")
+    if bottleneck is not Bottleneck.NONE:
+        return _found(bottleneck, f"it computes {it.busy:.0%} of the time, {_parts(it)}")
     because = f"it computes {it.busy:.0%} of the time"
     if it.prompts_waiting > 0:
-        return Diagnosis(Wall.QUEUE, f"{because}, though {_waiting(it)}", _NOT_TAKEN)
+        return Diagnosis(Bottleneck.QUEUE, f"{because}, though {_waiting(it)}", _NOT_TAKEN)
     elsewhere = ", and what waits at routers waits for other workers" if it.requests_waiting > 0 else ""
-    return _found(Wall.NONE, because + elsewhere)
+    return _found(Bottleneck.NONE, because + elsewhere)
 
 
-def _found(wall: Wall, because: str) -> Diagnosis:
-    return Diagnosis(wall, because, _CHANGES[wall])
+def _found(bottleneck: Bottleneck, because: str) -> Diagnosis:
+    return Diagnosis(bottleneck, because, _CHANGES[bottleneck])
 
 
-def _in_steps(it: Figures) -> Wall:
+def _in_steps(it: Figures) -> Bottleneck:
     """What takes most of the steps' time."""
     largest = max(it.compute, it.bandwidth, it.rest)
     if it.compute == largest:
-        return Wall.COMPUTE
-    return Wall.BANDWIDTH if it.bandwidth == largest else Wall.HOST
+        return Bottleneck.COMPUTE
+    return Bottleneck.BANDWIDTH if it.bandwidth == largest else Bottleneck.HOST
 
 
 def _parts(it: Figures) -> str:

@@ -1,5 +1,5 @@
-"""Loads built so that one wall binds, on simulated workers whose devices have ceilings: the real metrics are scraped
-amid the load, and the diagnosis names that wall.
+"""Loads built so that one bottleneck binds, on simulated workers whose devices have ceilings: the real metrics are scraped
+amid the load, and the diagnosis names that bottleneck.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from simulation.spec import Device, WorkerSpec
 from simulation.worker import VirtualWorker
 from telemetry import families as f
 from telemetry.board import Board, Facts
+from telemetry.bottlenecks import Bottleneck, Diagnosis, diagnose
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import Diagnosis, Wall, diagnose
 from telemetry.worker_figures import figures_of
 from tests.unit.simulation.stages import MODEL, PAGE_TOKENS, request
 from wire.errors import ResourceExhausted
@@ -172,22 +172,22 @@ class Case:
     stage: Stage
     load: list[LoadRequest]
     worker: str
-    wall: Wall
+    bottleneck: Bottleneck
 
 
 NO_WIRE = Stage(pages=640, network=Network(bytes_per_s=1e7))
 """Pages for ten prompts of 1000 tokens, each of which takes 13 s to write."""
 CASES = {
-    "long prompts": Case(Stage(), load(0.05, 4000, 1), PREFILL, Wall.COMPUTE),
-    "a few answers": Case(Stage(), load(0.2, 50, 400), DECODE, Wall.BANDWIDTH),
-    "long answers, few pages": Case(Stage(pages=600), load(0.02, 100, 900), DECODE, Wall.KV_CAPACITY),
-    "room for prompts": Case(Stage(pages=400, alone=True), load(0.02, 400, 900), BOTH, Wall.KV_CAPACITY),
-    "a slow wire": Case(Stage(network=Network(bytes_per_s=2e9)), load(0.05, 1000, 8), PREFILL, Wall.TRANSFER),
-    "no hand-over ends": Case(NO_WIRE, load(0.02, 1000, 8), PREFILL, Wall.TRANSFER),
-    "no prompt comes": Case(NO_WIRE, load(0.02, 1000, 8), DECODE, Wall.TRANSFER),
-    "a small batch": Case(Stage(batch=4), load(0.02, 100, 400), DECODE, Wall.QUEUE),
-    "a slow host": Case(Stage(replace(DEVICE, launch_s=2e-2)), load(0.2, 50, 100), DECODE, Wall.HOST),
-    "next to nothing": Case(Stage(), load(0.4, 50, 8), DECODE, Wall.NONE),
+    "long prompts": Case(Stage(), load(0.05, 4000, 1), PREFILL, Bottleneck.COMPUTE),
+    "a few answers": Case(Stage(), load(0.2, 50, 400), DECODE, Bottleneck.BANDWIDTH),
+    "long answers, few pages": Case(Stage(pages=600), load(0.02, 100, 900), DECODE, Bottleneck.KV_CAPACITY),
+    "room for prompts": Case(Stage(pages=400, alone=True), load(0.02, 400, 900), BOTH, Bottleneck.KV_CAPACITY),
+    "a slow wire": Case(Stage(network=Network(bytes_per_s=2e9)), load(0.05, 1000, 8), PREFILL, Bottleneck.TRANSFER),
+    "no hand-over ends": Case(NO_WIRE, load(0.02, 1000, 8), PREFILL, Bottleneck.TRANSFER),
+    "no prompt comes": Case(NO_WIRE, load(0.02, 1000, 8), DECODE, Bottleneck.TRANSFER),
+    "a small batch": Case(Stage(batch=4), load(0.02, 100, 400), DECODE, Bottleneck.QUEUE),
+    "a slow host": Case(Stage(replace(DEVICE, launch_s=2e-2)), load(0.2, 50, 100), DECODE, Bottleneck.HOST),
+    "next to nothing": Case(Stage(), load(0.4, 50, 8), DECODE, Bottleneck.NONE),
 }
 
 
@@ -196,21 +196,21 @@ def found(stretch: Stretch, worker: str) -> Diagnosis:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_wall_that_the_load_was_built_for(name: str) -> None:
+def test_the_bottleneck_that_the_load_was_built_for(name: str) -> None:
     case = CASES[name]
     stretch = case.stage.under(case.load)
-    assert found(stretch, case.worker).wall is case.wall, figures_of(stretch, case.worker)
-    names, walls = (list(map(str, column.cells)) for column in findings(stretch).columns[:2])
-    assert dict(zip(names, walls, strict=True))[case.worker] == case.wall
+    assert found(stretch, case.worker).bottleneck is case.bottleneck, figures_of(stretch, case.worker)
+    names, bottlenecks = (list(map(str, column.cells)) for column in findings(stretch).columns[:2])
+    assert dict(zip(names, bottlenecks, strict=True))[case.worker] == case.bottleneck
 
 
-def test_its_change_moves_the_wall() -> None:
-    """What the diagnosis proposes is done, and the wall is gone."""
+def test_its_change_moves_the_bottleneck() -> None:
+    """What the diagnosis proposes is done, and the bottleneck is gone."""
     queue, wire = CASES["a small batch"], CASES["a slow wire"]
     assert "--max-batch-requests" in found(queue.stage.under(queue.load), DECODE).change
-    assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).wall is not Wall.QUEUE
+    assert found(replace(queue.stage, batch=256).under(queue.load), DECODE).bottleneck is not Bottleneck.QUEUE
     assert "a faster wire" in found(wire.stage.under(wire.load), PREFILL).change
-    assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).wall is not Wall.TRANSFER
+    assert found(replace(wire.stage, network=Network()).under(wire.load), PREFILL).bottleneck is not Bottleneck.TRANSFER
 
 
 def test_hand_overs_that_do_not_end_hold_the_pages() -> None:
@@ -228,8 +228,8 @@ def test_who_has_no_room_is_not_the_wire() -> None:
     """Answers fill the worker that decodes. Prompts wait for its pages at the router, and not on the wire."""
     case = CASES["long answers, few pages"]
     stretch = case.stage.under(case.load)
-    assert found(stretch, DECODE).wall is Wall.KV_CAPACITY
-    assert found(stretch, PREFILL).wall is Wall.NONE
+    assert found(stretch, DECODE).bottleneck is Bottleneck.KV_CAPACITY
+    assert found(stretch, PREFILL).bottleneck is Bottleneck.NONE
     assert figures_of(stretch, PREFILL).requests_waiting > 0
     assert figures_of(stretch, PREFILL).transferring < 0.1
 

@@ -1,21 +1,21 @@
-"""The loads, and the cluster whose sizes make each of them meet its wall."""
+"""The loads, and the cluster whose sizes make each of them meet its bottleneck."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.load.workload import Arrival, Block, Workload
 from cluster.config import GIB
-from telemetry.walls import Wall
+from telemetry.bottlenecks import Bottleneck
 from wire.messages import Role
 from wire.mode import Mode
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of one kind; `wall` is what has to bind the worker that does `half` of the work."""
+    """Requests of one kind; `bottleneck` is what has to bind the worker that does `half` of the work."""
 
     name: str
-    wall: Wall
+    bottleneck: Bottleneck
     half: Role
     """PREFILL or DECODE."""
     requests: int
@@ -62,19 +62,19 @@ class Stage:
 
 
 _GPU_LOADS = (
-    Load("long prompts", Wall.COMPUTE, Role.PREFILL, requests=100, prompt=4000, answer=1),
-    Load("long answers", Wall.BANDWIDTH, Role.DECODE, requests=64, prompt=128, answer=900),
-    Load("more context than pages", Wall.KV_CAPACITY, Role.DECODE, requests=100, prompt=2000, answer=2000),
-    Load("more answers than rows", Wall.QUEUE, Role.DECODE, requests=128, prompt=128, answer=640),
-    Load("next to nothing", Wall.NONE, Role.DECODE, requests=100, prompt=128, answer=8, every_s=0.5),
+    Load("long prompts", Bottleneck.COMPUTE, Role.PREFILL, requests=100, prompt=4000, answer=1),
+    Load("long answers", Bottleneck.BANDWIDTH, Role.DECODE, requests=64, prompt=128, answer=900),
+    Load("more context than pages", Bottleneck.KV_CAPACITY, Role.DECODE, requests=100, prompt=2000, answer=2000),
+    Load("more answers than rows", Bottleneck.QUEUE, Role.DECODE, requests=128, prompt=128, answer=640),
+    Load("next to nothing", Bottleneck.NONE, Role.DECODE, requests=100, prompt=128, answer=8, every_s=0.5),
 )
 """Of an 8B shape on an H200: a batch of 64 takes some 6 ms a step, a second computes ten of the long prompts."""
 _CPU_LOADS = (
-    Load("long prompts", Wall.COMPUTE, Role.PREFILL, requests=40, prompt=800, answer=1),
-    Load("long answers", Wall.BANDWIDTH, Role.DECODE, requests=2, prompt=16, answer=600),
-    Load("more context than pages", Wall.KV_CAPACITY, Role.DECODE, requests=12, prompt=600, answer=1000),
-    Load("more answers than rows", Wall.QUEUE, Role.DECODE, requests=40, prompt=16, answer=120),
-    Load("next to nothing", Wall.NONE, Role.DECODE, requests=100, prompt=16, answer=3, every_s=2.0),
+    Load("long prompts", Bottleneck.COMPUTE, Role.PREFILL, requests=40, prompt=800, answer=1),
+    Load("long answers", Bottleneck.BANDWIDTH, Role.DECODE, requests=2, prompt=16, answer=600),
+    Load("more context than pages", Bottleneck.KV_CAPACITY, Role.DECODE, requests=12, prompt=600, answer=1000),
+    Load("more answers than rows", Bottleneck.QUEUE, Role.DECODE, requests=40, prompt=16, answer=120),
+    Load("next to nothing", Bottleneck.NONE, Role.DECODE, requests=100, prompt=16, answer=3, every_s=2.0),
 )
 """Of a 135M model in float32 on two cores."""
 
@@ -100,7 +100,7 @@ MADE_NARROW = {
     "wire": Stage(
         {"page_tokens": 128, "kv_cache_bytes": 4 * GIB, "trusted_network": True},
         "bfloat16",
-        (Load("long hand-overs", Wall.TRANSFER, Role.PREFILL, requests=100, prompt=4000, answer=8),),
+        (Load("long hand-overs", Bottleneck.TRANSFER, Role.PREFILL, requests=100, prompt=4000, answer=8),),
         settle_s=3.0,
         look_s=9.0,
         workers=2,
@@ -109,13 +109,13 @@ MADE_NARROW = {
     "host": Stage(
         {"page_tokens": 128, "kv_cache_bytes": 4 * GIB, "max_step_tokens": 64},
         "bfloat16",
-        (Load("tiny steps", Wall.HOST, Role.PREFILL, requests=4000, prompt=60, answer=1, every_s=0.002),),
+        (Load("tiny steps", Bottleneck.HOST, Role.PREFILL, requests=4000, prompt=60, answer=1, every_s=0.002),),
         settle_s=1.0,
         look_s=2.0,
         workers=1,
     ),
 }
-"""Walls that a GPU does not meet by its load alone: half a gigabyte for each prompt of an 8B shape by TCP, which takes
+"""Bottlenecks that a GPU does not meet by its load alone: half a gigabyte for each prompt of an 8B shape by TCP, which takes
 several times as long as computing it, with pages for eight of them, who share the wire, so that at 0.4 GB/s the first
 ones arrive in the look; and steps of one short prompt, of a model so small that launching its kernels takes longer than
 reading its weights (0.6B).

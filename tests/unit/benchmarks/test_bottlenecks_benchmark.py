@@ -1,4 +1,4 @@
-"""The benchmark of diagnoses: its loads meet the walls they are for, and what it says of what it found."""
+"""The benchmark of diagnoses: its loads meet the bottlenecks they are for, and what it says of what it found."""
 
 import asyncio
 import json
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bottlenecks import __main__ as program
+from benchmarks.bottlenecks import command
+from benchmarks.bottlenecks.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
+from benchmarks.bottlenecks.look import Finding, Listener, _look, read
 from benchmarks.load.report import LoadReport
 from benchmarks.served_model import ServedModel
-from benchmarks.walls import __main__ as program
-from benchmarks.walls import command
-from benchmarks.walls.loads import MADE_NARROW, STAGES, Load, Stage, settings_for, worker_of
-from benchmarks.walls.look import Finding, Listener, _look, read
 from cluster.config import ClusterConfig
 from costs.roofline import GPU
 from costs.step_cost import StepCost
@@ -21,9 +21,9 @@ from engine.models.shapes import shape_config
 from simulation.hardware import roofline
 from telemetry import families as f
 from telemetry.board import Board
+from telemetry.bottlenecks import PILED_UP, Bottleneck
 from telemetry.exposition import Exposition, merge
 from telemetry.scrape import Scrape, Stretch
-from telemetry.walls import PILED_UP, Wall
 from wire.ending import pages_for
 from wire.errors import InvalidArgument, Unavailable
 from wire.messages import Role
@@ -31,7 +31,7 @@ from wire.mode import Mode
 
 TCP_BYTES_PER_S, SLOW_TCP_BYTES_PER_S = 2e9, 4e8
 """Of one stream on a host's loopback, staged through host memory, and if that goes badly."""
-LOAD = Load("some", Wall.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
+LOAD = Load("some", Bottleneck.BANDWIDTH, Role.DECODE, requests=8, prompt=32, answer=64, every_s=0.5)
 SMALL_KV_BYTES = 46_080
 """Of a token of the default model in float32."""
 
@@ -45,7 +45,7 @@ def kv_bytes(device: str) -> int:
 
 
 @pytest.mark.parametrize("device", STAGES)
-def test_loads_meet_their_walls_and_no_other(device: str, tmp_path: Path) -> None:
+def test_loads_meet_their_bottlenecks_and_no_other(device: str, tmp_path: Path) -> None:
     stage = STAGES[device]
     config = ClusterConfig(tmp_path, **settings_for(stage, device, 2))  # type: ignore[arg-type]
     assert config.kv_cache_bytes is not None
@@ -54,11 +54,13 @@ def test_loads_meet_their_walls_and_no_other(device: str, tmp_path: Path) -> Non
     for load in stage.loads:
         one = pages_for(load.prompt + load.answer, config.page_tokens)
         rows = min(load.requests, config.batch_requests)
-        crowded = load.wall is Wall.KV_CAPACITY
+        crowded = load.bottleneck is Bottleneck.KV_CAPACITY
         if load.half is Role.DECODE and not load.every_s:
             assert crowded is (one * rows > 0.9 * pages), load
             assert crowded is (one * (rows // 2 + 1) > pages // 2), load  # who does both promises half, and half waits
-            assert (load.requests > config.batch_requests) is (load.wall in {Wall.QUEUE, Wall.KV_CAPACITY}), load
+            assert (load.requests > config.batch_requests) is (
+                load.bottleneck in {Bottleneck.QUEUE, Bottleneck.KV_CAPACITY}
+            ), load
 
 
 def test_what_is_made_narrow(tmp_path: Path) -> None:
@@ -129,7 +131,7 @@ class Cluster:
 def looked(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, running: Future[LoadReport], load: Load = LOAD
 ) -> Stretch:
-    monkeypatch.setattr("benchmarks.walls.look.scrape", cluster.scrape)
+    monkeypatch.setattr("benchmarks.bottlenecks.look.scrape", cluster.scrape)
     stage = Stage({}, "float32", (), settle_s=0.0, look_s=0.0)
     return asyncio.run(_look(load, stage, Listener("m:1", ""), running))
 
@@ -152,7 +154,7 @@ def test_a_load_that_ends_before(monkeypatch: pytest.MonkeyPatch) -> None:
         looked(Cluster([0]), monkeypatch, over)
 
 
-def test_what_is_said_of_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_of_a_bottleneck(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding(monkeypatch)
     assert found.right
     assert "decode-0 bandwidth (right); MBU 0.80, MFU 0.10" in command.line(found)
@@ -162,26 +164,26 @@ def test_what_is_said_of_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not wrong.right
     assert "WRONG, it should be compute" in command.line(wrong)
     figures = command.figures([found, wrong])
-    assert figures["walls_named_right"] == "1 of 2"
-    assert figures["wall_some"] == "bandwidth, MBU 0.80, MFU 0.10"
-    assert figures["wall_long_prompts"] == "bandwidth (wrong: compute), MBU 0.80, MFU 0.10"
+    assert figures["bottlenecks_named_right"] == "1 of 2"
+    assert figures["bottleneck_some"] == "bandwidth, MBU 0.80, MFU 0.10"
+    assert figures["bottleneck_long_prompts"] == "bandwidth (wrong: compute), MBU 0.80, MFU 0.10"
 
 
-@pytest.mark.parametrize("wall", [Wall.BANDWIDTH, Wall.HOST])
-def test_the_program_ends_with_1_if_a_wall_is_misnamed(
-    wall: Wall, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("bottleneck", [Bottleneck.BANDWIDTH, Bottleneck.HOST])
+def test_the_program_ends_with_1_if_a_bottleneck_is_misnamed(
+    bottleneck: Bottleneck, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = finding(monkeypatch, Load("some", wall, Role.DECODE, 1, 1, 1))
-    monkeypatch.setattr("sys.argv", ["walls"])
+    found = finding(monkeypatch, Load("some", bottleneck, Role.DECODE, 1, 1, 1))
+    monkeypatch.setattr("sys.argv", ["bottlenecks"])
     monkeypatch.setattr(command, "choose_model", lambda *_: ServedModel(Path(), "tiny", random_weights=False))
     monkeypatch.setattr(command, "measure", lambda *_: ([found], {"bytes_per_s": 2e10, "flops": 1e11}))
-    if wall is Wall.BANDWIDTH:
+    if bottleneck is Bottleneck.BANDWIDTH:
         program.main()
     else:
         with pytest.raises(SystemExit, match="1"):
             program.main()
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (said["loads"][0]["expected"], said["flops"], said["walls_workers"]) == (wall, 1e11, 1)
+    assert (said["loads"][0]["expected"], said["flops"], said["bottlenecks_workers"]) == (bottleneck, 1e11, 1)
 
 
 def test_ceilings_beside_those_measured_at_length() -> None:
@@ -193,9 +195,9 @@ def test_ceilings_beside_those_measured_at_length() -> None:
 def test_some_loads_by_name() -> None:
     stage = STAGES["cpu"]
     assert command.chosen_loads(stage, "") == list(stage.loads)
-    assert [load.wall for load in command.chosen_loads(stage, "next to nothing, long answers")] == [
-        Wall.NONE,
-        Wall.BANDWIDTH,
+    assert [load.bottleneck for load in command.chosen_loads(stage, "next to nothing, long answers")] == [
+        Bottleneck.NONE,
+        Bottleneck.BANDWIDTH,
     ]
     with pytest.raises(InvalidArgument, match="--only: 'host'"):
         command.chosen_loads(stage, "host")

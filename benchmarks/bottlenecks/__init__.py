@@ -1,0 +1,1 @@
+"""Is `tandem why` right? Loads built so that one bottleneck binds, on a real cluster."""

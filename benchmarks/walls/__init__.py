@@ -1,1 +1,0 @@
-"""Is `tandem why` right? Loads built so that one wall binds, on a real cluster."""
